@@ -1,0 +1,250 @@
+"""Checks fastdist's speed and memory against the bars that it has to clear.
+
+    python benchmarks/bars.py [--only all_reduce list ...] [--time-s 1] [--peers-dir DIR]
+
+Prints a line per bar and writes all of them, with the figures that they are made of and facts
+about the machine, into benchmarks/results. Exits with 1 if a bar was missed. Every ratio is made
+of times that were measured side by side in one run; see README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_size
+from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.bench.peers import (
+    MPI_NAMES,
+    Engine,
+    default_peers_dir,
+    fastdist_engine,
+    find_peer,
+)
+from fastdist.cli.bench.report import row_line, row_object
+from fastdist.cli.bench.results import Row
+from fastdist.cli.bench.session import Effort, Session
+
+_FOLDER = Path(__file__).parent
+_OTHER_COLLECTIVES = (
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+)
+# All-reduce of two ranks: how many times as fast as the fastest MPI, and as gloo.
+_ALL_REDUCE_BARS = {
+    "8": (1.5, 100),
+    "1K": (1.5, 100),
+    "64K": (1.0, 40),
+    "1M": (1.3, 8),
+    "16M": (1.5, 6),
+    "64M": (3.0, 6),
+    "256M": (3.0, 6),
+}
+_FLOOR_SIZES = ("16M", "64M", "256M")
+_FLOOR_BARS = {"numpy": 70, "empty": 88}
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One requirement and what was measured of it; `measured` is NaN where a peer is missing."""
+
+    name: str
+    measured: float
+    least: float = -math.inf
+    most: float = math.inf
+    unit: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `MISS`, or `skip` where there was nothing to compare with."""
+        if math.isnan(self.measured):
+            return "skip"
+        return "pass" if self.least <= self.measured <= self.most else "MISS"
+
+    def __str__(self) -> str:
+        needed = f">= {self.least:g}" if self.least > -math.inf else f"<= {self.most:g}"
+        measured = f"{self.measured:.3g}{self.unit}"
+        return f"{self.verdict}  {self.name:<58} {measured:>10}   ({needed}{self.unit})"
+
+
+class Bench:
+    """Measures for the bars, and keeps what was measured."""
+
+    def __init__(self, peers_dir: Path, time_s: float) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.engines: dict[str, str] = {}
+        self._peers_dir = peers_dir
+        self._effort = Effort(time_s=time_s)
+
+    def measure(
+        self, ranks: int, peers: Sequence[str], cases: Sequence[Case]
+    ) -> Iterator[tuple[Case, Row]]:
+        """Measures cases next to those of the peers that are installed."""
+        found = [find_peer(name, ranks, self._peers_dir) for name in peers]
+        for peer in found:
+            if not isinstance(peer, Engine):
+                print(f"# {peer}")
+        engines = [fastdist_engine(ranks), *(peer for peer in found if isinstance(peer, Engine))]
+        with Session(engines, ranks, self._effort) as session:
+            self.engines.update(session.versions)
+            for case in cases:
+                row = session.measure(case)
+                print(f"# {case.collective} {case.array}{row_line(row)}", flush=True)
+                self.rows.append({"ranks": ranks, **row_object(row)})
+                yield case, row
+
+
+def _times_as_fast(row: Row, engines: Sequence[str]) -> float:
+    """Against the fastest of these engines or ways; NaN where there is none."""
+    ratios = [
+        row.times_as_fast(other)
+        for other in row.others
+        if other.engine in engines or other.engine.partition(":")[0] in engines
+    ]
+    return min((ratio for ratio in ratios if ratio is not None), default=math.nan)
+
+
+def _right(row: Row) -> Bar:
+    name = f"{row.case.collective} {row.case.label} {row.case.array}: wrong elements"
+    return Bar(name, float(row.ours.wrong or 0), most=0)
+
+
+def all_reduce(bench: Bench) -> Iterator[Bar]:
+    """Two ranks, one array, against everything and against the memory floor."""
+    cases: list[Case] = []
+    for array in ("numpy", "torch", "empty"):
+        sizes = _FLOOR_SIZES if array == "empty" else tuple(_ALL_REDUCE_BARS)
+        cases += array_cases("all_reduce", [parse_size(size) for size in sizes], 2, array=array)
+    for case, row in bench.measure(2, ("gloo", *MPI_NAMES), cases):
+        name = f"all_reduce {case.label} {case.array}"
+        yield _right(row)
+        against_mpi, against_gloo = _ALL_REDUCE_BARS[case.label]
+        if case.array != "empty":
+            yield Bar(
+                f"{name}: against the fastest MPI", _times_as_fast(row, MPI_NAMES), against_mpi
+            )
+            yield Bar(f"{name}: against gloo", _times_as_fast(row, ("gloo",)), against_gloo)
+        if case.array in _FLOOR_BARS and case.label in _FLOOR_SIZES:
+            least = _FLOOR_BARS[case.array]
+            yield Bar(f"{name}: of the memory floor", row.floor_percent, least, unit=" %")
+
+
+def gradient_list(bench: Bench) -> Iterator[Bar]:
+    """ResNet-50's gradients as a list."""
+    for array in ("numpy", "torch"):
+        case = list_case("resnet50", "float32", "sum", array)
+        for _, row in bench.measure(2, ("gloo",), (case,)):
+            name = f"161 gradients {array}"
+            yield _right(row)
+            one_array = 1 / _times_as_fast(row, ("fastdist: one array",))
+            yield Bar(f"{name}: time of one call on the same bytes", one_array, most=1.15)
+            buckets = _times_as_fast(row, ("gloo: 25 MB buckets",))
+            yield Bar(f"{name}: against gloo in 25 MB buckets", buckets, 6)
+
+
+def oversubscribed(bench: Bench) -> Iterator[Bar]:
+    """More ranks than cores."""
+    for ranks in (4, 8):
+        cases = array_cases("all_reduce", (1 << 10, 1 << 20), ranks)
+        for case, row in bench.measure(ranks, ("gloo",), cases):
+            yield _right(row)
+            name = f"all_reduce {case.label}, {ranks} ranks: against gloo"
+            yield Bar(name, _times_as_fast(row, ("gloo",)), 3)
+
+
+def other_collectives(bench: Bench) -> Iterator[Bar]:
+    """No slower than the fastest MPI."""
+    cases: list[Case] = []
+    for collective in _OTHER_COLLECTIVES:
+        cases += array_cases(collective, (1 << 10, 1 << 20, 64 << 20), 2)
+    for case, row in bench.measure(2, MPI_NAMES, cases):
+        yield _right(row)
+        name = f"{case.collective} {format_size(case.bytes)}: against the fastest MPI"
+        yield Bar(name, _times_as_fast(row, MPI_NAMES), 1)
+
+
+def _figures_of_ranks(script: str, ranks: int) -> list[dict[str, float]]:
+    """Runs a script of this folder; every rank prints one JSON object."""
+    launcher = [sys.executable, "-m", "fastdist", "run", "--no-prefix", "-n", str(ranks)]
+    output = subprocess.run(
+        [*launcher, str(_FOLDER / script)], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def idle(bench: Bench) -> Iterator[Bar]:
+    """Processor time of ranks that wait for another."""
+    for ranks in (2, 8):
+        figures = _figures_of_ranks("idle_rank.py", ranks)
+        share = max(figure["core_percent"] for figure in figures)
+        yield Bar(f"an idle rank of {ranks}: share of a core", share, most=2, unit=" %")
+
+
+def memory(bench: Bench) -> Iterator[Bar]:
+    """Memory beyond the caller's arrays, and what many calls add to it."""
+    figures = _figures_of_ranks("memory_growth.py", 2)
+    staging = sum(figure["staging_bytes"] for figure in figures) / len(figures) / _MIB
+    growth = max(figure["growth_bytes"] for figure in figures) / _MIB
+    yield Bar("staging memory per rank", staging, most=8, unit=" MiB")
+    yield Bar("growth over 100,000 calls", growth, most=0.5, unit=" MiB")
+
+
+_SECTIONS: dict[str, Callable[[Bench], Iterator[Bar]]] = {
+    "all_reduce": all_reduce,
+    "list": gradient_list,
+    "oversubscribed": oversubscribed,
+    "idle": idle,
+    "memory": memory,
+    "others": other_collectives,
+}
+
+
+def main() -> int:
+    """Checks the bars; 1 if one was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(_SECTIONS), default=tuple(_SECTIONS))
+    parser.add_argument("--time-s", type=float, default=1.0, help="seconds per case and engine")
+    parser.add_argument("--peers-dir", type=Path, default=default_peers_dir())
+    parser.add_argument("--out", type=Path, help="default: results/bars-<date>.json")
+    options = parser.parse_args()
+    machine = machine_facts()
+    bench = Bench(options.peers_dir, options.time_s)
+    bars: list[Bar] = []
+    for section in options.only:
+        for bar in _SECTIONS[section](bench):
+            print(bar, flush=True)
+            bars.append(bar)
+    missed = sum(bar.verdict == "MISS" for bar in bars)
+    print(f"{len(bars)} bars, {missed} missed")
+    out = options.out or _FOLDER / "results" / f"bars-{machine['date']}.json"
+    out.parent.mkdir(exist_ok=True)
+    checked = [{**_finite(asdict(bar)), "verdict": bar.verdict} for bar in bars]
+    results = {"machine": machine, "engines": bench.engines, "bars": checked, "rows": bench.rows}
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has neither NaN nor infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

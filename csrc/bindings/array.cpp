@@ -1,0 +1,316 @@
+#include "bindings/array.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <numeric>
+#include <optional>
+#include <string>
+
+#include "bindings/dlpack.h"
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+namespace {
+
+std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+[[noreturn]] void throw_strided(const char* argument, py::handle object) {
+  const bool torch = py::hasattr(object, "contiguous");
+  throw Error(ErrorCode::kValue,
+              std::string(argument) + " must be dense, got a view with gaps or overlaps; call " +
+                  (torch ? "x.contiguous()" : "numpy.ascontiguousarray(x)") + " first");
+}
+
+[[noreturn]] void throw_read_only(const char* argument) {
+  throw Error(ErrorCode::kValue,
+              std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
+}
+
+// 0 for row-major memory, else a hash of the order of the axes; nothing where there are gaps.
+std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
+                                        int ndim) {
+  std::array<int, 64> axes{};
+  int used = 0;
+  std::int64_t count = 1;
+  for (int i = 0; i < ndim; ++i) {
+    count *= shape[i];
+    if (shape[i] != 1 && used < static_cast<int>(axes.size())) axes[static_cast<std::size_t>(used++)] = i;
+  }
+  if (count == 0 || strides == nullptr) return 0;
+  const auto end = axes.begin() + used;
+  std::stable_sort(axes.begin(), end, [&](int a, int b) { return strides[a] > strides[b]; });
+  std::int64_t expected = 1;
+  for (auto it = std::make_reverse_iterator(end); it != axes.rend(); ++it) {
+    if (strides[*it] != expected) return std::nullopt;
+    expected *= shape[*it];
+  }
+  if (std::is_sorted(axes.begin(), end)) return 0;
+  std::uint32_t hash = 2166136261U;
+  for (auto it = axes.begin(); it != end; ++it) {
+    hash = (hash ^ static_cast<std::uint32_t>(*it)) * 16777619U;
+  }
+  return ((hash ^ hash >> 16) | 1U) & 0xFFFFU;
+}
+
+// --- numpy ------------------------------------------------------------------------------------
+
+constexpr int kCContiguous = 0x1;
+constexpr int kAligned = 0x100;
+constexpr int kWriteable = 0x400;
+
+// Indexed by numpy's type numbers, which are part of its ABI.
+std::optional<DType> numpy_dtype(const py::detail::PyArray_Proxy* array) {
+  constexpr auto kNone = std::optional<DType>{};
+  static_assert(sizeof(long) == 8);
+  constexpr std::array<std::optional<DType>, 24> kBuiltin{
+      DType::kBool,   DType::kInt8,    DType::kUInt8,     DType::kInt16,      DType::kUInt16,
+      DType::kInt32,  DType::kUInt32,  DType::kInt64,     DType::kUInt64,     DType::kInt64,
+      DType::kUInt64, DType::kFloat32, DType::kFloat64,   kNone,              DType::kComplex64,
+      DType::kComplex128, kNone,       kNone,             kNone,              kNone,
+      kNone,          kNone,           kNone,             DType::kFloat16};
+  const auto* descr = py::detail::array_descriptor1_proxy(array->descr);
+  if (descr->byteorder == '>') return std::nullopt;
+  const int number = descr->type_num;
+  if (number >= 0 && number < static_cast<int>(kBuiltin.size())) {
+    return kBuiltin[static_cast<std::size_t>(number)];
+  }
+  // Dtypes that packages add (ml_dtypes) are known by name.
+  return dtype_from_name(py::handle(array->descr).attr("name").cast<std::string>());
+}
+
+TensorView view_numpy(py::handle object, Access access, const char* argument) {
+  const auto* array = py::detail::array_proxy(object.ptr());
+  const auto dtype = numpy_dtype(array);
+  if (!dtype) {
+    throw Error(ErrorCode::kType, std::string(argument) + " has dtype " +
+                                      py::str(py::handle(array->descr)).cast<std::string>() +
+                                      ", which collectives do not know; expected a bool, integer, "
+                                      "float or complex dtype in native byte order");
+  }
+  if (access == Access::kWrite && (array->flags & kWriteable) == 0) throw_read_only(argument);
+  if ((array->flags & kAligned) == 0) {
+    throw Error(ErrorCode::kValue, std::string(argument) + " is not aligned to its dtype; copy it");
+  }
+  std::size_t count = 1;
+  for (int i = 0; i < array->nd; ++i) count *= static_cast<std::size_t>(array->dimensions[i]);
+  std::uint32_t order = 0;
+  if ((array->flags & kCContiguous) == 0) {
+    std::array<std::int64_t, 64> shape{}, strides{};
+    const auto item = static_cast<std::int64_t>(size_of(*dtype));
+    for (int i = 0; i < array->nd; ++i) {
+      const auto axis = static_cast<std::size_t>(i);
+      shape[axis] = array->dimensions[i];
+      strides[axis] = array->strides[i] % item == 0 ? array->strides[i] / item : 0;
+    }
+    const auto found = axis_order(shape.data(), strides.data(), array->nd);
+    if (!found) throw_strided(argument, object);
+    order = *found;
+  }
+  return {reinterpret_cast<std::byte*>(array->data), count, *dtype, order};
+}
+
+// --- DLPack -----------------------------------------------------------------------------------
+
+std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
+  if (type.lanes != 1) return std::nullopt;
+  const auto pick = [&](DType b8, DType b16, DType b32, DType b64) -> std::optional<DType> {
+    switch (type.bits) {
+      case 8:
+        return b8;
+      case 16:
+        return b16;
+      case 32:
+        return b32;
+      case 64:
+        return b64;
+      default:
+        return std::nullopt;
+    }
+  };
+  switch (type.code) {
+    case 0:
+      return pick(DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64);
+    case 1:
+      return pick(DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64);
+    case 2:
+      if (type.bits == 8) return std::nullopt;
+      return pick(DType::kBool, DType::kFloat16, DType::kFloat32, DType::kFloat64);
+    case 4:
+      return type.bits == 16 ? std::optional(DType::kBFloat16) : std::nullopt;
+    case 5:
+      if (type.bits == 64) return DType::kComplex64;
+      return type.bits == 128 ? std::optional(DType::kComplex128) : std::nullopt;
+    case 6:
+      return type.bits == 8 ? std::optional(DType::kBool) : std::nullopt;
+    case 10:
+      return DType::kFloat8E4M3FN;
+    case 12:
+      return DType::kFloat8E5M2;
+    default:
+      return std::nullopt;
+  }
+}
+
+TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* argument) {
+  if (t.device.type != dlpack::kCpu && t.device.type != dlpack::kCudaHost) {
+    throw Error(ErrorCode::kUnsupported,
+                std::string(argument) + " lies on a device (DLPack device type " +
+                    std::to_string(t.device.type) +
+                    "), and no engine for it is built in; see `fastdist doctor`");
+  }
+  const auto dtype = dlpack_dtype(t.dtype);
+  if (!dtype) {
+    throw Error(ErrorCode::kType, std::string(argument) + " has a dtype that collectives do not know (" +
+                                      type_name(object) + ", DLPack code " +
+                                      std::to_string(t.dtype.code) + ", " +
+                                      std::to_string(t.dtype.bits) + " bits)");
+  }
+  const auto order = axis_order(t.shape, t.strides, t.ndim);
+  if (!order) throw_strided(argument, object);
+  std::size_t count = 1;
+  for (int i = 0; i < t.ndim; ++i) count *= static_cast<std::size_t>(t.shape[i]);
+  return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order};
+}
+
+// The exchange table of a type, null where it has none. The last type seen is remembered: a
+// program's arrays are nearly always of one type.
+const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
+  static std::atomic<PyTypeObject*> known_type{nullptr};
+  static std::atomic<const dlpack::ExchangeApi*> known_api{nullptr};
+  if (known_type.load(std::memory_order_acquire) == type) {
+    return known_api.load(std::memory_order_relaxed);
+  }
+  const py::handle object(reinterpret_cast<PyObject*>(type));
+  if (!py::hasattr(object, "__dlpack_c_exchange_api__")) return nullptr;
+  const py::object capsule = object.attr("__dlpack_c_exchange_api__");
+  const auto* api = static_cast<const dlpack::ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (api == nullptr) throw py::error_already_set();
+  if (api->version.major != 1 || api->tensor_from_object == nullptr) return nullptr;
+  // Only one type is ever remembered, so a reader cannot pair it with another type's table.
+  PyTypeObject* none = nullptr;
+  if (known_api.load(std::memory_order_relaxed) == nullptr) {
+    known_api.store(api, std::memory_order_relaxed);
+    if (known_type.compare_exchange_strong(none, type, std::memory_order_release)) {
+      Py_INCREF(type);
+    }
+  }
+  return api;
+}
+
+TensorView view_dlpack_object(py::handle object, Access access, const char* argument,
+                              py::object& holder) {
+  py::object array = py::reinterpret_borrow<py::object>(object);
+  if (py::hasattr(array, "detach")) array = array.attr("detach")();
+  py::object capsule;
+  try {
+    capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0));
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+    capsule = array.attr("__dlpack__")();  // protocol from before DLPack 1.0
+  }
+  holder = capsule;
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
+    const auto* managed = static_cast<const dlpack::ManagedTensorVersioned*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    if (access == Access::kWrite && (managed->flags & dlpack::kReadOnly) != 0) {
+      throw_read_only(argument);
+    }
+    return view_dlpack(managed->tensor, object, argument);
+  }
+  const auto* managed = static_cast<const dlpack::ManagedTensor*>(
+      PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  if (managed == nullptr) throw py::error_already_set();
+  return view_dlpack(managed->tensor, object, argument);
+}
+
+// --- buffer protocol --------------------------------------------------------------------------
+
+TensorView view_buffer(py::handle object, Access access, const char* argument,
+                       py::object& holder) {
+  // numpy knows every format of the protocol; through a memoryview it never copies.
+  const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
+  if (!view) throw py::error_already_set();
+  py::object array = py::module_::import("numpy").attr("asarray")(view);
+  holder = array;
+  return view_numpy(array, access, argument);
+}
+
+TensorView view_array(py::handle object, Access access, const char* argument, py::object& holder) {
+  PyTypeObject* type = Py_TYPE(object.ptr());
+  static PyObject* const ndarray =
+      py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
+  if (type == reinterpret_cast<PyTypeObject*>(ndarray)) return view_numpy(object, access, argument);
+  if (const auto* api = exchange_api(type)) {
+    dlpack::Tensor tensor;
+    if (api->tensor_from_object(object.ptr(), &tensor) != 0) throw py::error_already_set();
+    return view_dlpack(tensor, object, argument);
+  }
+  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray)) != 0) {
+    return view_numpy(object, access, argument);
+  }
+  if (py::hasattr(object, "__dlpack__")) {
+    return view_dlpack_object(object, access, argument, holder);
+  }
+  if (PyObject_CheckBuffer(object.ptr()) != 0 && !py::isinstance<py::str>(object)) {
+    return view_buffer(object, access, argument, holder);
+  }
+  throw Error(ErrorCode::kType, std::string(argument) +
+                                    " must be a numpy, torch or other DLPack array, got " +
+                                    type_name(object));
+}
+
+bool overlap(const TensorView& a, const TensorView& b) {
+  return a.count != 0 && b.count != 0 && a.data < b.data + b.bytes() && b.data < a.data + a.bytes();
+}
+
+}  // namespace
+
+Arrays::Arrays(py::handle object, Access access, const char* argument) {
+  is_list_ = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
+  if (!is_list_) {
+    one_ = view_array(object, access, argument, holder_);
+    return;
+  }
+  py::list holders;
+  list_.reserve(py::len(object));
+  for (const py::handle item : object) {
+    py::object holder;
+    list_.push_back(view_array(item, access, argument, holder));
+    if (holder) holders.append(std::move(holder));
+  }
+  holder_ = std::move(holders);
+}
+
+void check_fits(const Arrays& in, const Arrays& out) {
+  const TensorViews a = in.views();
+  const TensorViews b = out.views();
+  if (in.is_list() != out.is_list() || a.size() != b.size()) {
+    throw Error(ErrorCode::kValue,
+                "out must be as many arrays as the input: expected " + std::to_string(a.size()) +
+                    ", got " + std::to_string(b.size()));
+  }
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (a[i].count != b[i].count || a[i].dtype != b[i].dtype || a[i].order != b[i].order) {
+      throw Error(ErrorCode::kValue,
+                  "out must have the dtype, size and axis order of the input: expected " +
+                      std::string(name_of(a[i].dtype)) + " × " + std::to_string(a[i].count) +
+                      ", got " + std::string(name_of(b[i].dtype)) + " × " +
+                      std::to_string(b[i].count));
+    }
+    if (a[i].data != b[i].data) check_apart(a[i], b[i]);
+  }
+}
+
+void check_apart(const TensorView& in, const TensorView& out) {
+  if (overlap(in, out)) {
+    throw Error(ErrorCode::kValue, "out shares memory with the input; give it memory of its own");
+  }
+}
+
+}  // namespace fastdist::bindings

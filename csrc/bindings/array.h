@@ -1,0 +1,40 @@
+// Python arrays as views of memory: numpy by its C struct, torch by DLPack's C exchange table,
+// everything else by DLPack's Python protocol or the buffer protocol.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "core/types.h"
+
+namespace fastdist::bindings {
+
+enum class Access { kRead, kWrite };
+
+// One array or a list of arrays, and what keeps their memory valid besides the objects themselves.
+class Arrays {
+ public:
+  // `argument` names the parameter in messages. Raises TypeError for what is no array of a known
+  // dtype in this machine's memory, ValueError for views with gaps and for read-only arrays.
+  Arrays(pybind11::handle object, Access access, const char* argument);
+
+  [[nodiscard]] TensorViews views() const noexcept {
+    return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);
+  }
+  [[nodiscard]] bool is_list() const noexcept { return is_list_; }
+  [[nodiscard]] const pybind11::object& holder() const noexcept { return holder_; }
+
+ private:
+  TensorView one_;
+  std::vector<TensorView> list_;
+  bool is_list_ = false;
+  pybind11::object holder_;
+};
+
+// Raises ValueError unless `out` fits `in` array by array, each the same memory or apart.
+void check_fits(const Arrays& in, const Arrays& out);
+// Raises ValueError when two arrays share memory.
+void check_apart(const TensorView& in, const TensorView& out);
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,13 @@
+// One function per concept; module.cpp calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fastdist::bindings {
+
+void bind_errors(pybind11::module_& m);
+void bind_kernels(pybind11::module_& m);
+void bind_work(pybind11::module_& m);
+void bind_host(pybind11::module_& m);
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,52 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+namespace {
+
+void raise(const Error& error) {
+  const auto fastdist_error = [&](const char* name) {
+    const py::object type = py::module_::import("fastdist.errors").attr(name);
+    const py::object value = type(error.what(), py::tuple(py::cast(error.ranks())));
+    PyErr_SetObject(type.ptr(), value.ptr());
+  };
+  switch (error.code()) {
+    case ErrorCode::kValue:
+      return PyErr_SetString(PyExc_ValueError, error.what());
+    case ErrorCode::kType:
+      return PyErr_SetString(PyExc_TypeError, error.what());
+    case ErrorCode::kMemory:
+      return PyErr_SetString(PyExc_MemoryError, error.what());
+    case ErrorCode::kSystem:
+      return PyErr_SetString(PyExc_OSError, error.what());
+    case ErrorCode::kMismatch:
+      return fastdist_error("CollectiveMismatchError");
+    case ErrorCode::kPeerFailure:
+      return fastdist_error("PeerFailureError");
+    case ErrorCode::kTimeout:
+      return fastdist_error("CollectiveTimeoutError");
+    case ErrorCode::kUnsupported:
+      return fastdist_error("UnsupportedError");
+    case ErrorCode::kState:
+      return fastdist_error("FastdistError");
+  }
+}
+
+}  // namespace
+
+void bind_errors(py::module_&) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      raise(error);
+    }
+  });
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,55 @@
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <string>
+
+#include "bindings/bind.h"
+#include "bindings/work.h"
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+
+std::chrono::nanoseconds to_duration(double seconds) {
+  if (!(seconds > 0)) {
+    throw Error(ErrorCode::kValue,
+                "timeout must be a positive number of seconds, got " + std::to_string(seconds));
+  }
+  constexpr double kLongest = 1e9;
+  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, kLongest) * 1e9));
+}
+
+bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
+  const auto deadline = Clock::now() + timeout;
+  for (;;) {
+    const std::chrono::nanoseconds left = deadline - Clock::now();
+    {
+      const py::gil_scoped_release release;
+      if (work.wait(std::clamp(left, std::chrono::nanoseconds(0), kSlice))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (left <= kSlice) return false;
+  }
+}
+
+void bind_work(py::module_& m) {
+  py::class_<PendingCall>(m, "Work")
+      .def("is_done", [](const PendingCall& call) { return call.work->is_done(); })
+      .def(
+          "wait",
+          [](const PendingCall& call, const py::object& timeout) {
+            const double seconds = timeout.is_none() ? 1e9 : timeout.cast<double>();
+            if (!wait_interruptibly(*call.work, to_duration(seconds))) {
+              throw Error(ErrorCode::kTimeout, "the call has not ended after " +
+                                                   std::to_string(seconds) +
+                                                   " s; it goes on, wait again");
+            }
+            return call.result;
+          },
+          py::arg("timeout") = py::none());
+}
+
+}  // namespace fastdist::bindings

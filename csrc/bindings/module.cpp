@@ -1,0 +1,11 @@
+#include <pybind11/pybind11.h>
+
+#include "bindings/bind.h"
+
+PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
+  using namespace fastdist::bindings;
+  bind_errors(m);
+  bind_kernels(m);
+  bind_work(m);
+  bind_host(m);
+}

@@ -1,0 +1,51 @@
+// Several arrays of one dtype, seen as one run of bytes: how lists are fused without being packed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "core/types.h"
+
+namespace fastdist {
+
+class ArrayList {
+ public:
+  explicit ArrayList(TensorViews arrays) : arrays_(arrays) {
+    if (arrays.size() == 1) {
+      bytes_ = arrays[0].bytes();
+      return;
+    }
+    ends_.reserve(arrays.size());
+    for (const TensorView& a : arrays) ends_.push_back(bytes_ += a.bytes());
+  }
+
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
+  [[nodiscard]] TensorViews arrays() const noexcept { return arrays_; }
+
+  // Calls f(array index, offset in that array, offset in the run, bytes) for each stretch of
+  // [begin, end) that lies in one array, in order.
+  template <class F>
+  void for_each_piece(std::size_t begin, std::size_t end, F&& f) const {
+    if (begin >= end) return;
+    if (arrays_.size() == 1) {
+      f(std::size_t{0}, begin, begin, end - begin);
+      return;
+    }
+    auto it = std::upper_bound(ends_.begin(), ends_.end(), begin);
+    for (std::size_t at = begin; at < end; ++it) {
+      const auto i = static_cast<std::size_t>(it - ends_.begin());
+      const std::size_t start = i == 0 ? 0 : ends_[i - 1];
+      const std::size_t stop = std::min(end, *it);
+      if (stop > at) f(i, at - start, at, stop - at);
+      at = stop;
+    }
+  }
+
+ private:
+  TensorViews arrays_;
+  std::vector<std::size_t> ends_;  // where each array ends in the run; empty for one array
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace fastdist

@@ -1,0 +1,40 @@
+// The one exception of the C++ core; bindings map its code to a Python exception.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fastdist {
+
+enum class ErrorCode {
+  kValue,        // ValueError
+  kType,         // TypeError
+  kMismatch,     // CollectiveMismatchError
+  kPeerFailure,  // PeerFailureError
+  kTimeout,      // CollectiveTimeoutError
+  kUnsupported,  // UnsupportedError
+  kMemory,       // MemoryError
+  kSystem,       // OSError
+  kState,        // FastdistError: the communicator is closed or was aborted
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorCode code, const std::string& message, std::vector<int> ranks = {})
+      : std::runtime_error(message), code_(code), ranks_(std::move(ranks)) {}
+
+  [[nodiscard]] ErrorCode code() const noexcept { return code_; }
+  // The ranks to blame, where the error is about ranks.
+  [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
+
+ private:
+  ErrorCode code_;
+  std::vector<int> ranks_;
+};
+
+// An Error with the text of errno behind the message.
+[[nodiscard]] Error system_error(const std::string& message);
+
+}  // namespace fastdist

@@ -1,0 +1,62 @@
+#include "core/signature.h"
+
+namespace fastdist {
+
+Signature unpack_signature(std::uint64_t packed, std::uint64_t count, std::uint64_t list) noexcept {
+  Signature s;
+  s.op = static_cast<Op>(packed & 0xFF);
+  s.dtype = static_cast<DType>(packed >> 8 & 0xFF);
+  s.reduce_op = static_cast<ReduceOp>(packed >> 16 & 0xFF);
+  s.root = static_cast<std::int16_t>(packed >> 24 & 0xFFFF);
+  s.order = static_cast<std::uint16_t>(packed >> 40 & 0xFFFF);
+  s.count = count;
+  s.list = list;
+  return s;
+}
+
+std::string describe(const Signature& s) {
+  std::string text = std::string(name_of(s.op)) + "(";
+  if (s.op != Op::kBarrier) {
+    text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
+    if (s.list != 0) text += " in a list";
+    if (s.order != 0) text += ", not in row-major order";
+  }
+  switch (s.op) {
+    case Op::kAllReduce:
+    case Op::kReduceScatter:
+      text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\"";
+      break;
+    case Op::kReduce:
+      text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\", root=" + std::to_string(s.root);
+      break;
+    case Op::kBroadcast:
+    case Op::kGather:
+    case Op::kScatter:
+      text += ", root=" + std::to_string(s.root);
+      break;
+    case Op::kSend:
+      text += ", dst=" + std::to_string(s.root);
+      break;
+    case Op::kRecv:
+      text += ", src=" + std::to_string(s.root);
+      break;
+    case Op::kAllGather:
+    case Op::kAllToAll:
+    case Op::kBarrier:
+      break;
+  }
+  return text + ")";
+}
+
+std::uint64_t list_hash(TensorViews arrays) noexcept {
+  std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
+  for (const TensorView& a : arrays) {
+    hash ^= a.count ^ static_cast<std::uint64_t>(a.dtype) << 56 ^
+            static_cast<std::uint64_t>(a.order) << 40;
+    hash *= 0xFF51AFD7ED558CCDULL;
+    hash ^= hash >> 32;
+  }
+  return hash | 1;
+}
+
+}  // namespace fastdist

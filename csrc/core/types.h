@@ -1,0 +1,74 @@
+// What a collective is called on: element types, reductions, operations, views of memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace fastdist {
+
+enum class DType : std::uint8_t {
+  kBool,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kUInt16,
+  kUInt32,
+  kUInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat8E4M3FN,
+  kFloat8E5M2,
+  kFloat32,
+  kFloat64,
+  kComplex64,
+  kComplex128,
+};
+inline constexpr int kDTypeCount = 17;
+
+enum class ReduceOp : std::uint8_t { kSum, kMean, kProd, kMin, kMax, kAnd, kOr, kXor };
+inline constexpr int kReduceOpCount = 8;
+
+enum class Op : std::uint8_t {
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kGather,
+  kScatter,
+  kReduceScatter,
+  kAllToAll,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+
+[[nodiscard]] std::size_t size_of(DType dtype) noexcept;
+[[nodiscard]] std::string_view name_of(DType dtype) noexcept;
+[[nodiscard]] std::string_view name_of(ReduceOp op) noexcept;
+[[nodiscard]] std::string_view name_of(Op op) noexcept;
+[[nodiscard]] std::optional<DType> dtype_from_name(std::string_view name) noexcept;
+[[nodiscard]] std::optional<ReduceOp> reduce_op_from_name(std::string_view name) noexcept;
+
+// Throws kType where the reduction has no meaning for the element type.
+void check_reducible(ReduceOp op, DType dtype);
+
+// A dense array: `count` elements at `data`, not owned.
+struct TensorView {
+  std::byte* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::kUInt8;
+  // 0 for row-major order; else a hash of the order of the axes in memory.
+  std::uint32_t order = 0;
+
+  [[nodiscard]] std::size_t bytes() const noexcept { return count * size_of(dtype); }
+};
+
+using TensorViews = std::span<const TensorView>;
+
+}  // namespace fastdist

@@ -1,0 +1,72 @@
+// Calls that run later, in the order in which they were made.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace fastdist {
+
+// A call that was handed to a WorkQueue.
+class Work {
+ public:
+  explicit Work(std::function<void()> task) : task_(std::move(task)) {}
+
+  [[nodiscard]] bool is_done() const;
+  // Waits for the end of the call; false when `timeout` passes first. Rethrows what it threw.
+  bool wait(std::chrono::nanoseconds timeout);
+
+  void run() noexcept;
+
+ private:
+  std::function<void()> task_;
+  mutable std::mutex mutex_;
+  std::condition_variable ended_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+// Runs calls one at a time and in order: at once in the caller's thread when nothing is pending,
+// else in a thread of its own, which starts with the first call that is submitted.
+class WorkQueue {
+ public:
+  WorkQueue() = default;
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+  ~WorkQueue();  // waits for what was submitted
+
+  std::shared_ptr<Work> submit(std::function<void()> task);
+
+  // True when `task` was run here; false, and it was not, when calls are pending before it.
+  template <class Task>
+  bool try_run(Task&& task) {
+    int idle = 0;
+    if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_acquire)) return false;
+    struct Release {
+      WorkQueue& queue;
+      ~Release() { queue.pending_.fetch_sub(1, std::memory_order_release); }
+    } release{*this};
+    const std::lock_guard running(running_);
+    task();
+    return true;
+  }
+
+ private:
+  void loop();
+
+  std::atomic<int> pending_{0};
+  std::mutex running_;  // held while a call runs
+  std::mutex mutex_;    // guards what follows
+  std::condition_variable submitted_;
+  std::deque<std::shared_ptr<Work>> queue_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace fastdist

@@ -1,0 +1,327 @@
+#include "host/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/error.h"
+
+namespace fastdist::host {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How often a sleeping rank looks whether its peers live and whether it is interrupted.
+constexpr std::chrono::milliseconds kPatrol{50};
+constexpr int kSpinsPerClock = 32;
+
+std::string seconds(std::chrono::nanoseconds duration) {
+  std::string text = std::to_string(std::chrono::duration<double>(duration).count());
+  text.resize(text.find('.') + 2);
+  return text + " s";
+}
+
+}  // namespace
+
+std::size_t HostCommunicator::block_bytes(int ranks, const Tuning& tuning) {
+  return Layout{ranks, tuning.slot_bytes, tuning.chunk_bytes, tuning.lane_bytes}.bytes();
+}
+
+HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector<int> members,
+                                   int rank, const std::vector<std::size_t>& offsets,
+                                   std::shared_ptr<SharedBlock> block, const Tuning& tuning)
+    : machine_(std::move(machine)),
+      members_(std::move(members)),
+      rank_(rank),
+      block_(std::move(block)),
+      tuning_(tuning),
+      layout_{static_cast<int>(members_.size()), tuning.slot_bytes, tuning.chunk_bytes,
+              tuning.lane_bytes},
+      sources_(members_.size()),
+      targets_(members_.size()),
+      gives_(members_.size()),
+      takes_(members_.size()),
+      starts_(members_.size()),
+      sent_(members_.size()),
+      received_(members_.size()) {
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    Peer p{};
+    p.machine_rank = members_[i];
+    p.block = machine_->window(members_[i]) + offsets[i];
+    p.control = reinterpret_cast<Control*>(p.block);
+    p.lanes = reinterpret_cast<Lane*>(p.block + sizeof(Control));
+    for (int parity : {0, 1}) {
+      p.slots[parity] = reinterpret_cast<Header*>(p.block + layout_.slot(parity));
+    }
+    peers_.push_back(p);
+  }
+}
+
+HostCommunicator::~HostCommunicator() {
+  close();
+  // Peers may still read this rank's block; it is free when all of them have closed.
+  machine_->retire(std::move(block_), [control = me().control, n = size()] {
+    return control->closed.load(std::memory_order_acquire) == static_cast<std::uint32_t>(n);
+  });
+}
+
+void HostCommunicator::close() noexcept {
+  if (is_closed_) return;
+  is_closed_ = true;
+  auto active = static_cast<std::uint32_t>(Departure::kActive);
+  me().control->departure.compare_exchange_strong(active,
+                                                  static_cast<std::uint32_t>(Departure::kClosed));
+  wake_everyone();
+  for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void HostCommunicator::check_usable() const {
+  const auto* control = peers_[static_cast<std::size_t>(rank_)].control;
+  switch (static_cast<Departure>(control->departure.load(std::memory_order_relaxed))) {
+    case Departure::kActive:
+      return;
+    case Departure::kClosed:
+      throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
+    case Departure::kTimeout:
+    case Departure::kPeerFailure:
+    case Departure::kInterrupted:
+      throw Error(ErrorCode::kState,
+                  "the communicator cannot be used any more on rank " + std::to_string(rank_) +
+                      ": an earlier call failed half-way; make a new one");
+  }
+}
+
+Header& HostCommunicator::announce(const Signature& signature, const CallOptions& options) {
+  check_usable();
+  ++sequence_;
+  wait_ = {&options, signature, &me().control->bell, {}};
+  Header& header = header_of(rank_);
+  header.signature.store(signature.packed(), std::memory_order_relaxed);
+  header.count.store(signature.count, std::memory_order_relaxed);
+  header.list.store(signature.list, std::memory_order_relaxed);
+  header.input.store(0, std::memory_order_relaxed);
+  header.output.store(0, std::memory_order_relaxed);
+  return header;
+}
+
+void HostCommunicator::exchange(Header& header, const Signature& signature) {
+  publish(header.sequence, sequence_);
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) await(p, header_of(p).sequence, sequence_);
+  }
+  const std::uint64_t packed = signature.packed();
+  for (int p = 0; p < size(); ++p) {
+    const Header& theirs = header_of(p);
+    if (theirs.signature.load(std::memory_order_relaxed) != packed ||
+        theirs.count.load(std::memory_order_relaxed) != signature.count ||
+        theirs.list.load(std::memory_order_relaxed) != signature.list) {
+      compare_headers(signature);
+    }
+  }
+}
+
+// Signatures differ, and every rank knows it. Each writes down where it was called from, waits for
+// the others to do so, and throws; nothing has moved, so the next call finds all in order.
+void HostCommunicator::compare_headers(const Signature& signature) {
+  Control& control = *me().control;
+  const std::string where = wait_.options->caller->location();
+  const std::size_t length = std::min(where.size(), control.description.size() - 1);
+  std::memcpy(control.description.data(), where.data(), length);
+  control.description[length] = '\0';
+  publish(control.described, sequence_);
+
+  std::string message = "ranks called different collectives (call " + std::to_string(sequence_) +
+                        ", seen from rank " + std::to_string(rank_) + " of " +
+                        std::to_string(size()) + "):";
+  std::vector<int> ranks;
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) await(p, peer(p).control->described, sequence_);
+    const Header& h = header_of(p);
+    const Signature theirs = unpack_signature(h.signature.load(std::memory_order_relaxed),
+                                              h.count.load(std::memory_order_relaxed),
+                                              h.list.load(std::memory_order_relaxed));
+    if (theirs.packed() != signature.packed() || theirs.count != signature.count ||
+        theirs.list != signature.list) {
+      ranks.push_back(p);
+    }
+    message += "\n  rank " + std::to_string(p) + ": " + describe(theirs);
+    const char* text = peer(p).control->description.data();
+    if (*text != '\0') message += std::string(" at ") + text;
+  }
+  throw Error(ErrorCode::kMismatch, message, std::move(ranks));
+}
+
+void HostCommunicator::publish(Counter& counter, std::uint64_t value) noexcept {
+  counter.exchange(value, std::memory_order_seq_cst);
+  for (Peer& p : peers_) p.control->bell.ring_if_waiting(rank_);
+}
+
+void HostCommunicator::await(int p, const Counter& counter, std::uint64_t value) {
+  if (counter.load(std::memory_order_acquire) >= value) return;
+  stall(p, counter, value, wait_);
+}
+
+void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value, Wait& wait) {
+  const auto ready = [&] { return counter.load(std::memory_order_seq_cst) >= value; };
+  for (int i = 0; i < kSpinsPerClock; ++i) {
+    if (ready()) return;
+    cpu_relax();
+  }
+  const auto start = Clock::now();
+  while (Clock::now() - start < tuning_.spin) {
+    for (int i = 0; i < kSpinsPerClock; ++i) {
+      if (ready()) return;
+      cpu_relax();
+    }
+  }
+  wait.start = start;
+  while (!ready()) {
+    wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPatrol, ready);
+    if (ready()) return;
+    check_interrupt(wait);
+    check_departures(wait);
+    const bool gone = is_gone(p);
+    if (ready()) return;  // what it published before it left still counts
+    if (gone) give_up_on(p, wait);
+    check_timeout(wait, p);
+  }
+}
+
+// Some rank gave the communicator up: the call cannot end, whoever this rank waits for.
+void HostCommunicator::check_departures(const Wait& wait) {
+  check_usable();
+  for (int p = 0; p < size(); ++p) {
+    const Control& control = *peer(p).control;
+    const auto departure = control.departure.load(std::memory_order_acquire);
+    const int blamed = static_cast<int>(control.blamed.load(std::memory_order_relaxed));
+    const std::string who = describe(wait.signature) + " on rank " + std::to_string(rank_) + ": ";
+    switch (static_cast<Departure>(departure)) {
+      case Departure::kActive:
+      case Departure::kClosed:
+        break;
+      case Departure::kTimeout:
+        depart(Departure::kTimeout, blamed,
+               Error(ErrorCode::kTimeout,
+                     who + "rank " + std::to_string(p) + " gave up waiting for rank " +
+                         std::to_string(blamed) + last_calls(),
+                     {blamed}));
+      case Departure::kPeerFailure:
+        depart(Departure::kPeerFailure, blamed,
+               Error(ErrorCode::kPeerFailure,
+                     who + "rank " + std::to_string(blamed) + " has died (noticed by rank " +
+                         std::to_string(p) + ")" + last_calls(),
+                     {blamed}));
+      case Departure::kInterrupted:
+        depart(Departure::kPeerFailure, p,
+               Error(ErrorCode::kPeerFailure,
+                     who + "rank " + std::to_string(p) + " was interrupted" + last_calls(), {p}));
+    }
+  }
+}
+
+bool HostCommunicator::is_gone(int p) const noexcept {
+  const Peer& them = peers_[static_cast<std::size_t>(p)];
+  return them.control->departure.load(std::memory_order_acquire) !=
+             static_cast<std::uint32_t>(Departure::kActive) ||
+         !machine_->is_alive(them.machine_rank);
+}
+
+void HostCommunicator::give_up_on(int p, const Wait& wait) {
+  const bool closed = peer(p).control->departure.load(std::memory_order_acquire) ==
+                      static_cast<std::uint32_t>(Departure::kClosed);
+  depart(Departure::kPeerFailure, p,
+         Error(ErrorCode::kPeerFailure,
+               describe(wait.signature) + " on rank " + std::to_string(rank_) + ": rank " +
+                   std::to_string(p) + (closed ? " has closed the communicator" : " has died") +
+                   last_calls(),
+               {p}));
+}
+
+void HostCommunicator::check_interrupt(const Wait& wait) {
+  try {
+    wait.options->caller->check_interrupt();
+  } catch (...) {
+    leave(Departure::kInterrupted, rank_);
+    throw;
+  }
+}
+
+void HostCommunicator::check_timeout(const Wait& wait, int p) {
+  const auto waited = Clock::now() - wait.start;
+  if (waited < wait.options->timeout) return;
+  std::vector<int> missing;
+  const bool collective = wait.bell == &me().control->bell;
+  for (int q = 0; collective && q < size(); ++q) {
+    if (last_sequence(q) < sequence_) missing.push_back(q);
+  }
+  if (missing.empty()) missing.push_back(p);
+  std::string names;
+  for (const int q : missing) names += (names.empty() ? "" : ", ") + std::to_string(q);
+  depart(Departure::kTimeout, p,
+         Error(ErrorCode::kTimeout,
+               describe(wait.signature) + " on rank " + std::to_string(rank_) +
+                   " timed out after " + seconds(waited) + " waiting for rank " + names +
+                   last_calls(),
+               std::move(missing)));
+}
+
+void HostCommunicator::leave(Departure why, int blamed) noexcept {
+  Control& control = *me().control;
+  control.blamed.store(static_cast<std::uint32_t>(blamed), std::memory_order_relaxed);
+  control.departure.store(static_cast<std::uint32_t>(why), std::memory_order_seq_cst);
+  wake_everyone();
+}
+
+// This rank's own threads too. A peer's transfer with a third rank finds out on its next patrol.
+void HostCommunicator::wake_everyone() noexcept {
+  for (Peer& p : peers_) {
+    p.control->bell.ring();
+    p.lanes[rank_].to.bell.ring();
+    p.lanes[rank_].from.bell.ring();
+  }
+  for (int p = 0; p < size(); ++p) {
+    me().lanes[p].to.bell.ring();
+    me().lanes[p].from.bell.ring();
+  }
+}
+
+void HostCommunicator::depart(Departure why, int blamed, const Error& error) {
+  leave(why, blamed);
+  throw error;
+}
+
+std::uint64_t HostCommunicator::last_sequence(int p) const noexcept {
+  const Peer& them = peers_[static_cast<std::size_t>(p)];
+  return std::max(them.slots[0]->sequence.load(std::memory_order_acquire),
+                  them.slots[1]->sequence.load(std::memory_order_acquire));
+}
+
+// For messages: what each rank called last.
+std::string HostCommunicator::last_calls() const {
+  std::string text = "; last collective of each rank:";
+  for (int p = 0; p < size(); ++p) {
+    const std::uint64_t sequence = last_sequence(p);
+    const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
+    text += "\n  rank " + std::to_string(p) + ": ";
+    text += sequence == 0 ? "none"
+                          : "call " + std::to_string(sequence) + ", " +
+                                describe(unpack_signature(
+                                    h.signature.load(std::memory_order_relaxed),
+                                    h.count.load(std::memory_order_relaxed),
+                                    h.list.load(std::memory_order_relaxed)));
+  }
+  return text;
+}
+
+std::uint64_t HostCommunicator::locate(TensorViews arrays) const noexcept {
+  if (machine_->one_process()) return reinterpret_cast<std::uint64_t>(arrays.data());
+  if (arrays.size() != 1) return 0;
+  return machine_->locate(peers_[static_cast<std::size_t>(rank_)].machine_rank, arrays[0].data);
+}
+
+std::byte* HostCommunicator::data_of(int p, std::uint64_t location, std::size_t i) const noexcept {
+  if (machine_->one_process()) return reinterpret_cast<const TensorView*>(location)[i].data;
+  return machine_->find(peers_[static_cast<std::size_t>(p)].machine_rank, location);
+}
+
+}  // namespace fastdist::host

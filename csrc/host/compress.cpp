@@ -1,0 +1,92 @@
+#include "host/compress.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "host/kernels.h"
+
+namespace fastdist::host {
+namespace {
+
+constexpr std::size_t kBucketElements = std::size_t{1} << 20;
+
+float largest_finite(DType wire) { return wire == DType::kFloat8E5M2 ? 57344.0F : 448.0F; }
+
+bool needs_scale(DType wire) {
+  return wire == DType::kFloat8E4M3FN || wire == DType::kFloat8E5M2;
+}
+
+// Per array, the power of two that maps n times the largest magnitude on any rank into range.
+std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, DType wire,
+                                   const CallOptions& options) {
+  std::vector<float> magnitudes(in.size());
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    magnitudes[i] = static_cast<float>(largest_magnitude(in[i].dtype, in[i].data, in[i].count));
+  }
+  const TensorView view{reinterpret_cast<std::byte*>(magnitudes.data()), magnitudes.size(),
+                        DType::kFloat32, 0};
+  communicator.all_reduce({&view, 1}, {&view, 1}, ReduceOp::kMax, options);
+  for (float& m : magnitudes) {
+    const float most = m * static_cast<float>(communicator.size());
+    const bool scalable = std::isfinite(most) && most > 0.0F;
+    m = scalable ? std::exp2(std::floor(std::log2(largest_finite(wire) / most))) : 1.0F;
+    m = std::clamp(m, 0x1p-100F, 0x1p100F);
+  }
+  return magnitudes;
+}
+
+}  // namespace
+
+void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out,
+                           ReduceOp op, DType wire, const CallOptions& options) {
+  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
+    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
+                                       std::string(name_of(op)) + "\"");
+  }
+  for (const TensorView& a : in) {
+    if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
+    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
+                                      std::string(name_of(a.dtype)));
+  }
+  std::vector<float> scales(in.size(), 1.0F);
+  if (needs_scale(wire)) scales = agree_on_scales(communicator, in, wire, options);
+
+  const std::size_t item = size_of(wire);
+  std::vector<std::byte> bucket;
+  std::vector<TensorView> parts;  // of `out`, in the order in which they lie in the bucket
+  std::vector<float> part_scales;
+  const auto flush = [&] {
+    if (bucket.empty()) return;
+    const TensorView view{bucket.data(), bucket.size() / item, wire, 0};
+    communicator.all_reduce({&view, 1}, {&view, 1}, op, options);
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      convert(parts[i].dtype, parts[i].data, wire, bucket.data() + at, parts[i].count,
+              1.0F / part_scales[i]);
+      at += parts[i].count * item;
+    }
+    bucket.clear();
+    parts.clear();
+    part_scales.clear();
+  };
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    for (std::size_t done = 0; done < in[i].count;) {
+      const std::size_t room = kBucketElements - bucket.size() / item;
+      const std::size_t count = std::min(room, in[i].count - done);
+      const std::size_t skip = done * size_of(in[i].dtype);
+      const std::size_t at = bucket.size();
+      bucket.resize(at + count * item);
+      convert(wire, bucket.data() + at, in[i].dtype, in[i].data + skip, count, scales[i]);
+      parts.push_back({out[i].data + skip, count, out[i].dtype, 0});
+      part_scales.push_back(scales[i]);
+      done += count;
+      if (bucket.size() == kBucketElements * item) flush();
+    }
+  }
+  flush();
+}
+
+}  // namespace fastdist::host

@@ -1,0 +1,64 @@
+#include "host/kernels.h"
+
+#include <cmath>
+#include <vector>
+
+#include "core/error.h"
+#include "host/kernels_table.h"
+
+namespace fastdist::host {
+namespace {
+
+const Kernels& pick() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+    return avx512::kKernels;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::kKernels;
+#endif
+  return generic::kKernels;
+}
+
+const Kernels& kernels() {
+  static const Kernels& picked = pick();
+  return picked;
+}
+
+}  // namespace
+
+void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte* const> sources,
+            std::size_t count) {
+  kernels().reduce(dtype, op)(dst, sources.data(), sources.size(), count);
+}
+
+void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
+  kernels().stream_copy(dst, src, bytes);
+}
+
+void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
+             std::size_t count, float scale) {
+  kernels().convert(dst_dtype, dst, src_dtype, src, count, scale);
+}
+
+double largest_magnitude(DType dtype, const std::byte* src, std::size_t count) {
+  double largest = 0.0;
+  const auto scan = [&](auto* values) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const double magnitude = std::fabs(static_cast<double>(values[i]));
+      if (!(magnitude <= largest)) largest = magnitude;
+      if (std::isnan(largest)) return;
+    }
+  };
+  if (dtype == DType::kFloat64) {
+    scan(reinterpret_cast<const double*>(src));
+  } else {
+    scan(reinterpret_cast<const float*>(src));
+  }
+  return largest;
+}
+
+std::string_view instruction_set() { return kernels().name; }
+
+}  // namespace fastdist::host

@@ -1,0 +1,32 @@
+// Loops over memory: reduce, copy past the caches, convert. Compiled once per instruction set; the
+// best one that the processor has is picked when first used.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string_view>
+
+#include "core/types.h"
+
+namespace fastdist::host {
+
+// dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources.
+// float16, bfloat16 and float8 accumulate in float32. The operation must be defined for the dtype.
+void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte* const> sources,
+            std::size_t count);
+
+// Copies with stores that bypass the caches: for data that nobody reads again soon.
+// The stores are complete, also for other processors, when it returns.
+void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes);
+
+// dst[i] = src[i] × scale between floating dtypes, rounded to nearest even.
+void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
+             std::size_t count, float scale);
+
+// max |src[i]| of a floating array; NaN where one is NaN.
+[[nodiscard]] double largest_magnitude(DType dtype, const std::byte* src, std::size_t count);
+
+// "avx512", "avx2", "neon" or "generic".
+[[nodiscard]] std::string_view instruction_set();
+
+}  // namespace fastdist::host

@@ -1,0 +1,582 @@
+// The loops behind kernels.h, written once on the compiler's vector types. Each kernels_<set>.cpp
+// sets FASTDIST_ISA and FASTDIST_VECTOR_BYTES and includes this file under its own compiler flags.
+// Everything here has internal linkage and no standard templates are called, so that no function
+// compiled for a wide instruction set can be picked by the linker for another file.
+
+#if !defined(FASTDIST_ISA) || !defined(FASTDIST_VECTOR_BYTES)
+#error "included by kernels_<instruction set>.cpp only"
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "host/kernels_table.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fastdist::host::FASTDIST_ISA {
+namespace {
+
+constexpr std::size_t kVector = FASTDIST_VECTOR_BYTES;
+constexpr std::size_t kUnroll = 4;
+
+template <class T, std::size_t Bytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(Bytes)));
+};
+template <class T, std::size_t Bytes = kVector>
+using Vector = typename VectorOf<T, Bytes>::type;
+
+template <class V>
+inline V load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V>
+inline void store(void* p, const V& v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+template <class To, class From>
+inline To bits(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// --- element formats: how elements in memory become values to compute with --------------------
+
+template <class T>
+struct Native {
+  using Storage = T;
+  using Value = T;
+  static T read(const T* p) { return *p; }
+  static void write(T* p, T v) { *p = v; }
+  static Vector<T> read_vector(const T* p) { return load<Vector<T>>(p); }
+  static void write_vector(T* p, Vector<T> v) { store(p, v); }
+};
+
+using Floats = Vector<float>;
+using Words = Vector<std::uint32_t>;
+using Halves = Vector<std::uint16_t, kVector / 2>;
+
+// The 32-bit codecs below work on one uint32_t/float and on vectors of them alike: `U` is the
+// unsigned type, `F` the float type, and a comparison of F gives something `select` understands.
+inline std::uint32_t select(bool c, std::uint32_t a, std::uint32_t b) { return c ? a : b; }
+template <class M>
+inline Words select(M c, Words a, Words b) {
+  return c ? a : b;
+}
+
+struct BFloat16Codec {
+  template <class F, class U>
+  static F widen(U u) {
+    return bits<F>(U(u << 16));
+  }
+  template <class U, class F>
+  static U narrow(F f) {
+    const U u = bits<U>(f);
+    const U rounded = (u + 0x7FFFU + (u >> 16 & 1U)) >> 16;
+    return select(f != f, U(u >> 16 | 0x40U), rounded);
+  }
+};
+
+struct Float16Codec {
+  template <class F, class U>
+  static F widen(U u) {
+    const U sign = (u & 0x8000U) << 16;
+    const U magnitude = (u & 0x7FFFU) << 13;
+    // Exact, also for subnormals: the exponent is rebased by a multiplication.
+    const U finite = bits<U>(F(bits<F>(magnitude) * 0x1p112F));
+    return bits<F>(U(sign | select((u & 0x7FFFU) >= 0x7C00U, U(magnitude | 0x7F800000U), finite)));
+  }
+  template <class U, class F>
+  static U narrow(F f) {
+    const U u = bits<U>(f);
+    const U sign = u >> 16 & 0x8000U;
+    const U magnitude = u & 0x7FFFFFFFU;
+    const U normal = (magnitude - (112U << 23) + 0xFFFU + (magnitude >> 13 & 1U)) >> 13;
+    // Adding 0.5 lines the bits of a subnormal up and rounds them to nearest even.
+    const U subnormal = bits<U>(F(bits<F>(magnitude) + 0.5F)) - 0x3F000000U;
+    const U finite = select(magnitude < (113U << 23), subnormal, normal);
+    const U special = select(magnitude > 0x7F800000U, U(magnitude >> 13 | 0x7E00U), U(sign * 0U + 0x7C00U));
+    return sign | select(magnitude >= 0x477FF000U, special, finite);
+  }
+};
+
+template <class Codec>
+struct HalfPrecision {
+  using Storage = std::uint16_t;
+  using Value = float;
+  static float read(const Storage* p) {
+    return Codec::template widen<float>(std::uint32_t{*p});
+  }
+  static void write(Storage* p, float v) {
+    *p = static_cast<Storage>(Codec::template narrow<std::uint32_t>(v));
+  }
+  static Floats read_vector(const Storage* p) {
+    return Codec::template widen<Floats>(__builtin_convertvector(load<Halves>(p), Words));
+  }
+  static void write_vector(Storage* p, Floats v) {
+    store(p, __builtin_convertvector(Codec::template narrow<Words>(v), Halves));
+  }
+};
+
+// Eight-bit floats. E4M3FN has no infinity: what is too large becomes NaN, as in OCP's format.
+template <int kExponentBits, int kMantissaBits, bool kHasInfinity>
+struct Float8 {
+  using Storage = std::uint8_t;
+  using Value = float;
+  static constexpr std::uint32_t kBias = (1U << (kExponentBits - 1)) - 1;
+  static constexpr std::uint32_t kNaN = kHasInfinity ? 0x7EU : 0x7FU;
+  static constexpr std::uint32_t kLargest = kHasInfinity ? 0x7BU : 0x7EU;
+  static constexpr std::uint32_t kTooLarge = kHasInfinity ? 0x7CU : 0x7FU;
+
+  static float read(const Storage* p) {
+    const std::uint32_t sign = (*p & 0x80U) << 24;
+    const std::uint32_t magnitude = *p & 0x7FU;
+    if (magnitude > kLargest) {
+      const bool infinite = kHasInfinity && magnitude == kTooLarge;
+      return bits<float>(sign | (infinite ? 0x7F800000U : 0x7FC00000U));
+    }
+    const std::uint32_t rebase = (254U - kBias) << 23;  // 2^(127 - kBias)
+    const auto value = bits<float>(magnitude << (23 - kMantissaBits)) * bits<float>(rebase);
+    return bits<float>(sign | bits<std::uint32_t>(value));
+  }
+  static void write(Storage* p, float v) {
+    const auto u = bits<std::uint32_t>(v);
+    const std::uint32_t sign = u >> 24 & 0x80U;
+    std::uint32_t magnitude = u & 0x7FFFFFFFU;
+    std::uint32_t code;
+    constexpr std::uint32_t kShift = 23 - kMantissaBits;
+    constexpr std::uint32_t kSmallestNormal = (127U - kBias + 1) << 23;
+    if (magnitude > 0x7F800000U) {
+      code = kNaN;
+    } else if (magnitude < kSmallestNormal) {
+      // A power of two whose last bit is worth one unit of the subnormals.
+      constexpr std::uint32_t kMagic = (127U - kBias + 1 + kShift) << 23;
+      code = bits<std::uint32_t>(bits<float>(magnitude) + bits<float>(kMagic)) - kMagic;
+    } else {
+      magnitude -= (127U - kBias) << 23;
+      code = (magnitude + (1U << (kShift - 1)) - 1 + (magnitude >> kShift & 1U)) >> kShift;
+      if (code > kLargest) code = kTooLarge;
+    }
+    *p = static_cast<Storage>(sign | code);
+  }
+  static Floats read_vector(const Storage* p) {
+    Floats v;
+    for (std::size_t i = 0; i < kVector / sizeof(float); ++i) v[i] = read(p + i);
+    return v;
+  }
+  static void write_vector(Storage* p, Floats v) {
+    for (std::size_t i = 0; i < kVector / sizeof(float); ++i) write(p + i, v[i]);
+  }
+};
+
+using Float16 = HalfPrecision<Float16Codec>;
+using BFloat16 = HalfPrecision<BFloat16Codec>;
+using Float8E4M3FN = Float8<4, 3, false>;
+using Float8E5M2 = Float8<5, 2, true>;
+
+template <class T>
+struct Complex {
+  T re, im;
+};
+
+// --- operations: on single values and on vectors alike ----------------------------------------
+
+struct Sum {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return a + b;
+  }
+};
+struct Prod {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return a * b;
+  }
+  template <class T>
+  static Complex<T> apply(const Complex<T>& a, const Complex<T>& b) {
+    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+  }
+};
+// A NaN in any source gives NaN, as numpy.minimum does: `a != a` keeps a NaN in a; a NaN in b
+// fails the comparison and is taken.
+struct Min {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return (a < b) | (a != a) ? a : b;
+  }
+};
+struct Max {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return (a > b) | (a != a) ? a : b;
+  }
+};
+struct And {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return a & b;
+  }
+};
+struct Or {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return a | b;
+  }
+};
+struct Xor {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return a ^ b;
+  }
+};
+
+struct Keep {
+  template <class V>
+  static V finish(const V& v, std::size_t) {
+    return v;
+  }
+};
+struct Divide {
+  template <class V>
+  static V finish(const V& v, std::size_t n) {
+    using T = decltype([](const V& x) {
+      if constexpr (requires { x[0]; }) {
+        return x[0];
+      } else {
+        return x;
+      }
+    }(v));
+    return v / static_cast<T>(n);
+  }
+};
+
+// --- loops --------------------------------------------------------------------------------------
+
+// kSources: the number of sources where it is worth knowing it, else 0.
+template <class Format, class Operation, class Finish, std::size_t kSources>
+void reduce_loop(std::byte* dst_bytes, const std::byte* const* source_bytes, std::size_t n_sources,
+                 std::size_t count) {
+  using T = typename Format::Storage;
+  using V = decltype(Format::read_vector(nullptr));
+  constexpr std::size_t kLanes = kVector / sizeof(typename Format::Value);
+  const std::size_t n = kSources != 0 ? kSources : n_sources;
+  T* dst = reinterpret_cast<T*>(dst_bytes);
+  const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);
+
+  std::size_t i = 0;
+  for (; i + kUnroll * kLanes <= count; i += kUnroll * kLanes) {
+    V acc[kUnroll];
+    for (std::size_t u = 0; u < kUnroll; ++u) acc[u] = Format::read_vector(sources[0] + i + u * kLanes);
+    for (std::size_t s = 1; s < n; ++s) {
+      for (std::size_t u = 0; u < kUnroll; ++u) {
+        acc[u] = Operation::apply(acc[u], Format::read_vector(sources[s] + i + u * kLanes));
+      }
+    }
+    for (std::size_t u = 0; u < kUnroll; ++u) {
+      Format::write_vector(dst + i + u * kLanes, Finish::finish(acc[u], n));
+    }
+  }
+  for (; i < count; ++i) {
+    auto acc = Format::read(sources[0] + i);
+    for (std::size_t s = 1; s < n; ++s) {
+      acc = static_cast<typename Format::Value>(Operation::apply(acc, Format::read(sources[s] + i)));
+    }
+    Format::write(dst + i, static_cast<typename Format::Value>(Finish::finish(acc, n)));
+  }
+}
+
+template <class Format, class Operation, class Finish = Keep>
+void reduce_any(std::byte* dst, const std::byte* const* sources, std::size_t n, std::size_t count) {
+  if (n == 2) {
+    reduce_loop<Format, Operation, Finish, 2>(dst, sources, n, count);
+  } else {
+    reduce_loop<Format, Operation, Finish, 0>(dst, sources, n, count);
+  }
+}
+
+// Sums and means of complex numbers are those of their parts.
+template <class T, class Operation, class Finish = Keep>
+void reduce_parts(std::byte* dst, const std::byte* const* sources, std::size_t n,
+                  std::size_t count) {
+  reduce_any<Native<T>, Operation, Finish>(dst, sources, n, 2 * count);
+}
+
+template <class T>
+void multiply_complex(std::byte* dst_bytes, const std::byte* const* sources, std::size_t n,
+                      std::size_t count) {
+  auto* dst = reinterpret_cast<Complex<T>*>(dst_bytes);
+  for (std::size_t i = 0; i < count; ++i) {
+    Complex<T> acc = reinterpret_cast<const Complex<T>*>(sources[0])[i];
+    for (std::size_t s = 1; s < n; ++s) {
+      acc = Prod::apply(acc, reinterpret_cast<const Complex<T>*>(sources[s])[i]);
+    }
+    dst[i] = acc;
+  }
+}
+
+template <class Format>
+ReduceFunction floating(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return reduce_any<Format, Sum>;
+    case ReduceOp::kMean:
+      return reduce_any<Format, Sum, Divide>;
+    case ReduceOp::kProd:
+      return reduce_any<Format, Prod>;
+    case ReduceOp::kMin:
+      return reduce_any<Format, Min>;
+    case ReduceOp::kMax:
+      return reduce_any<Format, Max>;
+    case ReduceOp::kAnd:
+    case ReduceOp::kOr:
+    case ReduceOp::kXor:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+// `Ordered` is the element type; where signs do not matter its unsigned twin does the work.
+template <class Ordered, class Unsigned>
+ReduceFunction integral(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return reduce_any<Native<Unsigned>, Sum>;
+    case ReduceOp::kProd:
+      return reduce_any<Native<Unsigned>, Prod>;
+    case ReduceOp::kMin:
+      return reduce_any<Native<Ordered>, Min>;
+    case ReduceOp::kMax:
+      return reduce_any<Native<Ordered>, Max>;
+    case ReduceOp::kAnd:
+      return reduce_any<Native<Unsigned>, And>;
+    case ReduceOp::kOr:
+      return reduce_any<Native<Unsigned>, Or>;
+    case ReduceOp::kXor:
+      return reduce_any<Native<Unsigned>, Xor>;
+    case ReduceOp::kMean:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+// As numpy has it: the sum of bools is their or, the product their and.
+ReduceFunction boolean(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kMax:
+    case ReduceOp::kOr:
+      return reduce_any<Native<std::uint8_t>, Or>;
+    case ReduceOp::kProd:
+    case ReduceOp::kMin:
+    case ReduceOp::kAnd:
+      return reduce_any<Native<std::uint8_t>, And>;
+    case ReduceOp::kXor:
+      return reduce_any<Native<std::uint8_t>, Xor>;
+    case ReduceOp::kMean:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+template <class T>
+ReduceFunction complex(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return reduce_parts<T, Sum>;
+    case ReduceOp::kMean:
+      return reduce_parts<T, Sum, Divide>;
+    case ReduceOp::kProd:
+      return multiply_complex<T>;
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+    case ReduceOp::kAnd:
+    case ReduceOp::kOr:
+    case ReduceOp::kXor:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+ReduceFunction find_reduce(DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::kBool:
+      return boolean(op);
+    case DType::kInt8:
+      return integral<std::int8_t, std::uint8_t>(op);
+    case DType::kInt16:
+      return integral<std::int16_t, std::uint16_t>(op);
+    case DType::kInt32:
+      return integral<std::int32_t, std::uint32_t>(op);
+    case DType::kInt64:
+      return integral<std::int64_t, std::uint64_t>(op);
+    case DType::kUInt8:
+      return integral<std::uint8_t, std::uint8_t>(op);
+    case DType::kUInt16:
+      return integral<std::uint16_t, std::uint16_t>(op);
+    case DType::kUInt32:
+      return integral<std::uint32_t, std::uint32_t>(op);
+    case DType::kUInt64:
+      return integral<std::uint64_t, std::uint64_t>(op);
+    case DType::kFloat16:
+      return floating<Float16>(op);
+    case DType::kBFloat16:
+      return floating<BFloat16>(op);
+    case DType::kFloat8E4M3FN:
+      return floating<Float8E4M3FN>(op);
+    case DType::kFloat8E5M2:
+      return floating<Float8E5M2>(op);
+    case DType::kFloat32:
+      return floating<Native<float>>(op);
+    case DType::kFloat64:
+      return floating<Native<double>>(op);
+    case DType::kComplex64:
+      return complex<float>(op);
+    case DType::kComplex128:
+      return complex<double>(op);
+  }
+  return nullptr;
+}
+
+#if FASTDIST_VECTOR_BYTES == 64
+inline void stream_store(std::byte* p, const Vector<float>& v) {
+  _mm512_stream_ps(reinterpret_cast<float*>(p), bits<__m512>(v));
+}
+#elif FASTDIST_VECTOR_BYTES == 32
+inline void stream_store(std::byte* p, const Vector<float>& v) {
+  _mm256_stream_ps(reinterpret_cast<float*>(p), bits<__m256>(v));
+}
+#elif defined(__x86_64__)
+inline void stream_store(std::byte* p, const Vector<float>& v) {
+  _mm_stream_ps(reinterpret_cast<float*>(p), bits<__m128>(v));
+}
+#else
+inline void stream_store(std::byte* p, const Vector<float>& v) { store(p, v); }
+#endif
+
+void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
+  constexpr std::size_t kBlock = 4 * 64;
+  // Stores that bypass the caches must be aligned, and fill whole lines to be worth it.
+  const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
+  if (bytes < head + kBlock) {
+    __builtin_memcpy(dst, src, bytes);
+    return;
+  }
+  __builtin_memcpy(dst, src, head);
+  std::size_t i = head;
+  for (; i + kBlock <= bytes; i += kBlock) {
+    Vector<float> v[kBlock / kVector];
+    for (std::size_t u = 0; u < kBlock / kVector; ++u) v[u] = load<Vector<float>>(src + i + u * kVector);
+    for (std::size_t u = 0; u < kBlock / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
+  }
+  __builtin_memcpy(dst + i, src + i, bytes - i);
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// --- conversion ---------------------------------------------------------------------------------
+
+template <class To, class From>
+void convert_loop(std::byte* dst_bytes, const std::byte* src_bytes, std::size_t count,
+                  float scale) {
+  auto* dst = reinterpret_cast<typename To::Storage*>(dst_bytes);
+  const auto* src = reinterpret_cast<const typename From::Storage*>(src_bytes);
+  std::size_t i = 0;
+  if constexpr (sizeof(typename To::Value) == 4 && sizeof(typename From::Value) == 4) {
+    constexpr std::size_t kLanes = kVector / sizeof(float);
+    for (; i + kLanes <= count; i += kLanes) {
+      To::write_vector(dst + i, From::read_vector(src + i) * scale);
+    }
+  }
+  for (; i < count; ++i) {
+    const auto value = From::read(src + i) * static_cast<typename From::Value>(scale);
+    To::write(dst + i, static_cast<typename To::Value>(value));
+  }
+}
+
+using ConvertLoop = void (*)(std::byte*, const std::byte*, std::size_t, float);
+
+template <class From>
+ConvertLoop convert_from(DType dst) {
+  switch (dst) {
+    case DType::kFloat16:
+      return convert_loop<Float16, From>;
+    case DType::kBFloat16:
+      return convert_loop<BFloat16, From>;
+    case DType::kFloat8E4M3FN:
+      return convert_loop<Float8E4M3FN, From>;
+    case DType::kFloat8E5M2:
+      return convert_loop<Float8E5M2, From>;
+    case DType::kFloat32:
+      return convert_loop<Native<float>, From>;
+    case DType::kFloat64:
+      return convert_loop<Native<double>, From>;
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kUInt8:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+ConvertLoop find_convert(DType dst, DType src) {
+  switch (src) {
+    case DType::kFloat16:
+      return convert_from<Float16>(dst);
+    case DType::kBFloat16:
+      return convert_from<BFloat16>(dst);
+    case DType::kFloat8E4M3FN:
+      return convert_from<Float8E4M3FN>(dst);
+    case DType::kFloat8E5M2:
+      return convert_from<Float8E5M2>(dst);
+    case DType::kFloat32:
+      return convert_from<Native<float>>(dst);
+    case DType::kFloat64:
+      return convert_from<Native<double>>(dst);
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kInt16:
+    case DType::kInt32:
+    case DType::kInt64:
+    case DType::kUInt8:
+    case DType::kUInt16:
+    case DType::kUInt32:
+    case DType::kUInt64:
+    case DType::kComplex64:
+    case DType::kComplex128:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
+             std::size_t count, float scale) {
+  find_convert(dst_dtype, src_dtype)(dst, src, count, scale);
+}
+
+}  // namespace
+
+#define FASTDIST_STRING_(x) #x
+#define FASTDIST_STRING(x) FASTDIST_STRING_(x)
+extern const Kernels kKernels;
+const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), find_reduce, stream_copy, convert};
+#undef FASTDIST_STRING
+#undef FASTDIST_STRING_
+
+}  // namespace fastdist::host::FASTDIST_ISA

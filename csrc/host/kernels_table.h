@@ -1,0 +1,33 @@
+// The functions that each instruction set provides; see kernels.h for what they do.
+#pragma once
+
+#include <cstddef>
+
+#include "core/types.h"
+
+namespace fastdist::host {
+
+using ReduceFunction = void (*)(std::byte* dst, const std::byte* const* sources,
+                                std::size_t n_sources, std::size_t count);
+
+struct Kernels {
+  std::string_view name;
+  ReduceFunction (*reduce)(DType dtype, ReduceOp op);
+  void (*stream_copy)(std::byte* dst, const std::byte* src, std::size_t bytes);
+  void (*convert)(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
+                  std::size_t count, float scale);
+};
+
+namespace generic {
+extern const Kernels kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+}  // namespace fastdist::host

@@ -1,0 +1,135 @@
+// send and recv: two ranks, a lane between them for each direction.
+//
+// Transfer number s of a lane: both sides announce it in their half of the lane and compare the
+// announcements; differing ones throw on both sides. The sender fills two buffers ahead of the
+// receiver, or lets it read the array itself where it can be reached. A send returns when its data
+// has been taken, so that nothing of transfer s is left when s + 1 begins.
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/communicator.h"
+#include "host/kernels.h"
+
+namespace fastdist::host {
+
+struct HostCommunicator::Transfer {
+  int other;
+  TensorView array;
+  std::uint64_t number;
+  LaneHalf* own;
+  LaneHalf* theirs;
+  std::uint64_t location;  // of the sender's array
+  Wait wait;
+
+  [[nodiscard]] Header& own_header() const noexcept { return own->headers[number & 1]; }
+  [[nodiscard]] Header& their_header() const noexcept { return theirs->headers[number & 1]; }
+};
+
+void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) {
+  LaneHalf& half = me().lanes[dst].to;
+  const Signature signature{.op = Op::kSend,
+                            .dtype = in.dtype,
+                            .root = static_cast<std::int16_t>(dst),
+                            .order = static_cast<std::uint16_t>(in.order),
+                            .count = in.count};
+  const bool reach = in.bytes() > tuning_.in_place_bytes;
+  Transfer transfer{dst, in, ++sent_[static_cast<std::size_t>(dst)], &half,
+                    &peer(dst).lanes[rank_].from, reach ? locate({&in, 1}) : 0,
+                    Wait{&options, signature, &half.bell, {}}};
+  open(transfer);
+  push(transfer);
+}
+
+void HostCommunicator::recv(TensorView out, int src, const CallOptions& options) {
+  LaneHalf& half = me().lanes[src].from;
+  const Signature signature{.op = Op::kRecv,
+                            .dtype = out.dtype,
+                            .root = static_cast<std::int16_t>(src),
+                            .order = static_cast<std::uint16_t>(out.order),
+                            .count = out.count};
+  Transfer transfer{src, out, ++received_[static_cast<std::size_t>(src)], &half,
+                    &peer(src).lanes[rank_].to, 0, Wait{&options, signature, &half.bell, {}}};
+  open(transfer);
+  take(transfer);
+}
+
+void HostCommunicator::publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept {
+  counter.exchange(value, std::memory_order_seq_cst);
+  transfer.theirs->bell.ring_if_waiting(rank_);
+}
+
+void HostCommunicator::await(Transfer& transfer, const Counter& counter, std::uint64_t value) {
+  if (counter.load(std::memory_order_acquire) >= value) return;
+  stall(transfer.other, counter, value, transfer.wait);
+}
+
+void HostCommunicator::open(Transfer& transfer) {
+  check_usable();
+  Header& header = transfer.own_header();
+  header.signature.store(transfer.wait.signature.packed(), std::memory_order_relaxed);
+  header.count.store(transfer.wait.signature.count, std::memory_order_relaxed);
+  header.input.store(transfer.location, std::memory_order_relaxed);
+  publish(transfer, header.sequence, transfer.number);
+  await(transfer, transfer.their_header().sequence, transfer.number);
+  compare(transfer);
+}
+
+void HostCommunicator::compare(const Transfer& transfer) {
+  const Header& theirs = transfer.their_header();
+  const Signature other = unpack_signature(theirs.signature.load(std::memory_order_relaxed),
+                                           theirs.count.load(std::memory_order_relaxed), 0);
+  const Signature& own = transfer.wait.signature;
+  if (other.dtype == own.dtype && other.count == own.count && other.order == own.order) return;
+  const std::string where = transfer.wait.options->caller->location();
+  throw Error(ErrorCode::kMismatch,
+              "send and recv do not fit (transfer " + std::to_string(transfer.number) +
+                  " between these ranks):\n  rank " + std::to_string(rank_) + ": " +
+                  describe(own) + (where.empty() ? "" : " at " + where) + "\n  rank " +
+                  std::to_string(transfer.other) + ": " + describe(other),
+              {transfer.other});
+}
+
+void HostCommunicator::push(Transfer& transfer) {
+  const std::size_t bytes = transfer.array.bytes();
+  const std::uint64_t number = transfer.number;
+  const std::size_t chunk = tuning_.lane_bytes;
+  const std::uint64_t rounds = transfer.location != 0 ? 0 : (bytes + chunk - 1) / chunk;
+  for (std::uint64_t k = 0; k < rounds; ++k) {
+    if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
+    const std::size_t at = k * chunk;
+    std::memcpy(me().block + layout_.lane_buffer(transfer.other, k & 1), transfer.array.data + at,
+                std::min(chunk, bytes - at));
+    publish(transfer, transfer.own->chunks, progress(number, k + 1));
+  }
+  await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));
+}
+
+void HostCommunicator::take(Transfer& transfer) {
+  const std::size_t bytes = transfer.array.bytes();
+  const std::uint64_t number = transfer.number;
+  const std::size_t chunk = tuning_.lane_bytes;
+  const bool stream = bytes >= tuning_.stream_bytes;
+  const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
+  const auto copy = [&](std::size_t at, const std::byte* src, std::size_t length) {
+    if (stream) {
+      stream_copy(transfer.array.data + at, src, length);
+    } else {
+      std::memcpy(transfer.array.data + at, src, length);
+    }
+  };
+  if (location != 0) {
+    copy(0, data_of(transfer.other, location, 0), bytes);
+  } else {
+    for (std::uint64_t k = 0; k * chunk < bytes; ++k) {
+      await(transfer, transfer.theirs->chunks, progress(number, k + 1));
+      const std::size_t at = k * chunk;
+      copy(at, peer(transfer.other).block + layout_.lane_buffer(rank_, k & 1),
+           std::min(chunk, bytes - at));
+      publish(transfer, transfer.own->chunks, progress(number, k + 1));
+    }
+  }
+  publish(transfer, transfer.own->chunks, progress(number, kAllRounds));
+}
+
+}  // namespace fastdist::host

@@ -1,0 +1,138 @@
+#include "host/machine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace fastdist::host {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kAddressSpace = std::size_t{1} << 44;  // of 2^47, for all windows together
+
+std::size_t in_pages(std::size_t bytes) {
+  return std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
+}
+
+// As much as a rank could ever fill: the machine's memory, if all windows fit the address space.
+std::size_t window_size(std::size_t ranks) {
+  const auto physical = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
+                        static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  return std::bit_floor(std::min(std::bit_ceil(physical), kAddressSpace / ranks));
+}
+
+}  // namespace
+
+std::size_t Heap::take(std::size_t bytes) {
+  bytes = in_pages(bytes);
+  const std::lock_guard lock(mutex_);
+  const auto fit = std::find_if(free_.begin(), free_.end(),
+                                [bytes](const auto& range) { return range.second >= bytes; });
+  if (fit != free_.end()) {
+    const auto [offset, available] = *fit;
+    free_.erase(fit);
+    if (available > bytes) free_.emplace(offset + bytes, available - bytes);
+    return offset;
+  }
+  if (bytes > capacity_ - end_) {
+    throw Error(ErrorCode::kMemory, "shared memory is full: asked for " + std::to_string(bytes) +
+                                        " bytes, " + std::to_string(capacity_ - end_) +
+                                        " are left of this rank's window");
+  }
+  return std::exchange(end_, end_ + bytes);
+}
+
+void Heap::give(std::size_t offset, std::size_t bytes) {
+  bytes = in_pages(bytes);
+  const std::lock_guard lock(mutex_);
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && offset + bytes == next->first) {
+    bytes += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    const auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      previous->second += bytes;
+      return;
+    }
+  }
+  free_.emplace(offset, bytes);
+}
+
+SharedBlock::SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t bytes)
+    : machine_(std::move(machine)), rank_(rank), bytes_(bytes) {
+  machine_->sweep();
+  Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank)];
+  offset_ = segment.heap->take(bytes);
+  grow(segment.file, offset_ + in_pages(bytes));
+}
+
+SharedBlock::~SharedBlock() {
+  Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank_)];
+  discard(segment.file, offset_, in_pages(bytes_));
+  segment.heap->give(offset_, bytes_);
+}
+
+std::byte* SharedBlock::data() const noexcept { return machine_->window(rank_) + offset_; }
+
+Machine::Machine(std::vector<FileDescriptor> files, int self) : self_(self) {
+  const std::size_t window = window_size(files.size());
+  segments_.reserve(files.size());
+  for (FileDescriptor& file : files) segments_.push_back({std::move(file), {}, nullptr});
+  for (auto& segment : segments_) {
+    segment.mapping = Mapping(segment.file, window);
+    segment.heap = std::make_unique<Heap>(window);
+  }
+}
+
+std::shared_ptr<Machine> Machine::of_processes(std::vector<FileDescriptor> files, int self) {
+  return std::shared_ptr<Machine>(new Machine(std::move(files), self));
+}
+
+std::shared_ptr<Machine> Machine::of_threads(int size) {
+  std::vector<FileDescriptor> files;
+  for (int rank = 0; rank < size; ++rank) files.push_back(create_segment_file(0));
+  return std::shared_ptr<Machine>(new Machine(std::move(files), -1));
+}
+
+void Machine::retire(std::shared_ptr<SharedBlock> block, std::function<bool()> unused) {
+  {
+    const std::lock_guard lock(retired_mutex_);
+    retired_.push_back({std::move(block), std::move(unused)});
+  }
+  sweep();
+}
+
+void Machine::sweep() {
+  std::vector<Retired> done;  // their destructors run without the lock
+  const std::lock_guard lock(retired_mutex_);
+  const auto kept = std::partition(retired_.begin(), retired_.end(),
+                                   [](const Retired& r) { return !r.unused(); });
+  std::move(kept, retired_.end(), std::back_inserter(done));
+  retired_.erase(kept, retired_.end());
+}
+
+bool Machine::is_alive(int rank) const noexcept {
+  if (one_process() || rank == self_) return true;
+  return is_locked_by_other(segments_[static_cast<std::size_t>(rank)].file);
+}
+
+std::uint64_t Machine::locate(int rank, const std::byte* data) const noexcept {
+  if (one_process()) return reinterpret_cast<std::uint64_t>(data);
+  const auto offset = static_cast<std::uint64_t>(data - window(rank));
+  return offset < window_bytes() ? offset + 1 : 0;
+}
+
+std::byte* Machine::find(int rank, std::uint64_t location) const noexcept {
+  if (one_process()) return reinterpret_cast<std::byte*>(location);
+  return window(rank) + (location - 1);
+}
+
+}  // namespace fastdist::host

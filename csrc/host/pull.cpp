@@ -1,0 +1,271 @@
+// broadcast, all_gather, gather, scatter, all_to_all, barrier: every rank says which range of its
+// input each peer may read, and reads its own ranges of theirs.
+//
+// A range is read from the payload that came with the header where the input is small, from the
+// peer's array where that can be reached, and else through the peer's staging area in rounds: the
+// owner exposes round k + 1 while the readers still copy round k.
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/array_list.h"
+#include "host/communicator.h"
+#include "host/kernels.h"
+
+namespace fastdist::host {
+namespace {
+
+void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
+  if (bytes == 0 || dst == src) return;
+  if (stream) {
+    stream_copy(dst, src, bytes);
+  } else {
+    std::memcpy(dst, src, bytes);
+  }
+}
+
+}  // namespace
+
+// The ranges are in `gives_` (of the source, one per reader), `takes_` (of the target,
+// one per owner) and `starts_` (where takes_[p] begins in p's source).
+struct HostCommunicator::PullPlan {
+  ArrayList source;
+  ArrayList target;
+  bool shared;  // every reader reads the same range: it is exposed once
+  bool aligned;  // takes_ lie at the same place in source and target (lists, in place)
+};
+
+void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
+                            const CallOptions& options) {
+  Header& header = announce(signature, options);
+  const std::size_t bytes = plan.source.bytes();
+  bool has_readers = false;
+  for (int p = 0; p < size(); ++p) {
+    has_readers |= p != rank_ && gives_[static_cast<std::size_t>(p)].size() != 0;
+  }
+  std::uint64_t location = 0;
+  const bool small = bytes <= tuning_.slot_bytes;
+  if (has_readers) {
+    if (bytes > tuning_.in_place_bytes) location = locate(plan.source.arrays());
+    header.input.store(location, std::memory_order_relaxed);
+    header.output.store(bytes, std::memory_order_relaxed);
+    if (location == 0 && small) {
+      std::byte* payload = payload_of(rank_, bytes);
+      plan.source.for_each_piece(0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at,
+                                               std::size_t length) {
+        std::memcpy(payload + run_at, plan.source.arrays()[i].data + at, length);
+      });
+    }
+  }
+  exchange(header, signature);
+
+  const bool stream = plan.target.bytes() >= tuning_.stream_bytes;
+  bool any_staged = has_readers && location == 0 && !small;
+  const bool gives_staged = any_staged;
+  for (int p = 0; p < size(); ++p) {
+    const auto q = static_cast<std::size_t>(p);
+    const Range take = takes_[q];
+    if (take.size() == 0) continue;
+    if (p == rank_) {
+      if (gives_staged) continue;  // copied round by round, while it is in the cache
+      plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
+                                                           std::size_t run_at, std::size_t length) {
+        const std::byte* src = plan.source.arrays()[plan.aligned ? i : 0].data;
+        copy(plan.target.arrays()[i].data + at,
+             src + (plan.aligned ? at : gives_[q].begin + run_at - take.begin), length, stream);
+      });
+      continue;
+    }
+    const Header& theirs = header_of(p);
+    const std::uint64_t their_input = theirs.input.load(std::memory_order_relaxed);
+    const std::size_t their_bytes = theirs.output.load(std::memory_order_relaxed);
+    if (their_input == 0 && their_bytes > tuning_.slot_bytes) {
+      any_staged = true;
+      continue;
+    }
+    plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
+                                                         std::size_t run_at, std::size_t length) {
+      const std::size_t from = starts_[q] + (run_at - take.begin);
+      const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
+                             : plan.aligned   ? data_of(p, their_input, i) + at
+                                              : data_of(p, their_input, 0) + from;
+      copy(plan.target.arrays()[i].data + at, src, length, stream);
+    });
+  }
+  if (any_staged) pull_staged(plan, gives_staged, stream);
+
+  publish(me().control->consumed, progress(sequence_, kAllRounds));
+  if (location == 0) return;
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank_ || gives_[static_cast<std::size_t>(p)].size() == 0) continue;
+    await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
+  }
+}
+
+void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool stream) {
+  const auto n = static_cast<std::size_t>(size());
+  const auto r = static_cast<std::size_t>(rank_);
+  // One chunk size for all ranks and both kinds, since readers must know it too.
+  const std::size_t chunk =
+      plan.shared ? tuning_.chunk_bytes : std::max(kCacheLine, tuning_.chunk_bytes / n / 64 * 64);
+  const auto part = [chunk](const Range& whole, std::size_t round) {
+    const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
+    return Range{begin, std::min(whole.end, begin + chunk)};
+  };
+  const auto staged_from = [&](int p) {
+    const Header& theirs = header_of(p);
+    return p != rank_ && theirs.input.load(std::memory_order_relaxed) == 0 &&
+           theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
+  };
+  std::size_t longest_give = 0;
+  std::size_t longest_take = 0;
+  for (int p = 0; p < size(); ++p) {
+    const auto q = static_cast<std::size_t>(p);
+    if (gives_staged) longest_give = std::max(longest_give, gives_[q].size());
+    if (staged_from(p)) longest_take = std::max(longest_take, takes_[q].size());
+  }
+  const std::size_t give_rounds = (longest_give + chunk - 1) / chunk;
+  const std::size_t take_rounds = (longest_take + chunk - 1) / chunk;
+
+  const auto expose = [&](std::size_t round) {
+    std::byte* input = input_of(rank_, round);
+    bool exposed = false;
+    for (std::size_t q = 0; q < n; ++q) {
+      const Range give = part(gives_[q], round);
+      if (q != r && round >= 2 && part(gives_[q], round - 2).size() != 0) {
+        await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
+              progress(sequence_, round - 1));
+      }
+      if (give.size() == 0 || q == r) continue;
+      if (plan.shared && exposed) continue;
+      exposed = true;
+      std::byte* staged = input + (plan.shared ? 0 : q * chunk);
+      plan.source.for_each_piece(give.begin, give.end, [&](std::size_t i, std::size_t at,
+                                                           std::size_t run_at, std::size_t length) {
+        std::memcpy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length);
+      });
+    }
+    const Range own = part(takes_[r], round);
+    if (own.size() != 0) {
+      copy(plan.target.arrays()[0].data + own.begin,
+           plan.source.arrays()[0].data + gives_[r].begin + (own.begin - takes_[r].begin),
+           own.size(), stream);
+    }
+    publish(me().control->exposed, progress(sequence_, round + 1));
+  };
+  const auto consume = [&](std::size_t round) {
+    for (int p = 0; p < size(); ++p) {
+      const auto q = static_cast<std::size_t>(p);
+      const Range take = part(takes_[q], round);
+      if (take.size() == 0 || !staged_from(p)) continue;
+      await(p, peer(p).control->exposed, progress(sequence_, round + 1));
+      const std::byte* staged = input_of(p, round) + (plan.shared ? 0 : r * chunk);
+      plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
+                                                           std::size_t run_at, std::size_t length) {
+        copy(plan.target.arrays()[i].data + at, staged + (run_at - take.begin), length, stream);
+      });
+    }
+    publish(me().control->consumed, progress(sequence_, round + 1));
+  };
+  for (std::size_t step = 0; step < std::max(give_rounds, take_rounds + 1); ++step) {
+    if (step < give_rounds) expose(step);
+    if (step >= 1 && step - 1 < take_rounds) consume(step - 1);
+  }
+}
+
+void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
+  const ArrayList run(inout);
+  const bool one = inout.size() == 1;
+  const Signature signature{.op = Op::kBroadcast,
+                            .dtype = one ? inout[0].dtype : DType::kUInt8,
+                            .root = static_cast<std::int16_t>(root),
+                            .order = one ? static_cast<std::uint16_t>(inout[0].order)
+                                         : std::uint16_t{0},
+                            .count = one ? inout[0].count : run.bytes(),
+                            .list = one ? 0 : list_hash(inout)};
+  const Range whole{0, run.bytes()};
+  for (int p = 0; p < size(); ++p) {
+    const auto q = static_cast<std::size_t>(p);
+    gives_[q] = rank_ == root && p != root ? whole : Range{};
+    takes_[q] = rank_ != root && p == root ? whole : Range{};
+    starts_[q] = 0;
+  }
+  pull({run, run, true, true}, signature, options);
+}
+
+void HostCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
+  const Signature signature{.op = Op::kAllGather, .dtype = in.dtype, .count = in.count};
+  const std::size_t bytes = in.bytes();
+  for (std::size_t q = 0; q < gives_.size(); ++q) {
+    gives_[q] = {0, bytes};
+    takes_[q] = {q * bytes, (q + 1) * bytes};
+    starts_[q] = 0;
+  }
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
+}
+
+void HostCommunicator::gather(TensorView in, TensorView out, int root,
+                              const CallOptions& options) {
+  const Signature signature{.op = Op::kGather,
+                            .dtype = in.dtype,
+                            .root = static_cast<std::int16_t>(root),
+                            .count = in.count};
+  const std::size_t bytes = in.bytes();
+  for (std::size_t q = 0; q < gives_.size(); ++q) {
+    gives_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
+    takes_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
+    starts_[q] = 0;
+  }
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
+}
+
+void HostCommunicator::scatter(TensorView in, TensorView out, int root,
+                               const CallOptions& options) {
+  const Signature signature{.op = Op::kScatter,
+                            .dtype = out.dtype,
+                            .root = static_cast<std::int16_t>(root),
+                            .count = out.count};
+  const std::size_t bytes = out.bytes();
+  for (std::size_t q = 0; q < gives_.size(); ++q) {
+    gives_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
+    takes_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
+    starts_[q] = bytes * static_cast<std::size_t>(rank_);
+  }
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
+}
+
+void HostCommunicator::all_to_all(TensorView in, TensorView out,
+                                  std::span<const std::size_t> counts,
+                                  const CallOptions& options) {
+  Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
+  const auto n = static_cast<std::size_t>(size());
+  const auto r = static_cast<std::size_t>(rank_);
+  const std::size_t item = size_of(in.dtype);
+  if (!counts.empty()) {  // ranks may hold different amounts; the table is what must agree
+    signature.count = 0;
+    for (const std::size_t c : counts) signature.list = (signature.list ^ c) * 0xFF51AFD7ED558CCD;
+    signature.list |= 1;
+  }
+  const auto bytes_between = [&](std::size_t from, std::size_t to) {
+    return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;
+  };
+  std::size_t give_at = 0;
+  std::size_t take_at = 0;
+  for (std::size_t q = 0; q < n; ++q) {
+    gives_[q] = {give_at, give_at + bytes_between(r, q)};
+    takes_[q] = {take_at, take_at + bytes_between(q, r)};
+    give_at = gives_[q].end;
+    take_at = takes_[q].end;
+    starts_[q] = 0;
+    for (std::size_t before = 0; before < r; ++before) starts_[q] += bytes_between(q, before);
+  }
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
+}
+
+void HostCommunicator::barrier(const CallOptions& options) {
+  std::fill(gives_.begin(), gives_.end(), Range{});
+  std::fill(takes_.begin(), takes_.end(), Range{});
+  pull({ArrayList({}), ArrayList({}), true, true}, Signature{.op = Op::kBarrier}, options);
+}
+
+}  // namespace fastdist::host

@@ -1,0 +1,330 @@
+// all_reduce, reduce and reduce_scatter: one algorithm that differs in who gets which results.
+//
+// Three ways, chosen by size and by where the arrays lie:
+// - payloads: the inputs travel with the headers, every rank reduces what it needs. One hop; each
+//   rank reads n·N bytes.
+// - in place: every rank can reach every array (threads, or `comm.empty`). Each rank reduces its
+//   slice of all inputs and writes the result into all outputs: the n·N bytes are read once and
+//   written once.
+// - staged: the inputs go through the staging area in rounds of a chunk. In each round a rank
+//   exposes its chunk, reduces its slice of all chunks, and gathers the other slices' results. The
+//   three steps of successive rounds overlap, the staging area stays in the caches, and memory
+//   sees only the arrays themselves.
+//
+// Each element is reduced by one rank, in rank order: the results are the same bits everywhere,
+// whatever way was taken.
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/array_list.h"
+#include "host/communicator.h"
+#include "host/kernels.h"
+
+namespace fastdist::host {
+namespace {
+
+// Work on what fits the first-level cache.
+constexpr std::size_t kBlock = std::size_t{16} << 10;
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
+  if (stream) {
+    stream_copy(dst, src, bytes);
+  } else if (bytes != 0) {
+    std::memcpy(dst, src, bytes);
+  }
+}
+
+}  // namespace
+
+struct HostCommunicator::ReduceCall {
+  ArrayList in;
+  ArrayList out;  // empty where this rank gets no results
+  DType dtype;
+  ReduceOp op;
+  Results results;
+  int root;
+  std::size_t chunk;   // bytes per round, of the run or of each rank's block of it
+  std::size_t rounds;
+  bool stream;
+
+  [[nodiscard]] bool gathers(int rank) const noexcept {
+    return results == Results::kEverywhere || (results == Results::kAtRoot && rank == root);
+  }
+};
+
+void HostCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
+                                  const CallOptions& options) {
+  reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
+}
+
+void HostCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
+                              const CallOptions& options) {
+  reduce_arrays(in, out, op, Op::kReduce, root, options);
+}
+
+void HostCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
+                                      const CallOptions& options) {
+  reduce_arrays({&in, 1}, {&out, 1}, op, Op::kReduceScatter, 0, options);
+}
+
+// Splits a list into runs of one dtype; every run's header carries the hash of the whole list.
+void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name,
+                                     int root, const CallOptions& options) {
+  Signature signature{.op = name, .reduce_op = op, .root = static_cast<std::int16_t>(root)};
+  if (in.size() == 1) {
+    signature.order = static_cast<std::uint16_t>(in[0].order);
+  } else {
+    signature.list = list_hash(in);
+  }
+  const bool has_results = !out.empty();
+  const auto run = [&](TensorViews run_in, TensorViews run_out) {
+    ArrayList inputs(run_in);
+    signature.dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
+    signature.count = inputs.bytes() / size_of(signature.dtype);
+    const Results results = name == Op::kAllReduce ? Results::kEverywhere
+                            : name == Op::kReduce  ? Results::kAtRoot
+                                                   : Results::kOwnSlice;
+    const auto n = static_cast<std::size_t>(size());
+    const std::size_t bytes = inputs.bytes();
+    const std::size_t extent = results == Results::kOwnSlice ? bytes / n : bytes;
+    const std::size_t chunk = results == Results::kOwnSlice
+                                  ? std::max(kCacheLine, tuning_.chunk_bytes / n / 64 * 64)
+                                  : tuning_.chunk_bytes;
+    reduce_run({.in = std::move(inputs),
+                .out = ArrayList(run_out),
+                .dtype = signature.dtype,
+                .op = op,
+                .results = results,
+                .root = root,
+                .chunk = chunk,
+                .rounds = (extent + chunk - 1) / chunk,
+                .stream = bytes >= tuning_.stream_bytes},
+               signature, options);
+  };
+
+  const bool one_dtype = std::all_of(in.begin(), in.end(),
+                                     [&](const TensorView& a) { return a.dtype == in[0].dtype; });
+  if (one_dtype) return run(in, out);
+  for (int d = 0; d < kDTypeCount; ++d) {
+    std::vector<TensorView> run_in, run_out;
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      if (in[i].dtype != static_cast<DType>(d)) continue;
+      run_in.push_back(in[i]);
+      if (has_results) run_out.push_back(out[i]);
+    }
+    if (!run_in.empty()) run(run_in, run_out);
+  }
+}
+
+void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signature,
+                                  const CallOptions& options) {
+  Header& header = announce(signature, options);
+  const std::size_t bytes = call.in.bytes();
+  const std::uint64_t input = bytes > tuning_.in_place_bytes ? locate(call.in.arrays()) : 0;
+  const bool small = bytes <= tuning_.slot_bytes;
+  if (input != 0) {
+    header.input.store(input, std::memory_order_relaxed);
+    const bool reachable_output = !call.out.arrays().empty();
+    header.output.store(reachable_output ? locate(call.out.arrays()) : 0,
+                        std::memory_order_relaxed);
+  } else if (small) {
+    std::byte* payload = payload_of(rank_, bytes);
+    call.in.for_each_piece(0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at,
+                                         std::size_t length) {
+      std::memcpy(payload + run_at, call.in.arrays()[i].data + at, length);
+    });
+  }
+  exchange(header, signature);
+
+  bool all_reachable = true;
+  bool none_reachable = true;
+  for (int p = 0; p < size(); ++p) {
+    const Header& theirs = header_of(p);
+    const bool needs_output = call.gathers(p);
+    const bool has_input = theirs.input.load(std::memory_order_relaxed) != 0;
+    const bool has_output = theirs.output.load(std::memory_order_relaxed) != 0;
+    all_reachable &= has_input && (has_output || !needs_output);
+    none_reachable &= !has_input;
+  }
+  if (none_reachable && small) {
+    reduce_payloads(call);
+  } else if (all_reachable) {
+    reduce_in_place(call);
+  } else {
+    reduce_staged(call);
+  }
+}
+
+void HostCommunicator::reduce_payloads(const ReduceCall& call) {
+  const std::size_t bytes = call.in.bytes();
+  const std::size_t item = size_of(call.dtype);
+  std::size_t begin = 0;
+  std::size_t end = bytes;
+  if (call.results == Results::kOwnSlice) {
+    const std::size_t block = bytes / static_cast<std::size_t>(size());
+    begin = block * static_cast<std::size_t>(rank_);
+    end = begin + block;
+  } else if (!call.gathers(rank_)) {
+    return;
+  }
+  call.out.for_each_piece(0, end - begin, [&](std::size_t i, std::size_t at, std::size_t run_at,
+                                              std::size_t length) {
+    for (int p = 0; p < size(); ++p) {
+      sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + run_at;
+    }
+    host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, sources_, length / item);
+  });
+}
+
+void HostCommunicator::reduce_in_place(const ReduceCall& call) {
+  const std::size_t bytes = call.in.bytes();
+  const std::size_t item = size_of(call.dtype);
+  const auto n = static_cast<std::size_t>(size());
+  const auto r = static_cast<std::size_t>(rank_);
+  const bool own = call.results == Results::kOwnSlice;
+  const std::size_t share = own ? bytes / n : round_up((bytes + n - 1) / n, kCacheLine);
+  const std::size_t begin = std::min(bytes, r * share);
+  const std::size_t end = std::min(bytes, begin + share);
+  std::byte* scratch = result_of(rank_, 0);
+
+  const auto reduce_block = [&](std::size_t i, std::size_t at, std::size_t run_at,
+                                std::size_t length) {
+    std::size_t n_targets = 0;
+    for (int p = 0; p < size(); ++p) {
+      const Header& theirs = header_of(p);
+      sources_[static_cast<std::size_t>(p)] =
+          data_of(p, theirs.input.load(std::memory_order_relaxed), i) + at;
+      if (own || !call.gathers(p)) continue;
+      targets_[n_targets++] = data_of(p, theirs.output.load(std::memory_order_relaxed), i) + at;
+    }
+    if (own) targets_[n_targets++] = call.out.arrays()[0].data + (run_at - begin);
+    if (!call.stream && n_targets == 1) {
+      host::reduce(call.dtype, call.op, targets_[0], sources_, length / item);
+      return;
+    }
+    host::reduce(call.dtype, call.op, scratch, sources_, length / item);
+    for (std::size_t t = 0; t < n_targets; ++t) copy(targets_[t], scratch, length, call.stream);
+  };
+  call.in.for_each_piece(begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at,
+                                         std::size_t length) {
+    for (std::size_t done = 0; done < length; done += kBlock) {
+      reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
+    }
+  });
+
+  // Peers read this rank's input and write its output until they say so.
+  publish(me().control->consumed, progress(sequence_, kAllRounds));
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
+  }
+}
+
+HostCommunicator::Slice HostCommunicator::slice(const ReduceCall& call, std::size_t round,
+                                                int owner) const noexcept {
+  const std::size_t bytes = call.in.bytes();
+  const auto n = static_cast<std::size_t>(size());
+  const auto d = static_cast<std::size_t>(owner);
+  if (call.results == Results::kOwnSlice) {
+    const std::size_t block = bytes / n;
+    const std::size_t begin = std::min(block, round * call.chunk);
+    const std::size_t end = std::min(block, begin + call.chunk);
+    return {{d * block + begin, d * block + end}, d * call.chunk};
+  }
+  const std::size_t start = round * call.chunk;
+  const std::size_t length = std::min(call.chunk, bytes - start);
+  const std::size_t share = round_up((length + n - 1) / n, kCacheLine);
+  const std::size_t begin = std::min(length, d * share);
+  const std::size_t end = std::min(length, begin + share);
+  return {{start + begin, start + end}, begin};
+}
+
+// The buffers of a round are used again two rounds later: `expose` waits until the peers have
+// reduced that earlier round (consumed), `reduce` until they have gathered its results.
+void HostCommunicator::reduce_staged(const ReduceCall& call) {
+  constexpr std::size_t kReduceLag = 1;
+  constexpr std::size_t kGatherLag = 2;
+  Control& control = *me().control;
+  for (std::size_t step = 0; step < call.rounds + kGatherLag; ++step) {
+    if (step < call.rounds) {
+      expose_round(call, step);
+      publish(control.exposed, progress(sequence_, step + 1));
+    }
+    if (step >= kReduceLag && step - kReduceLag < call.rounds) {
+      reduce_round(call, step - kReduceLag);
+      publish(control.consumed, progress(sequence_, step - kReduceLag + 1));
+    }
+    if (step >= kGatherLag && call.gathers(rank_)) {
+      gather_round(call, step - kGatherLag);
+      publish(control.gathered, progress(sequence_, step - kGatherLag + 1));
+    }
+  }
+}
+
+void HostCommunicator::expose_round(const ReduceCall& call, std::size_t round) {
+  std::byte* input = input_of(rank_, round);
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank_) continue;
+    if (round >= 2) await(p, peer(p).control->consumed, progress(sequence_, round - 1));
+    const Slice s = slice(call, round, p);
+    call.in.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
+                                                       std::size_t run_at, std::size_t length) {
+      std::memcpy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
+                  length);
+    });
+  }
+}
+
+void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
+  const std::size_t item = size_of(call.dtype);
+  const Slice s = slice(call, round, rank_);
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank_) continue;
+    await(p, peer(p).control->exposed, progress(sequence_, round + 1));
+    if (round >= 2 && call.gathers(p)) {
+      await(p, peer(p).control->gathered, progress(sequence_, round - 1));
+    }
+  }
+  std::byte* result = result_of(rank_, round);
+  const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
+  const std::size_t block_begin = call.results == Results::kOwnSlice
+                                      ? call.in.bytes() / static_cast<std::size_t>(size()) *
+                                            static_cast<std::size_t>(rank_)
+                                      : 0;
+  call.in.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
+                                                     std::size_t run_at, std::size_t length) {
+    for (std::size_t done = 0; done < length; done += kBlock) {
+      const std::size_t part = std::min(kBlock, length - done);
+      const std::size_t offset = run_at + done - s.run.begin;
+      for (int p = 0; p < size(); ++p) {
+        sources_[static_cast<std::size_t>(p)] =
+            p == rank_ ? call.in.arrays()[i].data + at + done
+                       : input_of(p, round) + s.staged + offset;
+      }
+      host::reduce(call.dtype, call.op, result + offset, sources_, part / item);
+      if (!keeps) continue;
+      const std::size_t out_at =
+          call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
+      copy(call.out.arrays()[i].data + out_at, result + offset, part, call.stream);
+    }
+  });
+}
+
+void HostCommunicator::gather_round(const ReduceCall& call, std::size_t round) {
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank_) continue;
+    await(p, peer(p).control->consumed, progress(sequence_, round + 1));
+    const Slice s = slice(call, round, p);
+    const std::byte* result = result_of(p, round);
+    call.out.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
+                                                        std::size_t run_at, std::size_t length) {
+      copy(call.out.arrays()[i].data + at, result + (run_at - s.run.begin), length, call.stream);
+    });
+  }
+}
+
+}  // namespace fastdist::host

@@ -1,0 +1,57 @@
+// Shared memory of one rank: an unnamed file (memfd) mapped by every rank of the machine.
+#pragma once
+
+#include <cstddef>
+
+namespace fastdist::host {
+
+// Owns a file descriptor.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) noexcept : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
+  ~FileDescriptor();
+
+  [[nodiscard]] int get() const noexcept { return fd_; }
+  int release() noexcept;
+
+ private:
+  int fd_ = -1;
+};
+
+// A new memfd of `bytes` zero bytes that can grow but never shrink (so that no peer can be made to
+// fault), and on which this process holds a record lock for as long as it lives: see
+// `is_locked_by_other`.
+[[nodiscard]] FileDescriptor create_segment_file(std::size_t bytes);
+
+// True while the process that called `create_segment_file` lives. The kernel drops record locks
+// when their process ends, however it ends; they are not inherited by fork.
+[[nodiscard]] bool is_locked_by_other(const FileDescriptor& file) noexcept;
+
+// Grows the file to at least `bytes`; new pages read as zero and take memory when first touched.
+void grow(const FileDescriptor& file, std::size_t bytes);
+
+// Gives the memory of a range back to the system; the range reads as zero afterwards.
+void discard(const FileDescriptor& file, std::size_t offset, std::size_t bytes) noexcept;
+
+// Maps the first `bytes` of a file, which may reach beyond its present end: the owner grows the
+// file and every mapping sees the new pages. Throws kMemory where the address space is limited.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(const FileDescriptor& file, std::size_t bytes);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
+  [[nodiscard]] std::size_t size() const noexcept { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace fastdist::host

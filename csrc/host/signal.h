@@ -1,0 +1,54 @@
+// Waiting for a peer and waking it: spin briefly, then sleep in the kernel.
+//
+// A rank that waits watches one word of one peer. Before it sleeps it names that peer in its Bell;
+// a peer that has stored a new value looks into the bells of the others and rings only those that
+// wait for it. Both sides store, then load what the other stored, with sequential consistency, so
+// at least one of them sees the other: a wake-up cannot be lost.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace fastdist::host {
+
+inline constexpr std::size_t kCacheLine = 64;
+
+inline void cpu_relax() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// One line in shared memory per waiting thread of a rank. Zero bytes are its initial state.
+struct alignas(kCacheLine) Bell {
+  static constexpr std::uint32_t kNobody = 0;
+  static constexpr std::uint32_t kAnybody = 0xFFFFFFFF;
+
+  std::atomic<std::uint32_t> waits_for;  // rank + 1, kNobody or kAnybody
+  std::atomic<std::uint32_t> rings;      // the futex word
+
+  // Called by rank `by` after it stored, with sequential consistency, what may be waited for.
+  void ring_if_waiting(int by) noexcept {
+    const std::uint32_t target = waits_for.load(std::memory_order_seq_cst);
+    if (target == static_cast<std::uint32_t>(by) + 1 || target == kAnybody) ring();
+  }
+  void ring() noexcept;
+
+  // Sleeps until rung, or until `duration` has passed, unless `ready` after announcing the wait.
+  template <class Ready>
+  void sleep(std::uint32_t target, std::chrono::nanoseconds duration, Ready ready) noexcept {
+    const std::uint32_t seen = rings.load(std::memory_order_relaxed);
+    waits_for.store(target, std::memory_order_seq_cst);
+    if (!ready()) sleep_while(seen, duration);
+    waits_for.store(kNobody, std::memory_order_relaxed);
+  }
+
+ private:
+  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds duration) noexcept;
+};
+
+}  // namespace fastdist::host

@@ -1,0 +1,1 @@
+"""The `fastdist` command: one module per subcommand, each adding its own parser."""

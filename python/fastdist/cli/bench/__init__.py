@@ -1,0 +1,109 @@
+"""`fastdist bench OP`: how fast a collective is here, next to what else there is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastdist.cli.bench.cases import ARRAYS, DTYPE_BYTES, REDUCE_OPS
+from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.models import MODEL_NAMES
+from fastdist.cli.bench.peers import PEER_NAMES, default_peers_dir
+
+_DESCRIPTION = """\
+Measures a collective between processes on this machine. Columns are those of nccl-tests:
+p50 and p99 of the slowest rank's time, algbw = bytes / p50, busbw = algbw times the
+collective's bus factor, the number of wrong elements, and the share of the memory floor,
+which is the speed that copying the least possible bytes would have here.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the `bench` command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a collective, side by side with gloo and MPI",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "collective", metavar="OP", choices=tuple(COLLECTIVES), help=", ".join(COLLECTIVES)
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--sizes",
+        default="8:64M",
+        metavar="SIZES",
+        help="a range 8:256M or a list 8,1K,64K, in bytes (default %(default)s)",
+    )
+    what.add_argument(
+        "--factor", type=int, default=4, help="from one size of a range to the next (default 4)"
+    )
+    what.add_argument(
+        "--list",
+        dest="model",
+        choices=MODEL_NAMES,
+        help="instead of sizes: one fused all_reduce of this model's gradients",
+    )
+    what.add_argument(
+        "--ranks", "-n", type=int, help="processes (default: usable cores, at least 2)"
+    )
+    what.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="float32")
+    what.add_argument("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
+    what.add_argument(
+        "--array",
+        choices=ARRAYS,
+        default="numpy",
+        help="what fastdist is called with; empty: comm.empty, which needs no copy",
+    )
+    _add_effort(parser.add_argument_group("how much"))
+    _add_output(parser)
+    parser.set_defaults(handler=_bench)
+
+
+def _add_effort(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--iters", type=int, help="timed calls per case (default: as --time-s allows)"
+    )
+    group.add_argument("--warmup", type=int, default=5, help="calls before that (default 5)")
+    group.add_argument(
+        "--time-s", type=float, default=1.0, help="seconds per case and engine (default 1)"
+    )
+    group.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="verify the results, outside of the timed calls",
+    )
+    group.add_argument(
+        "--timeout-s", type=float, default=300.0, help="an engine silent for so long has failed"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("peers and output")
+    group.add_argument(
+        "--vs",
+        metavar="PEERS",
+        default="",
+        help=f"engines to measure side by side, out of {','.join(PEER_NAMES)}; mpi: every MPI",
+    )
+    group.add_argument(
+        "--peers-dir",
+        type=Path,
+        default=default_peers_dir(),
+        help="where MPIs are installed, each in a folder of its own (default %(default)s)",
+    )
+    group.add_argument(
+        "--json", metavar="FILE", help="write JSON; - writes it to stdout, the table to stderr"
+    )
+    group.add_argument("--csv", metavar="FILE", help="write CSV")
+    group.add_argument(
+        "--plot", metavar="FILE", help="draw latency and bandwidth, e.g. into plot.png"
+    )
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from fastdist.cli.bench.command import run_command  # numpy and more: only when it runs
+
+    return run_command(options)

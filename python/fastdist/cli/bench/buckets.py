@@ -1,0 +1,45 @@
+"""Buckets for the engines that reduce one array at a time: gradients are copied in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fastdist.cli.bench.arrays import Array, ArrayLibrary
+from fastdist.cli.bench.cases import DTYPE_BYTES
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A flat array and the gradients that go through it, each with its part of the array."""
+
+    flat: Array = None
+    arrays: list[Array] = field(default_factory=list)
+    parts: list[Array] = field(default_factory=list)
+
+
+class Buckets:
+    """Splits a list as DDP does: a bucket is closed by the array that fills it."""
+
+    def __init__(
+        self, library: ArrayLibrary, arrays: Sequence[Array], dtype: str, bucket_bytes: int
+    ) -> None:
+        limit = bucket_bytes // DTYPE_BYTES[dtype]
+        self._buckets = [Bucket()]
+        filled = 0
+        for array in arrays:
+            self._buckets[-1].arrays.append(library.flat(array))
+            filled += len(library.flat(array))
+            if filled >= limit:
+                self._buckets.append(Bucket())
+                filled = 0
+        self._buckets = [bucket for bucket in self._buckets if bucket.arrays]
+        for bucket in self._buckets:
+            bucket.flat = library.make([sum(map(len, bucket.arrays))], dtype)
+            start = 0
+            for array in bucket.arrays:
+                bucket.parts.append(bucket.flat[start : start + len(array)])
+                start += len(array)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)

@@ -1,0 +1,132 @@
+"""What to measure: message sizes, dtypes, and the cases that a command line asks for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.models import gradient_shapes
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
+REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
+ARRAYS = ("numpy", "torch", "empty")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `8`, `64K`, `1M`, `2GiB` (powers of 1024).
+
+    Raises:
+        ValueError: The text is not a positive size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
+    if size < 1:
+        raise ValueError(f"expected a size in bytes like 8, 64K or 1M, got {text!r}")
+    return size
+
+
+def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
+    """Sizes of a range `8:256M`, each `factor` times the one before and the end always included,
+    or of a list `8,1K,64K`.
+
+    Raises:
+        ValueError: A size is not one, the range runs backwards, or the factor is below 2.
+    """
+    if ":" not in text:
+        return tuple(parse_size(part) for part in text.split(","))
+    if factor < 2:
+        raise ValueError(f"expected a factor of at least 2, got {factor}")
+    first, _, last = text.partition(":")
+    size, end = parse_size(first), parse_size(last)
+    if end < size:
+        raise ValueError(f"expected a range from small to large, got {text!r}")
+    sizes = []
+    while size < end:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, end)
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest text that `parse_size` reads as this size."""
+    for unit in ("G", "M", "K"):
+        if size_bytes and size_bytes % _UNITS[unit] == 0:
+            return f"{size_bytes // _UNITS[unit]}{unit}"
+    return str(size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        collective: A key of `COLLECTIVES`.
+        bytes: The larger of a rank's two buffers; a list's total.
+        count: Elements of that buffer, or of one rank's block of it.
+        dtype: A key of `DTYPE_BYTES`.
+        redop: The reduce op; empty for collectives without.
+        array: What fastdist is called with: `numpy`, `torch`, or `empty` (`comm.empty`).
+        model: A list of this model's gradients instead of one array; empty for one array.
+    """
+
+    collective: str
+    bytes: int
+    count: int
+    dtype: str
+    redop: str
+    array: str
+    model: str = ""
+
+    @property
+    def label(self) -> str:
+        """The size, or the model, as a person says it."""
+        return self.model or format_size(self.bytes)
+
+
+def array_case(
+    collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str
+) -> Case:
+    """A case of one array of about `size_bytes`, at least one element per rank or block."""
+    spec = COLLECTIVES[collective]
+    redop = redop if spec.reduces else ""
+    if collective == "barrier":
+        return Case(collective, 0, 0, dtype, redop, array)
+    item_bytes = DTYPE_BYTES[dtype]
+    blocks = world_size if spec.blocks else 1
+    count = max(1, size_bytes // item_bytes // blocks)
+    return Case(collective, count * blocks * item_bytes, count, dtype, redop, array)
+
+
+def list_case(model: str, dtype: str, redop: str, array: str) -> Case:
+    """A case of one fused all-reduce of all of a model's gradients."""
+    count = sum(math.prod(shape) for shape in gradient_shapes(model))
+    return Case("all_reduce", count * DTYPE_BYTES[dtype], count, dtype, redop, array, model)
+
+
+def array_cases(
+    collective: str,
+    sizes_bytes: Sequence[int],
+    world_size: int,
+    dtype: str = "float32",
+    redop: str = "sum",
+    array: str = "numpy",
+) -> tuple[Case, ...]:
+    """One case per distinct size, in the order given; a barrier has one."""
+    cases = (array_case(collective, size, world_size, dtype, redop, array) for size in sizes_bytes)
+    return tuple(dict.fromkeys(cases))

@@ -1,0 +1,94 @@
+"""Messages between the bench and its ranks: one JSON object per line over a Unix socket.
+
+A rank that has nothing to do blocks in `receive`, so it takes no processor time from the engine
+that is being measured.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, Any]
+
+_MAX_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+class ChannelClosedError(Exception):
+    """The other end has gone."""
+
+
+class Channel:
+    """One end of a connection; owns its socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._pending = bytearray()
+
+    @classmethod
+    def connect(cls, path: Path) -> Channel:
+        """Connects to the socket that listens at `path`."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(str(path))
+        return cls(connection)
+
+    def fileno(self) -> int:
+        """For `selectors`."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends one message.
+
+        Raises:
+            ChannelClosedError: The other end has gone.
+        """
+        try:
+            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+
+    def receive(self) -> Message:
+        """Waits for the next message.
+
+        Raises:
+            ChannelClosedError: The other end has gone, or sent what is not a message.
+        """
+        while (message := self.take()) is None:
+            self.read()
+        return message
+
+    def take(self) -> Message | None:
+        """The next message of those that were read, or None; never waits.
+
+        Raises:
+            ChannelClosedError: The other end sent what is not a message.
+        """
+        line, newline, rest = self._pending.partition(b"\n")
+        if not newline:
+            return None
+        self._pending = rest
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ChannelClosedError(f"expected a JSON object, got {message!r}")
+        return message
+
+    def read(self) -> None:
+        """Reads once, waiting for at least a byte.
+
+        Raises:
+            ChannelClosedError: The other end has gone, or sends without end.
+        """
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
+        if not data or len(self._pending) + len(data) > _MAX_BYTES:
+            raise ChannelClosedError("the connection was closed")
+        self._pending += data
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._socket.close()

@@ -1,0 +1,97 @@
+"""What is measured of each collective: buffers, bus bandwidth, and the least memory traffic.
+
+N is the "bytes" column and n the world size. As in nccl-tests, N is the larger of a rank's two
+buffers, and where that buffer is made of n blocks, "count" is the elements of one block.
+
+====================  ==================  ==================  ==============  ===================
+collective            a rank passes       a rank gets         bus factor      floor traffic, bytes
+====================  ==================  ==================  ==============  ===================
+all_reduce            N (in place)        N                   2(n-1)/n        2nN
+reduce                N (in place)        N on the root       1               (n+1)N
+broadcast             N on the root       N (in place)        1               nN
+all_gather            N/n                 N                   (n-1)/n         (n+1)N
+gather                N/n                 N on the root       (n-1)/n         2N
+scatter               N on the root       N/n                 (n-1)/n         2N
+reduce_scatter        N                   N/n                 (n-1)/n         (n+1)N
+all_to_all            N                   N                   (n-1)/n         2nN
+send_recv (ring)      N to the next       N from the last     1               2nN
+barrier               nothing             nothing             -               -
+====================  ==================  ==================  ==============  ===================
+
+Floor traffic: every byte that a rank passes is read once and every byte that a rank gets is
+written once, all on one memory system. The floor is that traffic at the speed at which n ranks
+copy at once, where a copy counts what it reads and what it writes. Buffers that fit the caches
+can be faster than that: above 100 % of the floor no memory was involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def _whole(world_size: int) -> float:
+    return 1.0
+
+
+def _others(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+def _twice_others(world_size: int) -> float:
+    return 2 * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table above.
+
+    Attributes:
+        name: The method of `Communicator`; `send_recv` is a send to the next rank and a receive
+            from the last.
+        bus_factor: World size to busbw / algbw, nccl-tests' figure.
+        floor_buffers: World size to the floor traffic in units of N.
+        reduces: Takes a reduce op.
+        blocks: Its larger buffer is made of one block per rank.
+        in_place: Its result replaces its input.
+    """
+
+    name: str
+    bus_factor: Callable[[int], float]
+    floor_buffers: Callable[[int], int]
+    reduces: bool = False
+    blocks: bool = False
+    in_place: bool = False
+
+
+_TABLE = (
+    Collective("all_reduce", _twice_others, lambda n: 2 * n, reduces=True, in_place=True),
+    Collective("reduce", _whole, lambda n: n + 1, reduces=True, in_place=True),
+    Collective("broadcast", _whole, lambda n: n, in_place=True),
+    Collective("all_gather", _others, lambda n: n + 1, blocks=True),
+    Collective("gather", _others, lambda n: 2, blocks=True),
+    Collective("scatter", _others, lambda n: 2, blocks=True),
+    Collective("reduce_scatter", _others, lambda n: n + 1, reduces=True, blocks=True),
+    Collective("all_to_all", _others, lambda n: 2 * n, blocks=True),
+    Collective("send_recv", _whole, lambda n: 2 * n),
+    Collective("barrier", _whole, lambda n: 0),
+)
+COLLECTIVES = {collective.name: collective for collective in _TABLE}
+
+ROOT = 0
+
+
+def buffer_elements(name: str, count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Elements that a rank passes and gets; 0 is no buffer of that kind, also in place."""
+    every = count * world_size
+    at_root = rank == ROOT
+    passes, gets = {
+        "all_gather": (count, every),
+        "gather": (count, every if at_root else 0),
+        "scatter": (every if at_root else 0, count),
+        "reduce_scatter": (every, count),
+        "all_to_all": (every, every),
+        "send_recv": (count, count),
+        "barrier": (0, 0),
+    }.get(name, (count, 0))
+    return passes, gets

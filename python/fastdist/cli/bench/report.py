@@ -1,0 +1,200 @@
+"""A report as a table that grows line by line, as JSON, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from fastdist.cli.bench.results import Measurement, Report, Row
+
+_COLUMNS = (
+    ("bytes", 11),
+    ("count", 11),
+    ("type", 9),
+    ("redop", 6),
+    ("p50", 10),
+    ("p99", 10),
+    ("algbw", 7),
+    ("busbw", 7),
+    ("wrong", 6),
+    ("floor", 6),
+)
+_UNITS = ("", "", "", "", "us", "us", "GB/s", "GB/s", "", "%")
+_PEER_WIDTH = 10
+_RATIO_WIDTH = 7
+_WAY_WIDTH = 26
+
+
+def heading(report: Report, title: str) -> list[str]:
+    """What is above the table: machine, engines, and what the columns mean."""
+    machine = report.machine
+    lines = [
+        f"# fastdist bench {title}, {report.ranks} ranks",
+        f"# {machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
+        f"{machine['memory']}; Linux {machine['kernel']}, Python {machine['python']}",
+        f"# {', '.join(report.engines.values())}",
+    ]
+    lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
+    return [*lines, "#"]
+
+
+def column_lines(others: Sequence[str]) -> list[str]:
+    """The two lines of column names and units; peers stand at the right."""
+    names = "".join(name.rjust(width) for name, width in _COLUMNS)
+    units = "".join(unit.rjust(width) for unit, (_, width) in zip(_UNITS, _COLUMNS, strict=True))
+    for other in others:
+        width = _other_width(other)
+        names += "  " + other.center(width)
+        units += "  " + "us".rjust(width - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH)
+    return [names.rstrip(), units.rstrip()]
+
+
+def row_line(row: Row) -> str:
+    """One line of the table."""
+    case, ours = row.case, row.ours
+    moves = case.bytes > 0
+    cells = (
+        str(case.bytes),
+        str(case.count),
+        case.dtype,
+        case.redop or "none",
+        _time(ours.p50_us),
+        _time(ours.p99_us),
+        f"{ours.algbw:.2f}" if moves else "-",
+        f"{ours.busbw:.2f}" if moves else "-",
+        "-" if ours.wrong is None else str(ours.wrong),
+        f"{row.floor_percent:.0f}" if moves else "-",
+    )
+    line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    for other in row.others:
+        ratio = row.times_as_fast(other)
+        time = _time(other.p50_us) if ratio else "n/a"
+        width = _other_width(other.engine)
+        line += "  " + time.rjust(width - _RATIO_WIDTH)
+        line += (f"{_three_digits(ratio)}x" if ratio else "").rjust(_RATIO_WIDTH)
+    return line.rstrip()
+
+
+def list_lines(row: Row) -> list[str]:
+    """A table of the ways to reduce one list, a line each."""
+    ours = row.ours
+    columns = (("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7))
+    names = "# engine and way".ljust(_WAY_WIDTH)
+    names += "".join(name.rjust(width) for name, width in columns)
+    lines = [names + "floor %".rjust(9) + "ratio".rjust(9)]
+    for way in (ours, *row.others):
+        if way.unsupported:
+            lines.append(way.engine.ljust(_WAY_WIDTH) + "n/a".rjust(11))
+            continue
+        wrong = "-" if way.wrong is None else str(way.wrong)
+        cells = (
+            _time(way.p50_us),
+            _time(way.p99_us),
+            f"{way.algbw:.2f}",
+            f"{way.busbw:.2f}",
+            wrong,
+        )
+        line = way.engine.ljust(_WAY_WIDTH)
+        line += "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
+        ratio = row.times_as_fast(way)
+        line += f"{100 * row.floor_us / way.p50_us:.0f}".rjust(9)
+        line += (f"{_three_digits(ratio)}x" if ratio and way is not ours else "").rjust(9)
+        lines.append(line.rstrip())
+    return lines
+
+
+def row_notes(row: Row) -> Iterator[str]:
+    """What a line cannot say: why a peer has no figures, and whose results are wrong."""
+    for other in row.others:
+        if other.unsupported:
+            yield f"# {other.engine}: {other.unsupported}"
+        if other.wrong:
+            yield f"# {row.case.label}: {other.engine} got {other.wrong} elements wrong"
+
+
+def footing(report: Report) -> list[str]:
+    """What is below the table."""
+    lines = ["#", f"# {report.ranks} ranks copying at once move {report.copy_gb_per_s:.1f} GB/s"]
+    lines[-1] += " (read and written); floor: the share of the speed that this allows"
+    if any(row.others for row in report.rows):
+        lines.append("# ratio: how many times as fast as the peer fastdist is")
+    if report.wrong:
+        lines.append(f"# WRONG RESULTS: {report.wrong} elements")
+    return lines
+
+
+def _other_width(name: str) -> int:
+    return max(_PEER_WIDTH + _RATIO_WIDTH, len(name))
+
+
+def _time(us: float) -> str:
+    return f"{us:.2f}" if us < 1000 else f"{us:.1f}" if us < 1e5 else f"{us:.0f}"
+
+
+def _three_digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def _figures(measured: Measurement) -> dict[str, Any]:
+    return {
+        "p50_us": round(measured.p50_us, 3),
+        "p99_us": round(measured.p99_us, 3),
+        "algbw_gb_per_s": round(measured.algbw, 4),
+        "busbw_gb_per_s": round(measured.busbw, 4),
+        "iterations": measured.iterations,
+        "wrong": measured.wrong,
+    }
+
+
+def row_object(row: Row) -> dict[str, Any]:
+    """A row as JSON can hold it."""
+    peers: dict[str, Any] = {}
+    for other in row.others:
+        ratio = row.times_as_fast(other)
+        if ratio is None:
+            peers[other.engine] = {"unsupported": other.unsupported}
+        else:
+            peers[other.engine] = {**_figures(other), "times_as_fast": round(ratio, 3)}
+    return {
+        **asdict(row.case),
+        **_figures(row.ours),
+        "floor_us": round(row.floor_us, 3),
+        "floor_percent": round(row.floor_percent, 1),
+        "peers": peers,
+    }
+
+
+def report_object(report: Report) -> dict[str, Any]:
+    """A report as JSON can hold it; `peers` has every peer and every other way to reduce a list."""
+    return {
+        "ranks": report.ranks,
+        "machine": report.machine,
+        "engines": report.engines,
+        "missing": report.missing,
+        "copy_gb_per_s": round(report.copy_gb_per_s, 2),
+        "rows": [row_object(row) for row in report.rows],
+    }
+
+
+def write_json(report: Report, file: TextIO) -> None:
+    """Writes `report_object`."""
+    json.dump(report_object(report), file, indent=2)
+    file.write("\n")
+
+
+def write_csv(report: Report, file: TextIO) -> None:
+    """Writes a line per case; each peer has a column for its p50 and one for the ratio."""
+    lines = []
+    for row in map(row_object, report.rows):
+        peers = row.pop("peers")
+        for name, figures in peers.items():
+            row[f"{name} p50_us"] = figures.get("p50_us")
+            row[f"{name} times_as_fast"] = figures.get("times_as_fast")
+        lines.append({"ranks": report.ranks, **row})
+    columns = dict.fromkeys(name for line in lines for name in line)
+    writer = csv.DictWriter(file, list(columns))
+    writer.writeheader()
+    writer.writerows(lines)

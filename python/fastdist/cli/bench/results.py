@@ -1,0 +1,119 @@
+"""What a run of the bench has found, and how figures follow from times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.collectives import COLLECTIVES
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One engine's figures for one case.
+
+    Attributes:
+        engine: The engine, or `engine: variant` for one of several ways to reduce a list.
+        p50_us: Median over iterations of the slowest rank's time, microseconds.
+        p99_us: Their 99th percentile.
+        algbw: bytes / p50, GB/s.
+        busbw: algbw times the collective's bus factor, GB/s.
+        iterations: How many were timed.
+        wrong: Wrong elements over all ranks; None where nothing was checked.
+        unsupported: Why there are no figures (they are 0 then); empty where there are.
+    """
+
+    engine: str
+    p50_us: float = 0.0
+    p99_us: float = 0.0
+    algbw: float = 0.0
+    busbw: float = 0.0
+    iterations: int = 0
+    wrong: int | None = None
+    unsupported: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All engines' figures for one case.
+
+    Attributes:
+        floor_us: The least time that its memory traffic takes; 0 for a barrier.
+        ours: fastdist.
+        others: Peers, and other ways to reduce a list.
+    """
+
+    case: Case
+    floor_us: float
+    ours: Measurement
+    others: tuple[Measurement, ...]
+
+    @property
+    def floor_percent(self) -> float:
+        """How much of the floor's speed fastdist reaches."""
+        return 100 * self.floor_us / self.ours.p50_us
+
+    def times_as_fast(self, other: Measurement) -> float | None:
+        """How many times as fast as another fastdist is; None where the other has no figures."""
+        return other.p50_us / self.ours.p50_us if other.p50_us else None
+
+
+@dataclass(slots=True)
+class Report:
+    """A run: the machine, the engines, and a row per case.
+
+    Attributes:
+        ranks: World size.
+        machine: Facts by name.
+        engines: Version by engine.
+        missing: Peers that were asked for but are not installed, each with its pip command.
+        copy_gb_per_s: What all ranks copying at once move (read and written), GB/s.
+    """
+
+    ranks: int
+    machine: dict[str, str]
+    engines: dict[str, str]
+    missing: dict[str, str]
+    copy_gb_per_s: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> int:
+        """fastdist's wrong elements over all rows."""
+        return sum(row.ours.wrong or 0 for row in self.rows)
+
+
+def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
+    """Per iteration the longest of the ranks' times."""
+    return [max(ranks) for ranks in zip(*times_ns, strict=True)]
+
+
+def measurement(
+    engine: str, case: Case, world_size: int, times_ns: Sequence[int], wrong: int | None
+) -> Measurement:
+    """Figures of one engine from the slowest rank's times."""
+    p50_ns = statistics.median(times_ns)
+    ordered = sorted(times_ns)
+    p99_ns = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return Measurement(
+        engine=engine,
+        p50_us=p50_ns / 1e3,
+        p99_us=p99_ns / 1e3,
+        algbw=case.bytes / p50_ns,
+        busbw=busbw(case, world_size, p50_ns),
+        iterations=len(times_ns),
+        wrong=wrong,
+    )
+
+
+def busbw(case: Case, world_size: int, time_ns: float) -> float:
+    """nccl-tests' bus bandwidth of a call that takes so long, GB/s."""
+    return case.bytes / time_ns * COLLECTIVES[case.collective].bus_factor(world_size)
+
+
+def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:
+    """Microseconds that a case's least memory traffic takes at the copy bandwidth."""
+    buffers = COLLECTIVES[case.collective].floor_buffers(world_size)
+    return buffers * case.bytes / copy_gb_per_s / 1e3

@@ -1,0 +1,243 @@
+"""Runs cases on all engines side by side.
+
+Every engine's ranks are started once and stay alive, blocked on their channel while another engine
+is measured. A case is measured in rounds, and in every round all engines take their turn, one
+right after the other, so that whatever else the machine does slows all of them alike; the copy
+bandwidth that the floor is made of is measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
+from fastdist.cli.bench.driver import LIST_VARIANTS
+from fastdist.cli.bench.machine import largest_cache_bytes
+from fastdist.cli.bench.peers import Engine
+from fastdist.cli.bench.processes import EngineError, EngineProcesses
+from fastdist.cli.bench.results import Measurement, Row, floor_us, measurement, slowest_rank
+
+ROUNDS = 5
+
+_START_TIMEOUT_S = 120.0
+_POLL_S = 0.2
+_COPIES = 4  # per round; the first is not counted
+_LEAST_COPY_BYTES = 64 << 20
+_MOST_ITERATIONS = 20_000  # per round
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured per case and engine.
+
+    Attributes:
+        time_s: Seconds to spend, where `iterations` is not given.
+        iterations: Timed calls in all; None: as many as fit in `time_s`.
+        warmup: Calls before that are not counted.
+        rounds: Turns that each engine takes.
+        check: Verify results.
+        timeout_s: An engine that doesn't answer for so long has failed.
+    """
+
+    time_s: float = 1.0
+    iterations: int | None = None
+    warmup: int = 5
+    rounds: int = ROUNDS
+    check: bool = True
+    timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
+class _Contender:
+    """One engine, or one of its ways to reduce a list, while a case is measured."""
+
+    processes: EngineProcesses
+    variant: str
+    iterations: int = 0
+    times_ns: list[int] = field(default_factory=list)
+    wrong: int | None = None
+    unsupported: str = ""
+
+    @property
+    def name(self) -> str:
+        engine = self.processes.engine.name
+        return f"{engine}: {self.variant}" if self.variant else engine
+
+
+class Session:
+    """All engines' ranks, from start to end; use it in a `with` statement.
+
+    The first engine is fastdist.
+    """
+
+    def __init__(self, engines: Sequence[Engine], ranks: int, effort: Effort) -> None:
+        self._effort = effort
+        self._ranks = ranks
+        self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
+        self._socket_path = self._folder / "socket"
+        self._engines = [EngineProcesses(engine, ranks, self._socket_path) for engine in engines]
+        self._copy_bytes = max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
+        self._copies_ns: list[int] = []
+
+    def __enter__(self) -> Session:
+        try:
+            self._start()
+        except BaseException:
+            self._end(kill=True)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(kill=kind is not None)
+
+    def _start(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self._socket_path))
+            listener.listen(self._ranks * len(self._engines))
+            for engine in self._engines:
+                engine.launch()
+            self._accept(listener)
+        for engine in self._engines:
+            ready = engine.replies(_START_TIMEOUT_S)
+            engine.version = str(ready[0]["ready"])
+
+    def _accept(self, listener: socket.socket) -> None:
+        by_name = {engine.engine.name: engine for engine in self._engines}
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while missing := [engine for engine in self._engines if not engine.connected]:
+                for engine in missing:
+                    engine.require_alive()
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"{missing[0].engine.name}: not all {self._ranks} ranks have started "
+                        f"within {_START_TIMEOUT_S:.0f} s.\n{missing[0].output()}"
+                    )
+                if selector.select(_POLL_S):
+                    connection, _ = listener.accept()
+                    channel = Channel(connection)
+                    try:
+                        hello = channel.receive()
+                    except ChannelClosedError:
+                        continue  # its launcher says why
+                    by_name[str(hello["engine"])].adopt(int(hello["rank"]), connection, channel)
+
+    def _end(self, kill: bool) -> None:
+        try:
+            for engine in self._engines:
+                if not kill:
+                    engine.close()
+        finally:
+            stops = {signal.SIGINT, signal.SIGTERM}
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a second Ctrl-C waits
+            for engine in self._engines:
+                engine.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What each engine says it is, by name."""
+        return {engine.engine.name: engine.version for engine in self._engines}
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """Bytes read and written per second by all ranks copying at once, so far."""
+        return self._bandwidth(self._copies_ns)
+
+    def _bandwidth(self, copies_ns: Sequence[int]) -> float:
+        ordered = sorted(copies_ns)
+        return 2 * self._ranks * self._copy_bytes / ordered[len(ordered) // 2]
+
+    def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
+        """Measures one case on every engine.
+
+        Args:
+            case: What to measure.
+            on_round: Called after each of `Effort.rounds` rounds.
+
+        Raises:
+            EngineError: A rank failed, or fastdist lacks what the case asks for.
+        """
+        contenders = [
+            _Contender(engine, variant)
+            for engine in self._engines
+            for variant in (LIST_VARIANTS[engine.engine.driver] if case.model else ("",))
+        ]
+        running = [contender for contender in contenders if self._prepare(contender, case)]
+        copies_ns: list[int] = []
+        for _ in range(self._effort.rounds):
+            copies_ns += self._time_copies()
+            for contender in running:
+                self._time(contender)
+            on_round()
+        for contender in running:
+            if self._effort.check:
+                replies = self._command(contender, "check")
+                contender.wrong = sum(int(reply["wrong"]) for reply in replies)
+        for engine in self._engines:
+            engine.command({"command": "release"}, self._effort.timeout_s)
+        self._copies_ns += copies_ns
+        ours, *others = (self._measurement(contender, case) for contender in contenders)
+        floor = floor_us(case, self._ranks, self._bandwidth(copies_ns))
+        return Row(case, floor, ours, tuple(others))
+
+    def _command(self, contender: _Contender, command: str, **arguments: object) -> list[Message]:
+        message = {"command": command, "variant": contender.variant, **arguments}
+        return contender.processes.command(message, self._effort.timeout_s)
+
+    def _prepare(self, contender: _Contender, case: Case) -> bool:
+        fields = {name: getattr(case, name) for name in case.__slots__}
+        replies = self._command(contender, "prepare", case=fields)
+        reasons = [str(reply["unsupported"]) for reply in replies if "unsupported" in reply]
+        if reasons and contender.processes.engine.driver == "fastdist":
+            raise EngineError(f"fastdist {case.collective} of {case.label}: {reasons[0]}")
+        if reasons:
+            contender.unsupported = reasons[0]
+            return False
+        contender.iterations = self._iterations(contender)
+        return True
+
+    def _iterations(self, contender: _Contender) -> int:
+        """Warms up, and returns the number of iterations per round."""
+        effort = self._effort
+        self._command(contender, "time", iterations=max(1, effort.warmup))
+        if effort.iterations is not None:
+            return max(1, -(-effort.iterations // effort.rounds))
+        trial = max(2, effort.warmup)
+        replies = self._command(contender, "time", iterations=trial)
+        per_iteration_s = max(int(reply["wall_ns"]) for reply in replies) / trial / 1e9
+        return min(_MOST_ITERATIONS, max(2, int(effort.time_s / effort.rounds / per_iteration_s)))
+
+    def _time(self, contender: _Contender) -> None:
+        # The first calls of a turn find the caches as the engine before has left them.
+        settle = min(self._effort.warmup, contender.iterations)
+        iterations = settle + contender.iterations
+        replies = self._command(contender, "time", iterations=iterations)
+        contender.times_ns += slowest_rank([reply["times_ns"] for reply in replies])[settle:]
+
+    def _time_copies(self) -> list[int]:
+        message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}
+        replies = self._engines[0].command(message, self._effort.timeout_s)
+        return slowest_rank([reply["times_ns"] for reply in replies])[1:]
+
+    def _measurement(self, contender: _Contender, case: Case) -> Measurement:
+        if contender.unsupported:
+            return Measurement(contender.name, unsupported=contender.unsupported)
+        return measurement(contender.name, case, self._ranks, contender.times_ns, contender.wrong)

@@ -1,0 +1,161 @@
+"""What a collective should have given, and how many elements it got wrong.
+
+Rank r's input is a random sequence of small integers that repeats every `_PERIOD` elements, a
+prime, so that a block that ends up in another place, or comes from another rank, does not fit.
+Sums of them are exact in every dtype for dozens of ranks. Because inputs repeat, so do results,
+and the expected result of any size is read out of one short table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdist.cli.bench.arrays import Array, ArrayLibrary
+from fastdist.cli.bench.collectives import ROOT
+
+Table = npt.NDArray[Any]
+
+_PERIOD = 1009
+_BLOCK = 1 << 16
+_REDUCE = {
+    "sum": np.add.reduce,
+    "mean": np.add.reduce,
+    "prod": np.multiply.reduce,
+    "min": np.minimum.reduce,
+    "max": np.maximum.reduce,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What every rank passes.
+
+    Attributes:
+        ranks: One table per rank.
+        reduced: The reduction of them all.
+        tolerance: The largest relative error of a right result.
+    """
+
+    ranks: tuple[Table, ...]
+    reduced: Table
+    tolerance: float
+
+
+def _inputs(ranks: list[Table], dtype: str, redop: str) -> Inputs:
+    readable = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    tables = tuple(table.astype(readable) for table in ranks)
+    epsilon = 2.0**-7 if dtype == "bfloat16" else 0.0
+    if not epsilon and readable.kind == "f":
+        epsilon = float(np.finfo(readable).eps)
+    return Inputs(tables, _reduced(tables, redop), 4 * epsilon)
+
+
+def _reduced(ranks: tuple[Table, ...], redop: str) -> Table:
+    if not redop:
+        return ranks[0]
+    dtype = ranks[0].dtype
+    wide = np.float64 if dtype.kind == "f" else dtype
+    total = _REDUCE[redop](np.stack(ranks).astype(wide), axis=0)
+    if redop == "mean":
+        total = total / len(ranks)
+    return np.asarray(total).astype(dtype)
+
+
+def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
+    """Inputs that differ per rank and per element."""
+    if redop == "prod":  # at most one rank has a 2, so that no world's product overflows
+        owner = np.random.default_rng(0).integers(0, world_size + 1, _PERIOD)
+        periods = [1 + (owner == rank) for rank in range(world_size)]
+    else:
+        periods = [
+            np.random.default_rng(rank).integers(0, 5, _PERIOD) for rank in range(world_size)
+        ]
+    return _inputs([np.resize(period, _PERIOD + _BLOCK) for period in periods], dtype, redop)
+
+
+def fill_value(rank: int, iteration: int, world_size: int, redop: str) -> int:
+    """What a rank fills its input with before a timed call: another value in every call."""
+    if redop == "prod":
+        return 1 + ((rank + iteration) % (world_size + 1) == 0)
+    return 1 + (rank + iteration) % 4
+
+
+def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> Inputs:
+    """The inputs of a timed call."""
+    values = [fill_value(rank, iteration, world_size, redop) for rank in range(world_size)]
+    return _inputs([np.full(_PERIOD + _BLOCK, value) for value in values], dtype, redop)
+
+
+def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
+    """(start, stop, part of a table) for the blocks of a sequence that begins at `phase`."""
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        offset = (phase + start) % _PERIOD
+        yield start, stop, slice(offset, offset + stop - start)
+
+
+def write_input(
+    library: ArrayLibrary, array: Array, inputs: Inputs, rank: int, phase: int = 0
+) -> None:
+    """Fills an array with this rank's input; `phase` is where in the sequence it begins."""
+    flat = library.flat(array)
+    for start, _, part in _blocks(len(flat), phase):
+        library.write(flat, start, inputs.ranks[rank][part])
+
+
+def _pieces(
+    collective: str, rank: int, inputs: Inputs, length: int
+) -> Iterator[tuple[int, Table, int]]:
+    """A rank's expected result as (elements, table, phase) one after the other."""
+    world_size = len(inputs.ranks)
+    block = length // world_size
+    if collective in ("all_reduce", "reduce"):
+        yield length, inputs.reduced, 0
+    elif collective == "broadcast":
+        yield length, inputs.ranks[ROOT], 0
+    elif collective in ("all_gather", "gather"):
+        yield from ((block, table, 0) for table in inputs.ranks)
+    elif collective == "scatter":
+        yield length, inputs.ranks[ROOT], rank * length
+    elif collective == "reduce_scatter":
+        yield length, inputs.reduced, rank * length
+    elif collective == "all_to_all":
+        yield from ((block, table, rank * block) for table in inputs.ranks)
+    elif collective == "send_recv":
+        yield length, inputs.ranks[(rank - 1) % world_size], 0
+    else:
+        raise ValueError(f"no expected result for collective {collective!r}")
+
+
+def count_wrong(
+    library: ArrayLibrary,
+    array: Array,
+    collective: str,
+    rank: int,
+    inputs: Inputs,
+    phase: int = 0,
+) -> int:
+    """Elements of a rank's result that are not what the collective should have given."""
+    flat = library.flat(array)
+    wrong = 0
+    begin = 0
+    for length, table, piece_phase in _pieces(collective, rank, inputs, len(flat)):
+        for start, stop, part in _blocks(length, phase + piece_phase):
+            got = library.read(flat, begin + start, begin + stop)
+            wrong += _differing(got, table[part], inputs.tolerance)
+        begin += length
+    return wrong
+
+
+def _differing(got: Table, expected: Table, tolerance: float) -> int:
+    if np.array_equal(got, expected):
+        return 0
+    if not tolerance:
+        return int(np.count_nonzero(got != expected))
+    error = np.abs(got - expected, dtype=np.float64)
+    return int(np.count_nonzero(~(error <= tolerance * np.abs(expected))))

@@ -1,0 +1,119 @@
+"""What each rank of each engine runs: it does what the bench tells it over its channel.
+
+    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --socket PATH
+
+Exits with 1 after it has sent the error that ended it, or when the bench has gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from fastdist.cli.bench.arrays import UnsupportedCaseError
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
+from fastdist.cli.bench.driver import Driver, open_driver
+from fastdist.cli.bench.measured_call import MeasuredCall
+from fastdist.cluster.launch import detect_launch
+
+
+class Worker:
+    """Answers the bench's messages, one method per command."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._calls: dict[str, MeasuredCall] = {}
+        self._copy_buffers: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+
+    def prepare(self, message: Message) -> Message:
+        """Makes the arrays of a case and calls once, which shows what the engine cannot do."""
+        variant = str(message["variant"])
+        try:
+            call = MeasuredCall(self._driver, Case(**message["case"]), variant)
+            call.time(1)
+        except UnsupportedCaseError as error:
+            return {"unsupported": str(error)}
+        except Exception as error:
+            return {"unsupported": f"{type(error).__name__}: {error}"}
+        self._calls[variant] = call
+        return {}
+
+    def time(self, message: Message) -> Message:
+        """Times a number of calls."""
+        times_ns, wall_ns = self._calls[message["variant"]].time(message["iterations"])
+        return {"times_ns": times_ns, "wall_ns": wall_ns}
+
+    def check(self, message: Message) -> Message:
+        """Counts wrong elements."""
+        return {"wrong": self._calls[message["variant"]].wrong_elements()}
+
+    def release(self, message: Message) -> Message:
+        """Frees the arrays of the case."""
+        self._calls.clear()
+        return {}
+
+    def copy(self, message: Message) -> Message:
+        """Times copies of a buffer while every rank copies, for the floor."""
+        from fastdist import _core  # not in peers' ranks
+
+        elements = message["bytes"] // 8
+        if self._copy_buffers is None or self._copy_buffers[0].size != elements:
+            self._copy_buffers = np.zeros(elements), np.ones(elements)
+        to, source = self._copy_buffers
+        barrier = self._driver.barrier_call()
+        times_ns = []
+        for _ in range(message["iterations"]):
+            barrier()
+            began = perf_counter_ns()
+            _core.stream_copy(to, source)
+            times_ns.append(perf_counter_ns() - began)
+        return {"times_ns": times_ns}
+
+    def answer(self, message: Message) -> Message:
+        """Does what a message says."""
+        command = message["command"]
+        if command not in ("prepare", "time", "check", "release", "copy"):
+            raise ValueError(f"unknown command {command!r}")
+        reply: Message = getattr(self, command)(message)
+        return reply
+
+
+def _serve(channel: Channel, driver: Driver) -> None:
+    worker = Worker(driver)
+    channel.send({"ready": driver.version, "rank": driver.rank})
+    while (message := channel.receive())["command"] != "quit":
+        channel.send(worker.answer(message))
+    driver.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank until the bench says `quit`; an exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--driver", required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    channel = Channel.connect(options.socket)
+    try:
+        launch = detect_launch()
+        rank = 0 if launch is None else launch.rank
+        channel.send({"engine": options.engine, "rank": rank})
+        _serve(channel, open_driver(options.driver, options.socket.parent))
+    except ChannelClosedError:
+        os._exit(1)  # at once: leaving the engine could wait for ranks that are gone too
+    except BaseException:
+        channel.send({"error": traceback.format_exc()})
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

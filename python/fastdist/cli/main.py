@@ -1,0 +1,44 @@
+"""The entry of the `fastdist` command."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fastdist._version import __version__
+from fastdist.cli import bench, doctor, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the `fastdist` command.
+
+    Each subcommand's `add_parser(subparsers)` sets the default `handler`, which takes the parsed
+    arguments and returns the exit code.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+
+    Returns:
+        The exit code of the process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fastdist",
+        description="Distributed training and fast collectives.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
+    subparsers = parser.add_subparsers(metavar="command", required=True)
+    for command in (run, bench, doctor):
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        exit_code: int = arguments.handler(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return exit_code
+
+
+def console() -> NoReturn:
+    """The `fastdist` script."""
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Reads from the environment which launcher started this process, and as which rank.
+
+One function per launcher, in the table `_LAUNCHERS`; the first that recognises its variables
+answers. The order puts what was started last first: `torchrun` inside `srun` is torchrun's job,
+`mpiexec` inside an `sbatch` script is mpiexec's. Variables that are incomplete or contradict each
+other are an error, never a world of one.
+"""
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from fastdist.errors import ClusterConfigError
+
+JOB_VARIABLE = "FASTDIST_JOB"
+"""Set by `fastdist run` to a random string, the same for all ranks of a job."""
+
+_Environ = Mapping[str, str]
+
+# Slurm numbers a job's steps from 0; ids from here on mean its batch script, an interactive shell
+# and the like.
+_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+_SLURM_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+# int() alone would also take "1_0", other alphabets' digits, and any length.
+_COUNT = re.compile(r"\s*[0-9]{1,10}\s*")
+_START_TIME_FIELD = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One rank's place in a job, as its launcher gave it.
+
+    Attributes:
+        launcher: "fastdist run", "torchrun", "environment" (RANK and WORLD_SIZE set by hand),
+            "openmpi", "hydra" (MPICH, Intel MPI) or "srun".
+        rank: from 0 to world_size - 1.
+        world_size: number of ranks in the job, on all machines.
+        local_rank: from 0 to local_world_size - 1, among the ranks of this machine.
+        local_world_size: number of ranks on this machine.
+        job_key: the same on all ranks of this job on this machine, different for any other job
+            that runs at the same time. Of any length, with any characters.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    job_key: str
+
+    def __post_init__(self) -> None:
+        if self.local_world_size > self.world_size:
+            raise ClusterConfigError(
+                f"{self.launcher}: local world size {self.local_world_size}; "
+                f"expected at most the world size, {self.world_size}"
+            )
+
+
+def detect_launch(environ: _Environ = os.environ) -> Launch | None:
+    """Finds out which launcher started this process.
+
+    Args:
+        environ: the environment to read.
+
+    Returns:
+        This rank's place in its job; None when no launcher started it: a world of one.
+
+    Raises:
+        ClusterConfigError: a launcher's variables are incomplete, malformed or contradict each
+            other.
+    """
+    for detect in _LAUNCHERS:
+        launch = detect(environ)
+        if launch is not None:
+            return launch
+    if environ.get("WORLD_SIZE", "1") != "1":
+        raise ClusterConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not; "
+            "expected both, or neither for a world of one"
+        )
+    return None
+
+
+def _fastdist_run(environ: _Environ) -> Launch | None:
+    job = environ.get(JOB_VARIABLE)
+    if job is None:
+        return None
+    if not job:
+        raise ClusterConfigError(f"{JOB_VARIABLE}=''; expected the string that fastdist run sets")
+    return _torch_launch(environ, "fastdist run", job)
+
+
+def _torchrun(environ: _Environ) -> Launch | None:
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    # The restart count tells a restarted job from the one whose processes still end; the group
+    # rank tells apart two agents on one machine, whose local ranks both start from 0.
+    own = ("WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    job = "/".join([run, _master(environ), *(environ.get(variable, "0") for variable in own)])
+    return _torch_launch(environ, "torchrun", job)
+
+
+def _by_hand(environ: _Environ) -> Launch | None:
+    if "RANK" not in environ:
+        return None
+    if not _on_one_machine(environ) and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys():
+        # Scripts under mpiexec or srun often set RANK for torch from the launcher's variables,
+        # which then say the rest.
+        place = _index_of_size(environ, "RANK", "WORLD_SIZE")
+        for detect in (_openmpi, _hydra, _srun):
+            launch = detect(environ)
+            if launch is not None and (launch.rank, launch.world_size) == place:
+                return launch
+    return _torch_launch(environ, "environment", _master(environ))
+
+
+def _openmpi(environ: _Environ) -> Launch | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    job = environ.get("PMIX_NAMESPACE") or _launcher_process("OMPI_COMM_WORLD_RANK")
+    return Launch(
+        "openmpi",
+        *_index_of_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *_index_of_size(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        f"openmpi/{job}",
+    )
+
+
+def _hydra(environ: _Environ) -> Launch | None:
+    # PMI_RANK alone is also set by `srun --mpi=pmi2`, whose own variables say more.
+    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+        return None
+    return Launch(
+        "hydra",
+        *_index_of_size(environ, "PMI_RANK", "PMI_SIZE"),
+        *_index_of_size(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        f"hydra/{_launcher_process('PMI_RANK')}",
+    )
+
+
+def _srun(environ: _Environ) -> Launch | None:
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+        return None
+    step = _count(environ, "SLURM_STEP_ID")
+    if step >= _FIRST_SPECIAL_SLURM_STEP:
+        return None
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not job:
+        raise ClusterConfigError("SLURM_JOB_ID is not set; expected the number of the Slurm job")
+    node = _count(environ, "SLURM_NODEID")
+    tasks = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks_per_node = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    local_world_size = _slurm_tasks_on(environ, tasks_per_node, node)
+    return Launch(
+        "srun",
+        *_index_of_size(environ, "SLURM_PROCID", tasks),
+        _index(environ, "SLURM_LOCALID", tasks_per_node, local_world_size),
+        local_world_size,
+        f"srun/{job}.{step}/{node}/{environ.get('SLURM_RESTART_COUNT', '0')}",
+    )
+
+
+_LAUNCHERS: tuple[Callable[[_Environ], Launch | None], ...] = (
+    _fastdist_run,
+    _torchrun,
+    _by_hand,
+    _openmpi,
+    _hydra,
+    _srun,
+)
+
+
+def _torch_launch(environ: _Environ, launcher: str, job: str) -> Launch:
+    """Reads torchrun's variables; LOCAL_* may be absent where all ranks share a machine."""
+    rank, world_size = _index_of_size(environ, "RANK", "WORLD_SIZE")
+    local_rank, local_world_size = rank, world_size
+    if not _on_one_machine(environ) or "LOCAL_WORLD_SIZE" in environ:
+        local_rank, local_world_size = _index_of_size(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "LOCAL_RANK" in environ and _count(environ, "LOCAL_RANK") != rank:
+        raise ClusterConfigError(
+            f"LOCAL_RANK={environ['LOCAL_RANK']!r} with RANK={rank} but no LOCAL_WORLD_SIZE; "
+            "expected LOCAL_WORLD_SIZE, the number of ranks on this machine"
+        )
+    return Launch(launcher, rank, world_size, local_rank, local_world_size, f"{launcher}/{job}")
+
+
+def _master(environ: _Environ) -> str:
+    return f"{environ.get('MASTER_ADDR', 'localhost')}:{environ.get('MASTER_PORT', '29500')}"
+
+
+def _on_one_machine(environ: _Environ) -> bool:
+    address = environ.get("MASTER_ADDR", "localhost")
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address in ("localhost", "")
+
+
+def _index_of_size(environ: _Environ, variable: str, size_variable: str) -> tuple[int, int]:
+    """Reads a rank and the number of ranks that it is one of."""
+    _count(environ, variable)  # named first if both are malformed
+    size = _count(environ, size_variable, least=1)
+    return _index(environ, variable, size_variable, size), size
+
+
+def _index(environ: _Environ, variable: str, size_variable: str, size: int) -> int:
+    index = _count(environ, variable)
+    if index >= size:
+        raise ClusterConfigError(
+            f"{variable}={environ[variable]!r}; expected an integer from 0 to {size - 1}, "
+            f"as {size_variable}={environ[size_variable]!r}"
+        )
+    return index
+
+
+def _count(environ: _Environ, variable: str, *, least: int = 0) -> int:
+    text = environ.get(variable)
+    if text is None:
+        raise ClusterConfigError(f"{variable} is not set; expected an integer of at least {least}")
+    if _COUNT.fullmatch(text) is None or int(text) < least:
+        raise ClusterConfigError(f"{variable}={text!r}; expected an integer of at least {least}")
+    return int(text)
+
+
+def _first_set(environ: _Environ, variable: str, fallback: str) -> str:
+    return variable if variable in environ else fallback
+
+
+def _slurm_tasks_on(environ: _Environ, variable: str, node: int) -> int:
+    """Takes a node's entry from a list such as "4(x2),3": 4 tasks on each of 2 nodes, then 3."""
+    text = environ.get(variable, "")
+    nodes = 0
+    for entry in text.split(","):
+        match = _SLURM_TASKS.fullmatch(entry.strip())
+        if match is None:
+            raise ClusterConfigError(f"{variable}={text!r}; expected tasks per node, as '4(x2),3'")
+        nodes += int(match[2] or 1)
+        if node < nodes:
+            return int(match[1])
+    raise ClusterConfigError(
+        f"{variable}={text!r}, for {nodes} nodes; expected more, as SLURM_NODEID={node}"
+    )
+
+
+def _launcher_process(variable: str) -> str:
+    """Names the launcher by its process id and start time, where it sets no id of the job.
+
+    It is the nearest ancestor without the variable that every rank has, so that a shell between
+    the two does not count. One whose environment may not be read is somebody else's, so no rank.
+    """
+    for pid in _ancestors():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                entries = file.read().split(b"\0")
+        except OSError:
+            entries = []
+        if not any(entry.startswith(f"{variable}=".encode()) for entry in entries):
+            return f"{pid}/{_process_stat(pid)[_START_TIME_FIELD]}"
+    raise ClusterConfigError(
+        f"{variable} is set; expected the launcher that set it among this process's ancestors"
+    )
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = int(_process_stat(pid)[1])
+
+
+def _process_stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat after the program's name, beginning with state and parent."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError as error:
+        raise ClusterConfigError(f"cannot read /proc/{pid}/stat: {error.strerror}") from error

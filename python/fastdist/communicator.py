@@ -1,0 +1,471 @@
+"""Collectives between ranks, on any array."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from fastdist import _core
+from fastdist.arrays import item_bytes, new_like, shape_of, view_bytes
+
+Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
+Arrays = Array | Sequence[Array]
+ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
+Compression = Literal["fp16", "bf16", "fp8"]
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """A call in flight."""
+
+    def is_done(self) -> bool:
+        """True when the call has ended, well or not."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the end of the call and return what it would have returned.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` seconds have passed; the call goes on.
+            Exception: what the call raised.
+        """
+
+
+class _Works:
+    """Several calls in flight, as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        return [work.wait(timeout) for work in self._works]
+
+
+class Communicator:
+    """The ranks of a job, and the collectives between them.
+
+    Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy's,
+    torch's, or anything with DLPack or the buffer protocol, dense and of one of the dtypes bool,
+    int8 to int64, uint8 to uint64, float16, bfloat16, float8_e4m3fn, float8_e5m2, float32,
+    float64, complex64, complex128. Where a list of arrays is given, the call works on all of them
+    as if they were one.
+
+    Every collective must be called by every rank, in the same order, with arguments that agree.
+    All take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`) and
+    `async_op` (return a `Work` at once; calls still run in the order in which they were made).
+    They raise `CollectiveMismatchError` where ranks disagree (nothing has moved then),
+    `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
+
+    A communicator is for one thread at a time; threads that work at once need one each (`split`).
+    """
+
+    def __init__(self, host: _core.HostCommunicator, timeout_s: float) -> None:
+        self._host = host
+        self._timeout_s = timeout_s
+        self.rank: int = host.rank
+        self.world_size: int = host.size
+
+    def __repr__(self) -> str:
+        return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Ranks that still wait for this one get `PeerFailureError`."""
+        self._host.close()
+
+    def all_reduce(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        *,
+        out: Arrays | None = None,
+        compress: Compression | None = None,
+        bucket_bytes: int | Literal["auto"] = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce element by element over all ranks; every rank gets the result.
+
+        Every rank must call. The result is the same bits on every rank, whatever the sizes.
+
+        Args:
+            array: what to reduce, in place unless `out` is given; the same sizes on all ranks.
+            op: the reduction. mean is for floats and complex numbers; and, or, xor for integers
+                and bools; min and max not for complex. 16-bit and 8-bit floats are accumulated
+                in float32.
+            out: where to put the result; as `array` in sizes, dtypes and axis order.
+            compress: send float32 and float64 in fewer bits; op sum and mean only.
+            bucket_bytes: bytes that are sent at a time; "auto" fits the engine. The host engine
+                never copies into buckets and pays no attention to it.
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks; default of the communicator if None.
+
+        Returns:
+            `array`, or `out` where it is given.
+        """
+        if bucket_bytes != "auto" and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
+            raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
+        return self._host.all_reduce(
+            array, op, out, compress, self._timeout_s if timeout is None else timeout, async_op
+        )
+
+    def reduce(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce as `all_reduce` does; only the root gets the result. Every rank must call.
+
+        On other ranks `array` is not changed, and `out` not written.
+        """
+        return self._host.reduce(array, op, root, out, self._timeout(timeout), async_op)
+
+    def broadcast(
+        self,
+        array: Arrays,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Copy the root's array into every other rank's, in place. Every rank must call.
+
+        With `out`, the copy goes there, on every rank, and `array` is read on the root only.
+        """
+        if out is not None:
+            if self.rank == root:
+                _copy_into(out, array)
+            array = out
+        return self._host.broadcast(array, root, self._timeout(timeout), async_op)
+
+    def all_gather(
+        self,
+        array: Arrays,
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join every rank's array along axis 0, in rank order. Every rank must call.
+
+        Args:
+            array: shape (rows, …), the same on all ranks; a scalar counts as one row.
+            out: shape (world_size · rows, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+
+        def one(array: Array, out: Array | None) -> Any:
+            if out is None:
+                out = new_like(array, _joined(shape_of(array), self.world_size))
+            return self._host.all_gather(array, out, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, out, async_op)
+
+    def gather(
+        self,
+        array: Arrays,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join every rank's array on the root, as `all_gather` does. Every rank must call.
+
+        Returns:
+            `out` or a new array on the root, None on the other ranks.
+        """
+
+        def one(array: Array, out: Array | None) -> Any:
+            if self.rank != root:
+                out = None
+            elif out is None:
+                out = new_like(array, _joined(shape_of(array), self.world_size))
+            return self._host.gather(array, root, out, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, out, async_op)
+
+    def scatter(
+        self,
+        array: Arrays | None,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Cut the root's array along axis 0 and give each rank its part. Every rank must call.
+
+        Args:
+            array: shape (world_size · rows, …) on the root; ignored on the others, pass None.
+            root: the rank that has the array.
+            out: shape (rows, …); must be given on the other ranks, may be left out on the root.
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+
+        def one(array: Array, out: Array | None) -> Any:
+            if out is None:
+                if self.rank != root or array is None:
+                    raise ValueError(
+                        f"scatter: rank {self.rank} needs out=, only the root knows the shape"
+                    )
+                out = new_like(array, _part(shape_of(array), self.world_size, "scatter"))
+            return self._host.scatter(array, root, out, self._timeout(timeout), async_op)
+
+        if array is None and isinstance(out, (list, tuple)):
+            array = [None] * len(out)
+        return _for_each(one, array, out, async_op)
+
+    def reduce_scatter(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        *,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce over all ranks and give each rank its part along axis 0. Every rank must call.
+
+        Args:
+            array: shape (world_size · rows, …), the same on all ranks; not changed.
+            op: the reduction, as for `all_reduce`.
+            out: shape (rows, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+
+        def one(array: Array, out: Array | None) -> Any:
+            if out is None:
+                out = new_like(array, _part(shape_of(array), self.world_size, "reduce_scatter"))
+            return self._host.reduce_scatter(array, op, out, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, out, async_op)
+
+    def all_to_all(
+        self,
+        array: Arrays,
+        *,
+        splits: Sequence[int] | None = None,
+        out: Arrays | None = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Cut the array along axis 0 and send part i to rank i. Every rank must call.
+
+        Args:
+            array: shape (rows, …).
+            splits: rows for each rank; may differ from rank to rank. Equal parts if None.
+            out: what comes from all ranks, in rank order; shape (rows received, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+
+        def one(array: Array, out: Array | None) -> Any:
+            shape = shape_of(array)
+            counts: list[int] = []
+            if splits is not None:
+                table = self._exchange_splits(shape, splits, timeout)
+                row = int(np.prod(shape[1:], dtype=np.int64))
+                counts = (table.ravel() * row).tolist()
+                shape = (int(table[:, self.rank].sum()), *shape[1:])
+            if out is None:
+                out = new_like(array, shape)
+            return self._host.all_to_all(array, out, counts, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, out, async_op)
+
+    def send(
+        self, array: Arrays, dst: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Send to one rank, which must call `recv`. Returns when the data has been taken.
+
+        Calls with the same peer and direction pair up in order; with `async_op`, calls with
+        different peers or directions do not wait for each other.
+        """
+
+        def one(array: Array, _: Any) -> Any:
+            return self._host.send(array, dst, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, None, async_op)
+
+    def recv(
+        self, array: Arrays, src: int, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive into `array` what rank `src` sends. Returns `array`."""
+
+        def one(array: Array, _: Any) -> Any:
+            return self._host.recv(array, src, self._timeout(timeout), async_op)
+
+        return _for_each(one, array, None, async_op)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Return when every rank has called."""
+        return self._host.barrier(self._timeout(timeout), async_op)
+
+    def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
+        """Give every rank the root's object, by pickle. Every rank must call."""
+        data = pickle.dumps(value) if self.rank == root else b""
+        size = np.array([len(data)], np.int64)
+        self.broadcast(size, root, timeout=timeout)
+        buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
+        self.broadcast(buffer, root, timeout=timeout)
+        return value if self.rank == root else pickle.loads(buffer)
+
+    def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
+        """Every rank's object, in rank order, by pickle. Every rank must call."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: data.size] = data
+        rows = self.all_gather(padded, timeout=timeout).reshape(self.world_size, -1)
+        return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Communicator | None:
+        """A communicator for each color. Every rank must call.
+
+        Args:
+            color: ranks with the same color come together; None: this rank gets none.
+            key: orders the ranks of a color; equal keys by old rank.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            The new communicator, or None where `color` is None.
+        """
+        if color is not None and color < 0:
+            raise ValueError(f"color must not be negative, got {color}")
+        table = self.all_gather(
+            np.array([[-1 if color is None else color, key]], np.int64), timeout=timeout
+        )
+        mine = -1 if color is None else color
+        ranks = sorted(
+            (r for r in range(self.world_size) if mine >= 0 and table[r, 0] == mine),
+            key=lambda r: (int(table[r, 1]), r),
+        )
+        return self._make(ranks, timeout)
+
+    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator | None:
+        """A communicator of these ranks, in this order. Every rank of this one must call.
+
+        Returns:
+            The new communicator, or None on ranks that are not in it.
+        """
+        ranks = list(ranks)
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
+            raise ValueError(
+                f"ranks must be different numbers from 0 to {self.world_size - 1}, got {ranks}"
+            )
+        return self._make(ranks if self.rank in ranks else [], timeout)
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+        """An uninitialised array in memory that collectives use without a copy.
+
+        Args:
+            shape: its shape.
+            dtype: of numpy, or of torch, which makes it a torch tensor.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        count = int(np.prod(shape, dtype=np.int64))
+        return view_bytes(self._host.empty(count * item_bytes(dtype)), shape, dtype)
+
+    def _timeout(self, timeout: float | None) -> float:
+        return self._timeout_s if timeout is None else timeout
+
+    def _make(self, ranks: list[int], timeout: float | None) -> Communicator | None:
+        host = self._host
+        block = None
+        if ranks:
+            machine_rank = host.members[self.rank]
+            block = _core.SharedBlock(host.machine, machine_rank, len(ranks), host.tuning)
+        offset = np.array([block.offset if block is not None else 0], np.int64)
+        offsets = self.all_gather(offset, timeout=timeout)
+        if block is None:
+            return None
+        members = [host.members[r] for r in ranks]
+        chosen = [int(offsets[r]) for r in ranks]
+        own = ranks.index(self.rank)
+        made = _core.HostCommunicator(host.machine, members, own, chosen, block, host.tuning)
+        return Communicator(made, self._timeout_s)
+
+    def _exchange_splits(
+        self, shape: tuple[int, ...], splits: Sequence[int], timeout: float | None
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        row = np.array([list(splits)], np.int64)
+        if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != shape[0]:
+            raise ValueError(
+                f"splits must be {self.world_size} numbers that add up to the array's "
+                f"{shape[0]} rows, got {list(splits)}"
+            )
+        table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
+        return table
+
+
+def _for_each(
+    one: Callable[[Array, Array | None], Any], array: Arrays, out: Arrays | None, async_op: bool
+) -> Any:
+    """Call `one` on an array, or on each of a list."""
+    if not isinstance(array, (list, tuple)):
+        return one(array, out)
+    outs = [None] * len(array) if out is None else out
+    if len(outs) != len(array):
+        raise ValueError(f"out must be as many arrays as the input: {len(array)}, got {len(outs)}")
+    results = [one(a, o) for a, o in zip(array, outs, strict=True)]
+    return _Works(results) if async_op else results
+
+
+def _joined(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    return (n * shape[0], *shape[1:]) if shape else (n,)
+
+
+def _part(shape: tuple[int, ...], n: int, name: str) -> tuple[int, ...]:
+    if not shape or shape[0] % n != 0:
+        raise ValueError(
+            f"{name}: axis 0 must be a multiple of the {n} ranks, got an array of shape {shape}"
+        )
+    return (shape[0] // n, *shape[1:])
+
+
+def _copy_into(out: Arrays, array: Arrays) -> None:
+    if isinstance(array, (list, tuple)):
+        for target, source in zip(out, array, strict=True):
+            _core.copy(target, source)
+    else:
+        _core.copy(out, array)

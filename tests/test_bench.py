@@ -1,0 +1,221 @@
+"""`fastdist bench` as a user runs it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastdist.cli.bench.cases import Case, array_cases
+from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.peers import (
+    MPI_NAMES,
+    Engine,
+    MissingPeer,
+    default_peers_dir,
+    fastdist_engine,
+    find_peer,
+)
+from fastdist.cli.bench.processes import EngineError
+from fastdist.cli.bench.results import Row
+from fastdist.cli.bench.session import Effort, Session
+
+has_torch = importlib.util.find_spec("torch") is not None
+has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastdist", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def rank_processes(folder: Path) -> list[str]:
+    """Command lines of ranks whose bench has its temporary files in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "fastdist.cli.bench.worker" in command and str(folder) in command:
+            found.append(command)
+    return found
+
+
+def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Path) -> None:
+    peers = "gloo,mpich" if has_torch else "mpich"
+    plot = ["--plot", str(tmp_path / "plot.png")] if has_matplotlib else []
+    files = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv"), *plot]
+    done = run_bench(
+        *("all_reduce", "--sizes", "8,64K", "--ranks", "2", "--iters", "4"),
+        *("--vs", peers, "--peers-dir", str(tmp_path)),
+        *files,
+        env={**os.environ, "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = json.loads((tmp_path / "a.json").read_text())
+    if "mpich" in loaded["missing"]:  # else this environment has one of its own
+        assert "# mpich is not installed: pip install --ignore-installed" in done.stdout
+    assert [row["bytes"] for row in loaded["rows"]] == [8, 65536]
+    assert [row["wrong"] for row in loaded["rows"]] == [0, 0]
+    assert all(row["iterations"] >= 4 and row["p50_us"] > 0 for row in loaded["rows"])
+    assert loaded["copy_gb_per_s"] > 0
+    assert [line["bytes"] for line in read_csv(tmp_path / "a.csv")] == ["8", "65536"]
+    if plot:
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    if has_torch:
+        assert loaded["rows"][0]["peers"]["gloo"]["wrong"] == 0
+    assert rank_processes(tmp_path) == []
+
+
+def test_json_on_stdout_leaves_the_table_to_stderr() -> None:
+    done = run_bench("barrier", "--ranks", "2", "--iters", "2", "--no-check", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["bytes"], row["wrong"]) == (0, None)
+    assert "p50" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    effort = Effort(iterations=2, warmup=1, rounds=1)
+    with Session([fastdist_engine(3)], 3, effort) as session:
+        yield session
+
+
+def measured(session: Session, cases: Sequence[Case]) -> list[Row]:
+    rows = [session.measure(case) for case in cases]
+    assert all(row.ours.iterations == 2 and row.ours.p50_us > 0 for row in rows)
+    return rows
+
+
+@pytest.mark.parametrize("name", list(COLLECTIVES))
+def test_every_collective_is_measured_and_right(session: Session, name: str) -> None:
+    rows = measured(session, array_cases(name, (8, 4096, 300_000), 3))
+    assert [row.ours.wrong for row in rows] == [0] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "redop"),
+    [
+        ("empty", "float32", "sum"),
+        ("numpy", "int32", "max"),
+        ("numpy", "float16", "mean"),
+        ("numpy", "uint8", "prod"),
+        ("torch", "float64", "min"),
+        ("torch", "bfloat16", "mean"),
+    ],
+)
+def test_arrays_dtypes_and_reduce_ops(session: Session, array: str, dtype: str, redop: str) -> None:
+    if array == "torch" and not has_torch:
+        pytest.skip("torch is not installed")
+    for name in ("all_reduce", "reduce_scatter"):
+        rows = measured(session, array_cases(name, (8, 100_000), 3, dtype, redop, array))
+        assert [row.ours.wrong for row in rows] == [0, 0]
+
+
+def test_a_list_is_reduced_in_every_way() -> None:
+    peers = ("--vs", "gloo") if has_torch else ()
+    options = ("--dtype", "int8", "--ranks", "2", "--iters", "1", "--warmup", "1", "--json", "-")
+    done = run_bench("all_reduce", "--list", "resnet50", *options, *peers)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["model"], row["count"], row["wrong"]) == ("resnet50", 25_557_032, 0)
+    ways = ["fastdist: one array"]
+    if has_torch:
+        ways += ["gloo: 25 MB buckets", "gloo: one by one", "gloo: coalesced"]
+    assert list(row["peers"]) == ways
+    assert all(way["wrong"] == 0 for way in row["peers"].values())
+
+
+@pytest.mark.parametrize("name", MPI_NAMES)
+def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
+    peers_dir = Path(os.environ.get("BENCH_TEST_PEERS_DIR", default_peers_dir()))
+    if isinstance(find_peer(name, 2, peers_dir), MissingPeer):
+        pytest.skip(f"{name} is not installed")
+    options = ("--ranks", "2", "--iters", "2", "--vs", name, "--peers-dir", str(peers_dir))
+    done = run_bench("all_to_all", "--sizes", "8,4K", *options, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["peers"][name]["wrong"] for row in rows] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_reduce", "--sizes", "8Q"), "got '8Q'"),
+        (("all_reduce", "--vs", "nccl"), "got 'nccl'"),
+        (("all_reduce", "--ranks", "0"), "got 0"),
+        (("all_reduce", "--iters", "0"), "got 0"),
+        (("all_reduce", "--dtype", "bfloat16"), "--array torch"),
+        (("all_reduce", "--dtype", "int32", "--op", "mean"), "floating point"),
+        (("send_recv", "--ranks", "1"), "at least 2"),
+        (("broadcast", "--list", "gpt2"), "--list is for all_reduce"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    done = run_bench(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_failed_engine_is_named_with_what_it_printed() -> None:
+    broken = Engine("broken", "mpi", (sys.executable, "-c", "raise SystemExit('no network')"))
+    expected = pytest.raises(EngineError, match=r"broken: .*status 1(.|\n)*no network")
+    with expected, Session([broken], 2, Effort()):
+        pass
+
+
+def test_an_engine_that_cannot_start_is_named_with_the_rank_and_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    worker = (sys.executable, "-m", "fastdist.cli.bench.worker")
+    lost = Engine("lost", "no_such", worker, per_rank=True)
+    expected = pytest.raises(EngineError, match=r"lost, rank [01] failed(.|\n)*ModuleNotFound")
+    with expected, Session([lost], 2, Effort()):
+        pass
+    assert rank_processes(tmp_path) == []
+
+
+def test_ctrl_c_leaves_no_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastdist", "bench", "all_reduce", "--ranks", "2"]
+    bench = subprocess.Popen(
+        [*command, "--sizes", "1M", "--time-s", "60"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    deadline = time.monotonic() + 60
+    while not rank_processes(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    bench.send_signal(signal.SIGINT)
+    _, errors = bench.communicate(timeout=30)
+    assert bench.returncode == 130
+    assert "interrupted" in errors
+    assert rank_processes(tmp_path) == []

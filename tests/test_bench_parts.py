@@ -1,0 +1,361 @@
+"""The parts of `fastdist bench`: sizes, shapes, messages, the check of results, figures."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastdist.cli.bench import report as text
+from fastdist.cli.bench.arrays import ArrayLibrary, numpy_arrays
+from fastdist.cli.bench.cases import (
+    Case,
+    array_case,
+    array_cases,
+    format_size,
+    list_case,
+    parse_size,
+    parse_sizes,
+)
+from fastdist.cli.bench.channel import Channel, ChannelClosedError
+from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
+from fastdist.cli.bench.driver import Call
+from fastdist.cli.bench.measured_call import MeasuredCall
+from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.peers import (
+    MPI_NAMES,
+    MissingPeer,
+    find_peer,
+    parse_peers,
+)
+from fastdist.cli.bench.results import Measurement, Report, Row, measurement, slowest_rank
+from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
+from hypothesis import given
+from hypothesis import strategies as st
+
+has_torch = importlib.util.find_spec("torch") is not None
+has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("8", 8),
+        ("1K", 1024),
+        ("64k", 65536),
+        ("3M", 3 << 20),
+        ("2GiB", 2 << 30),
+        (" 5 MB ", 5 << 20),
+    ],
+)
+def test_a_size_is_read_in_powers_of_1024(written: str, size: int) -> None:
+    assert parse_size(written) == size
+
+
+@pytest.mark.parametrize("written", ["", "0", "K", "-8", "1.5K", "8X", "8:16"])
+def test_what_is_no_size_is_refused_by_name(written: str) -> None:
+    with pytest.raises(ValueError, match="expected a size"):
+        parse_size(written)
+
+
+@given(st.integers(1, 1 << 45))
+def test_a_size_survives_being_written_and_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@given(st.integers(1, 1 << 32), st.integers(1, 1 << 32), st.integers(2, 16))
+def test_a_range_grows_by_the_factor_and_has_both_ends(first: int, last: int, factor: int) -> None:
+    first, last = sorted((first, last))
+    sizes = parse_sizes(f"{first}:{last}", factor)
+    assert (sizes[0], sizes[-1]) == (first, last)
+    assert sizes[:-1] == tuple(first * factor**index for index in range(len(sizes) - 1))
+    assert len(sizes) == 1 or sizes[-2] < sizes[-1] <= factor * sizes[-2]
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=20))
+def test_a_list_of_sizes_stays_in_its_order(sizes: list[int]) -> None:
+    assert parse_sizes(",".join(map(format_size, sizes)), 4) == tuple(sizes)
+
+
+@pytest.mark.parametrize(("written", "factor"), [("64:8", 4), ("8:64", 1), ("8:", 4), ("8,,9", 4)])
+def test_a_range_that_makes_no_sense_is_refused(written: str, factor: int) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_sizes(written, factor)
+
+
+# Models and cases
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [("resnet50", 161, 25_557_032), ("gpt2", 148, 124_439_808), ("bert", 199, 109_482_240)],
+)
+def test_a_model_has_the_tensors_and_parameters_of_the_original(
+    model: str, tensors: int, parameters: int
+) -> None:
+    shapes = gradient_shapes(model)
+    assert len(shapes) == tensors
+    assert sum(map(math.prod, shapes)) == parameters
+    assert list_case(model, "float16", "sum", "numpy").bytes == 2 * parameters
+
+
+@given(
+    st.sampled_from(sorted(set(COLLECTIVES) - {"barrier"})),
+    st.integers(1, 1 << 20),
+    st.integers(2, 9),
+)
+def test_bytes_are_those_of_the_largest_buffer(name: str, size: int, world_size: int) -> None:
+    case = array_case(name, size, world_size, "float32", "sum", "numpy")
+    ranks = range(world_size)
+    largest = max(max(buffer_elements(name, case.count, rank, world_size)) for rank in ranks)
+    assert case.bytes == 4 * largest
+    assert case.bytes <= max(size, 4 * world_size)
+
+
+def test_a_barrier_has_one_case_and_no_bytes() -> None:
+    cases = array_cases("barrier", (8, 1024), 2)
+    assert [(case.bytes, case.redop) for case in cases] == [(0, "")]
+
+
+# Messages
+
+
+@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=5))
+def test_messages_arrive_whole_and_in_order(messages: list[dict[str, Any]]) -> None:
+    ends = socket.socketpair()
+    sender, receiver = map(Channel, ends)
+    for message in messages:
+        sender.send(message)
+    assert [receiver.receive() for _ in messages] == messages
+    sender.close()
+    with pytest.raises(ChannelClosedError):
+        receiver.receive()
+    receiver.close()
+
+
+# Wrong results
+
+
+def right_result(name: str, inputs: list[np.ndarray[Any, Any]], rank: int, redop: str) -> Any:
+    """What a collective gives, by numpy alone."""
+    world_size = len(inputs)
+    stacked = np.stack(inputs).astype(np.float64 if inputs[0].dtype.kind == "f" else np.int64)
+    reduced = {
+        "sum": stacked.sum(0),
+        "mean": stacked.mean(0),
+        "prod": stacked.prod(0),
+        "min": stacked.min(0),
+        "max": stacked.max(0),
+    }[redop].astype(inputs[0].dtype)
+    results: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+        "all_reduce": lambda: reduced,
+        "reduce": lambda: reduced,
+        "broadcast": lambda: inputs[0],
+        "all_gather": lambda: np.concatenate(inputs),
+        "gather": lambda: np.concatenate(inputs),
+        "scatter": lambda: np.split(inputs[0], world_size)[rank],
+        "reduce_scatter": lambda: np.split(reduced, world_size)[rank],
+        "all_to_all": lambda: np.concatenate([np.split(x, world_size)[rank] for x in inputs]),
+        "send_recv": lambda: inputs[rank - 1],
+    }
+    return results[name]().copy()
+
+
+def patterned(library: ArrayLibrary, size: int, world_size: int, dtype: str, redop: str) -> Any:
+    inputs = patterned_inputs(world_size, dtype, redop)
+    arrays = [np.empty(size, dtype) for _ in range(world_size)]
+    for rank, array in enumerate(arrays):
+        write_input(library, array, inputs, rank)
+    return inputs, arrays
+
+
+@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"barrier"}))
+@pytest.mark.parametrize("size", [12, 200_004])
+def test_wrong_elements_are_counted_exactly(name: str, size: int) -> None:
+    library, world_size, rank = numpy_arrays(), 3, 1
+    inputs, arrays = patterned(library, size, world_size, "float32", "sum")
+    result = right_result(name, arrays, rank, "sum")
+    assert count_wrong(library, result, name, rank, inputs) == 0
+    result[[0, len(result) // 2, -1]] += 1
+    assert count_wrong(library, result, name, rank, inputs) == 3
+    result[0] = np.nan
+    assert count_wrong(library, result, name, rank, inputs) == 3
+
+
+def test_blocks_in_the_wrong_order_are_wrong() -> None:
+    library = numpy_arrays()
+    inputs, arrays = patterned(library, 30_000, 3, "int32", "sum")
+    swapped = np.concatenate([arrays[1], arrays[0], arrays[2]])
+    assert count_wrong(library, swapped, "all_gather", 0, inputs) > 30_000
+    shifted = np.roll(right_result("all_reduce", arrays, 0, "sum"), 5)
+    assert count_wrong(library, shifted, "all_reduce", 0, inputs) > 10_000
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int64"])
+@pytest.mark.parametrize("redop", ["sum", "prod", "min", "max", "mean"])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_right_results_of_every_reduce_op_count_as_right(
+    dtype: str, redop: str, world_size: int
+) -> None:
+    if redop == "mean" and "int" in dtype:
+        pytest.skip("mean of integers is refused")
+    library = numpy_arrays()
+    inputs, arrays = patterned(library, 5000, world_size, dtype, redop)
+    result = right_result("all_reduce", arrays, 0, redop)
+    assert count_wrong(library, result, "all_reduce", 0, inputs) == 0
+    result[17] += 1
+    assert count_wrong(library, result, "all_reduce", 0, inputs) == 1
+
+
+class OneRankDriver:
+    """An engine of one rank; it changes as many elements of each result as it is told to."""
+
+    def __init__(self, corrupted: int) -> None:
+        self.rank = 0
+        self.world_size = 1
+        self.version = "test"
+        self._corrupted = corrupted
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        return numpy_arrays()
+
+    def barrier_call(self) -> Call:
+        return lambda: None
+
+    def bind(self, case: Case, passes: Any, gets: Any) -> Call:
+        def call() -> None:
+            result = passes if gets is None else gets
+            result[:] = passes
+            result[: self._corrupted] += 1
+
+        return call
+
+    def bind_list(self, case: Case, variant: str, arrays: Any) -> Call:
+        return self.bind(case, arrays[-1], None)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("corrupted", [0, 3])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
+    name: str, corrupted: int
+) -> None:
+    call = MeasuredCall(
+        OneRankDriver(corrupted), array_case(name, 4000, 1, "float32", "sum", "numpy"), ""
+    )
+    times_ns, wall_ns = call.time(4)
+    assert len(times_ns) == 4
+    assert 0 < sum(times_ns) <= wall_ns
+    assert call.wrong_elements() == 2 * corrupted  # of the last timed call, and of one more
+
+
+def test_a_corrupted_list_is_found_out() -> None:
+    call = MeasuredCall(OneRankDriver(2), list_case("resnet50", "int8", "sum", "numpy"), "list")
+    call.time(1)
+    assert call.wrong_elements() == 4
+
+
+# Figures and tables
+
+
+def row_of(p50_us: float, others: tuple[Measurement, ...] = ()) -> Row:
+    case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "numpy")
+    ours = Measurement("fastdist", p50_us, 2 * p50_us, 1.0, 1.0, 5, 0)
+    return Row(case, 50.0, ours, others)
+
+
+def report_of(*rows: Row) -> Report:
+    names = ("processor", "cores", "cache", "memory", "kernel", "python")
+    machine = dict.fromkeys(names, "1")
+    engines = {"fastdist": "fastdist 1", "gloo": "gloo 1", "mpich": "MPICH 1"}
+    return Report(2, machine, engines, {"impi": "pip install it"}, 50.0, list(rows))
+
+
+def test_the_slowest_rank_counts() -> None:
+    assert slowest_rank([[1, 5, 3], [2, 4, 3]]) == [2, 5, 3]
+
+
+def test_figures_are_those_of_nccl_tests() -> None:
+    case = array_case("all_reduce", 4000, 4, "float32", "sum", "numpy")
+    figures = measurement("fastdist", case, 4, [*range(900, 999), 1000, 5000], 0)
+    assert figures.p50_us == pytest.approx(0.95)
+    assert figures.p99_us == pytest.approx(1.0)
+    assert figures.algbw == pytest.approx(4000 / 950)
+    assert figures.busbw == pytest.approx(4000 / 950 * 2 * 3 / 4)
+    factors = {name: spec.bus_factor(4) for name, spec in COLLECTIVES.items()}
+    assert factors["all_gather"] == factors["reduce_scatter"] == factors["all_to_all"] == 0.75
+    assert factors["broadcast"] == factors["reduce"] == factors["send_recv"] == 1
+
+
+def test_a_ratio_says_how_many_times_as_fast_fastdist_is() -> None:
+    row = row_of(10.0)
+    assert row.times_as_fast(Measurement("gloo", 30.0)) == 3
+    assert row.times_as_fast(Measurement("gloo", unsupported="no")) is None
+    assert row.floor_percent == 500
+
+
+def test_columns_stand_under_their_names() -> None:
+    others = (Measurement("gloo", 30.0), Measurement("mpich", unsupported="has no such thing"))
+    row = row_of(10.0, others)
+    names, units = text.column_lines(["gloo", "mpich"])
+    line = text.row_line(row)
+    assert names.split() == [
+        *("bytes", "count", "type", "redop", "p50", "p99", "algbw", "busbw", "wrong", "floor"),
+        "gloo",
+        "mpich",
+    ]
+    cells = "1048576 262144 float32 sum 10.00 20.00 1.00 1.00 0 500 30.00 3.00x n/a"
+    assert " ".join(line.split()) == cells
+    assert line.index("10.00") + len("10.00") == names.index("p50") + len("p50")
+    assert len(units) >= len(line)
+    assert list(text.row_notes(row)) == ["# mpich: has no such thing"]
+
+
+def test_json_and_csv_hold_what_the_table_shows(tmp_path: Path) -> None:
+    report = report_of(row_of(10.0, (Measurement("gloo", 30.0),)))
+    with (tmp_path / "a.json").open("w") as file:
+        text.write_json(report, file)
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        text.write_csv(report, file)
+    loaded = json.loads((tmp_path / "a.json").read_text())
+    assert loaded["missing"] == {"impi": "pip install it"}
+    assert loaded["rows"][0]["p50_us"] == 10
+    assert loaded["rows"][0]["peers"]["gloo"]["times_as_fast"] == 3
+    (line,) = read_csv(tmp_path / "a.csv")
+    assert (line["bytes"], line["wrong"], line["gloo times_as_fast"]) == ("1048576", "0", "3.0")
+
+
+# Peers
+
+
+def test_mpi_stands_for_every_mpi() -> None:
+    assert parse_peers("mpi,gloo,mpich") == (*MPI_NAMES, "gloo")
+    with pytest.raises(ValueError, match="got 'nccl'"):
+        parse_peers("gloo,nccl")
+
+
+@pytest.mark.parametrize("name", MPI_NAMES)
+def test_a_missing_peer_is_named_with_its_pip_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    peer = find_peer(name, 2, tmp_path)
+    assert isinstance(peer, MissingPeer)
+    assert f"pip install --ignore-installed --prefix {tmp_path / name} " in str(peer)

@@ -31,6 +31,7 @@ from fastdist.cli.bench.peers import (
 from fastdist.cli.bench.report import row_line, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
+from fastdist.errors import FastdistError
 
 _FOLDER = Path(__file__).parent
 _OTHER_COLLECTIVES = (
@@ -213,6 +214,15 @@ _SECTIONS: dict[str, Callable[[Bench], Iterator[Bar]]] = {
 }
 
 
+def _with_failure(section: str, bars: Iterator[Bar]) -> Iterator[Bar]:
+    """A section's bars; if it fails, the others still get their turn, and this one is missed."""
+    try:
+        yield from bars
+    except (FastdistError, subprocess.CalledProcessError) as error:
+        print(f"# {error}")
+        yield Bar(f"{section}: failures", 1, most=0)
+
+
 def main() -> int:
     """Checks the bars; 1 if one was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -225,7 +235,7 @@ def main() -> int:
     bench = Bench(options.peers_dir, options.time_s)
     bars: list[Bar] = []
     for section in options.only:
-        for bar in _SECTIONS[section](bench):
+        for bar in _with_failure(section, _SECTIONS[section](bench)):
             print(bar, flush=True)
             bars.append(bar)
     missed = sum(bar.verdict == "MISS" for bar in bars)

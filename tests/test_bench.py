@@ -171,6 +171,8 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
         (("all_reduce", "--dtype", "bfloat16"), "--array torch"),
         (("all_reduce", "--dtype", "int32", "--op", "mean"), "floating point"),
         (("send_recv", "--ranks", "1"), "at least 2"),
+        (("all_reduce", "--json", "/no/such/folder/a.json"), "/no/such/folder"),
+        (("all_reduce", "--plot", "plot.gif9"), "--plot"),
         (("broadcast", "--list", "gpt2"), "--list is for all_reduce"),
     ],
 )

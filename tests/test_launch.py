@@ -48,8 +48,9 @@ SRUN = {
 }
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
 SHOW_LAUNCH = """
-import dataclasses, fastdist.cluster
-print(dataclasses.astuple(fastdist.cluster.detect_launch()))
+import dataclasses, fastdist.cluster, sys
+place = dataclasses.astuple(fastdist.cluster.detect_launch())
+sys.stdout.write(f"{place}\\n")  # in one piece: launchers mix what ranks write in several
 """
 
 

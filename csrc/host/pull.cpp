@@ -129,21 +129,20 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
 
   const auto expose = [&](std::size_t round) {
     std::byte* input = input_of(rank_, round);
-    bool exposed = false;
+    for (std::size_t q = 0; q < n && round >= 2; ++q) {
+      if (q == r || part(gives_[q], round - 2).size() == 0) continue;
+      await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
+            progress(sequence_, round - 1));
+    }
     for (std::size_t q = 0; q < n; ++q) {
       const Range give = part(gives_[q], round);
-      if (q != r && round >= 2 && part(gives_[q], round - 2).size() != 0) {
-        await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
-              progress(sequence_, round - 1));
-      }
       if (give.size() == 0 || q == r) continue;
-      if (plan.shared && exposed) continue;
-      exposed = true;
       std::byte* staged = input + (plan.shared ? 0 : q * chunk);
       plan.source.for_each_piece(give.begin, give.end, [&](std::size_t i, std::size_t at,
                                                            std::size_t run_at, std::size_t length) {
         std::memcpy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length);
       });
+      if (plan.shared) break;
     }
     const Range own = part(takes_[r], round);
     if (own.size() != 0) {

@@ -25,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure a collective, side by side with gloo and MPI",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "collective", metavar="OP", choices=tuple(COLLECTIVES), help=", ".join(COLLECTIVES)
@@ -74,6 +75,12 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="verify the results, outside of the timed calls",
+    )
+    group.add_argument(
+        "--bind",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep each rank on a core of its own, where there are enough",
     )
     group.add_argument(
         "--timeout-s", type=float, default=300.0, help="an engine silent for so long has failed"

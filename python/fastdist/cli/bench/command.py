@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes
 from fastdist.cli.bench.machine import machine_facts, usable_cores
 from fastdist.cli.bench.peers import Engine, MissingPeer, fastdist_engine, find_peer, parse_peers
-from fastdist.cli.bench.plot import require_matplotlib, write_plot
+from fastdist.cli.bench.plot import check_plot, write_plot
 from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
@@ -23,6 +24,8 @@ from fastdist.cli.bench.session import ROUNDS, Effort, Session
 _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 130
+
+_MOST_ITERATIONS = 1_000_000
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -36,8 +39,7 @@ def run_command(options: argparse.Namespace) -> int:
         cases = _cases(options)
         effort = _effort(options)
         engines, missing = _engines(options)
-        if options.plot:
-            require_matplotlib()
+        _check_files(options)
     except (ValueError, ImportError) as error:
         print(f"fastdist bench: {error}", file=sys.stderr)
         return _USAGE
@@ -85,12 +87,15 @@ def _effort(options: argparse.Namespace) -> Effort:
             raise ValueError(
                 f"expected --{name.replace('_', '-')} of at least {least}, got {value}"
             )
+    if options.iters is not None and options.iters > _MOST_ITERATIONS:
+        raise ValueError(f"expected --iters of at most {_MOST_ITERATIONS}, got {options.iters}")
     return Effort(
         time_s=options.time_s,
         iterations=options.iters,
         warmup=options.warmup,
         rounds=min(ROUNDS, options.iters or ROUNDS),
         check=options.check,
+        bind=options.bind,
         timeout_s=options.timeout_s,
     )
 
@@ -101,6 +106,20 @@ def _engines(options: argparse.Namespace) -> tuple[list[Engine], list[MissingPee
     found = [find_peer(name, ranks, options.peers_dir) for name in names]
     missing = [peer for peer in found if isinstance(peer, MissingPeer)]
     return [fastdist_engine(ranks), *(p for p in found if isinstance(p, Engine))], missing
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Finds out before the run what could not be written after it."""
+    if options.plot:
+        check_plot(Path(options.plot))
+    for name in (options.json, options.csv, options.plot):
+        if name in (None, "-"):
+            continue
+        folder = Path(name).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ValueError(
+                f"cannot write {name}: {folder} is not a folder that can be written to"
+            )
 
 
 def _measure(

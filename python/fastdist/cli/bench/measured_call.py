@@ -65,6 +65,7 @@ class MeasuredCall:
         _spread_ranks()
         values = [fill_value(rank, i, world_size, case.redop) for i in range(iterations)]
         self._last_iteration = iterations - 1
+        self._barrier()
         began = perf_counter_ns()
         times_ns = _timed_loop(self._filler(), self._barrier, self._call, values)
         return times_ns, perf_counter_ns() - began

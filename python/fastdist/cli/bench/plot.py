@@ -23,19 +23,29 @@ _GRID_COLOR = "#e6e8eb"
 _TICKS = 7
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError, which names the extra, if there is no matplotlib."""
+def check_plot(path: Path) -> None:
+    """Checks that `write_plot` can write such a file.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message names the extra.
+        ValueError: matplotlib does not write files of this type.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install fastdist[bench]")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    types = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in types:
+        raise ValueError(f"--plot {path}: expected a file type out of {', '.join(types)}")
 
 
 def write_plot(report: Report, path: Path) -> None:
     """Draws a report into a file of any type that matplotlib writes.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError, ValueError: As `check_plot`.
     """
-    require_matplotlib()
+    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")

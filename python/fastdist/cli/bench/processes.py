@@ -11,6 +11,7 @@ import struct
 import subprocess
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.peers import Engine
@@ -22,6 +23,7 @@ _LAUNCH_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
 )
 _QUIT_S = 10.0
+_LAST_WORDS_S = 1.0
 _TERMINATE_S = 2.0
 _LOG_LINES = 25
 
@@ -136,7 +138,8 @@ class EngineProcesses:
             raise EngineError(f"{self.engine.name}, rank {rank} failed:\n{message['error']}")
         received[rank] = message
 
-    def _fail(self, rank: int, what: str) -> None:
+    def _fail(self, rank: int, what: str) -> NoReturn:
+        _wait_all(self._launched, _LAST_WORDS_S)  # launchers say why when they end
         raise EngineError(f"{self.engine.name}, rank {rank} {what}.\n{self.output()}")
 
     def require_alive(self) -> None:

@@ -8,6 +8,7 @@ bandwidth that the floor is made of is measured in the same rounds.
 
 from __future__ import annotations
 
+import os
 import selectors
 import shutil
 import signal
@@ -46,6 +47,7 @@ class Effort:
         warmup: Calls before that are not counted.
         rounds: Turns that each engine takes.
         check: Verify results.
+        bind: Keep each rank on a core of its own, where there are enough.
         timeout_s: An engine that doesn't answer for so long has failed.
     """
 
@@ -54,6 +56,7 @@ class Effort:
     warmup: int = 5
     rounds: int = ROUNDS
     check: bool = True
+    bind: bool = True
     timeout_s: float = 300.0
 
 
@@ -112,9 +115,13 @@ class Session:
             for engine in self._engines:
                 engine.launch()
             self._accept(listener)
+        cores = sorted(os.sched_getaffinity(0))
+        bind = {"command": "bind", "cores": cores}
         for engine in self._engines:
             ready = engine.replies(_START_TIMEOUT_S)
             engine.version = str(ready[0]["ready"])
+            if self._effort.bind and self._ranks <= len(cores):
+                engine.command(bind, self._effort.timeout_s)
 
     def _accept(self, listener: socket.socket) -> None:
         by_name = {engine.engine.name: engine for engine in self._engines}
@@ -220,10 +227,13 @@ class Session:
         self._command(contender, "time", iterations=max(1, effort.warmup))
         if effort.iterations is not None:
             return max(1, -(-effort.iterations // effort.rounds))
-        trial = max(2, effort.warmup)
-        replies = self._command(contender, "time", iterations=trial)
-        per_iteration_s = max(int(reply["wall_ns"]) for reply in replies) / trial / 1e9
-        return min(_MOST_ITERATIONS, max(2, int(effort.time_s / effort.rounds / per_iteration_s)))
+        round_s = effort.time_s / effort.rounds
+        trial, trial_s = 1, 0.0
+        while trial_s < round_s / 4 and trial < _MOST_ITERATIONS:
+            trial *= 4
+            replies = self._command(contender, "time", iterations=trial)
+            trial_s = max(int(reply["wall_ns"]) for reply in replies) / 1e9
+        return min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
 
     def _time(self, contender: _Contender) -> None:
         # The first calls of a turn find the caches as the engine before has left them.

@@ -24,6 +24,8 @@ from fastdist.cli.bench.driver import Driver, open_driver
 from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cluster.launch import detect_launch
 
+_COMMANDS = frozenset(("bind", "prepare", "time", "check", "release", "copy"))
+
 
 class Worker:
     """Answers the bench's messages, one method per command."""
@@ -32,6 +34,11 @@ class Worker:
         self._driver = driver
         self._calls: dict[str, MeasuredCall] = {}
         self._copy_buffers: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+
+    def bind(self, message: Message) -> Message:
+        """Keeps this rank's thread, not those that the engine has started, on one core."""
+        os.sched_setaffinity(0, {message["cores"][self._driver.rank]})
+        return {}
 
     def prepare(self, message: Message) -> Message:
         """Makes the arrays of a case and calls once, which shows what the engine cannot do."""
@@ -80,7 +87,7 @@ class Worker:
     def answer(self, message: Message) -> Message:
         """Does what a message says."""
         command = message["command"]
-        if command not in ("prepare", "time", "check", "release", "copy"):
+        if command not in _COMMANDS:
             raise ValueError(f"unknown command {command!r}")
         reply: Message = getattr(self, command)(message)
         return reply

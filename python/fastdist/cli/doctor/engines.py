@@ -1,0 +1,108 @@
+"""Which engine serves which arrays here, and a call through the one that is there."""
+
+from __future__ import annotations
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter_ns
+
+import numpy as np
+
+from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cli.doctor.libraries import version_of
+from fastdist.communicator import Communicator
+from fastdist.world import local_group
+
+_RANKS = 2
+_WARMUP_CALLS = 50
+_CALLS = 500
+_TIMEOUT_S = 10.0
+
+
+def engines_section() -> Section:
+    """The engines of the design, and which of them this build has."""
+    return Section(
+        "engines",
+        (
+            _available("local", "any array, world of one"),
+            _available("host", "CPU arrays, ranks of one machine"),
+            _not_built("nccl", "CUDA arrays", "this version has no CUDA engine"),
+            _not_built("gloo", "CPU arrays across machines", "ranks must share one machine"),
+            _not_built("xla", "TPU arrays", "this version has no XLA engine"),
+        ),
+    )
+
+
+def arrays_section() -> Section:
+    """Kinds of arrays, and which engine takes them between the ranks of one machine."""
+    on_gpu = "no engine is built for GPUs"
+    return Section(
+        "arrays",
+        (
+            Fact("numpy", "host", "host", State.GOOD),
+            _if_installed("ml_dtypes", "numpy_bfloat16_float8", "numpy bfloat16, float8"),
+            _if_installed("torch", "torch_cpu", "torch on CPU"),
+            Fact("other_dlpack_cpu", "host", "host", State.GOOD, "other DLPack on CPU"),
+            Fact("buffer_protocol", "host", "host", State.GOOD),
+            Fact("torch_cuda", None, f"none: {on_gpu}", State.ABSENT, "torch on GPU"),
+            Fact("cupy", None, f"none: {on_gpu}", State.ABSENT),
+        ),
+    )
+
+
+def check_section() -> Section:
+    """An all_reduce between two threads of this process: does it work, and how fast is it?"""
+    try:
+        latencies_us = _all_reduce_between_threads()
+    except Exception as error:  # whatever it is, it is what the report is for
+        text = f"failed: {type(error).__name__}: {error}"
+        return Section("check", (Fact("all_reduce", False, text, State.BAD),))
+    p50_us = statistics.median(latencies_us)
+    return Section(
+        "check",
+        (
+            Fact("all_reduce", True, f"right on {_RANKS} ranks (threads)", State.GOOD),
+            Fact("p50_us", round(p50_us, 2), f"{p50_us:.1f} µs for 8 bytes", label="latency, p50"),
+        ),
+    )
+
+
+def _available(engine: str, serves: str) -> Fact:
+    return Fact(engine, "available", f"available   {serves}", State.GOOD)
+
+
+def _not_built(engine: str, serves: str, why: str) -> Fact:
+    return Fact(engine, "not built", f"not built   {serves}: {why}", State.ABSENT)
+
+
+def _if_installed(library: str, key: str, label: str) -> Fact:
+    if version_of(library) is None:
+        return Fact(key, None, f"none: {library} is not installed", State.ABSENT, label)
+    return Fact(key, "host", "host", State.GOOD, label)
+
+
+def _all_reduce_between_threads() -> list[float]:
+    """Times of calls on rank 0 in µs, after the result was found right on every rank."""
+    communicators = local_group(_RANKS, timeout=_TIMEOUT_S)
+    try:
+        with ThreadPoolExecutor(_RANKS) as threads:
+            latencies_us, *_ = threads.map(_call_repeatedly, communicators)
+        return latencies_us
+    finally:
+        for communicator in communicators:
+            communicator.close()
+
+
+def _call_repeatedly(communicator: Communicator) -> list[float]:
+    array = np.array([1, 10], np.float32) * (communicator.rank + 1)
+    expected = np.array([1, 10], np.float32) * (_RANKS * (_RANKS + 1) / 2)
+    result = np.empty_like(array)
+    times_us = []
+    for _ in range(_WARMUP_CALLS + _CALLS):
+        result.fill(0)
+        start_ns = perf_counter_ns()
+        communicator.all_reduce(array, out=result)
+        times_us.append((perf_counter_ns() - start_ns) / 1e3)
+        if not np.array_equal(result, expected):
+            raise ArithmeticError(f"expected {expected}, got {result}")
+    return times_us[_WARMUP_CALLS:]

@@ -1,0 +1,125 @@
+"""The libraries that fastdist works with, found without importing them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdist import _core
+from fastdist._version import __version__
+from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cluster import detect_launch
+from fastdist.errors import ClusterConfigError
+
+_EXCHANGE_TABLE = "__dlpack_c_exchange_api__"
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    distributions: tuple[str, ...]
+    install: str | None  # None: nothing in this version uses it yet
+    purpose: str
+
+
+_LIBRARIES = {
+    "numpy": _Library(("numpy",), "numpy", "required"),
+    "torch": _Library(("torch",), "'fastdist[torch]'", "torch tensors; gloo in fastdist bench"),
+    "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
+    "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
+    "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
+    "rich": _Library(("rich",), "'fastdist[bench]'", "a progress bar in fastdist bench"),
+    "matplotlib": _Library(("matplotlib",), "'fastdist[bench]'", "fastdist bench --plot"),
+}
+
+
+def build_section() -> Section:
+    """What was built, and for whom."""
+    python = f"{platform.python_version()} ({platform.python_implementation()})"
+    loops = _core.instruction_set()
+    return Section(
+        "fastdist",
+        (
+            Fact("version", __version__, __version__),
+            Fact("python", platform.python_version(), python),
+            Fact("host_engine", True, "built in", State.GOOD),
+            Fact("instruction_set", loops, loops),
+            Fact("cuda", False, "not built", State.ABSENT),
+        ),
+    )
+
+
+def libraries_section() -> Section:
+    """Versions of what is installed, and how fast torch's tensors can be read."""
+    facts = []
+    for name, library in _LIBRARIES.items():
+        version = _version(library)
+        state = State.ABSENT if version is None else State.PLAIN
+        facts.append(Fact(name, version, version or "not installed", state, label=name))
+        if name == "torch" and version is not None:
+            facts.append(_exchange_table())
+    return Section("libraries", tuple(facts))
+
+
+def launcher_section() -> Section:
+    """Who started this process, and as which rank."""
+    try:
+        launch = detect_launch()
+    except ClusterConfigError as error:
+        return Section("launcher", (Fact("error", str(error), str(error), State.BAD),))
+    if launch is None:
+        return Section("launcher", (Fact("launcher", None, "none: a world of one"),))
+    return Section(
+        "launcher",
+        (
+            Fact("launcher", launch.launcher, launch.launcher),
+            Fact("rank", launch.rank, f"{launch.rank} of {launch.world_size}"),
+            Fact(
+                "local_rank",
+                launch.local_rank,
+                f"{launch.local_rank} of {launch.local_world_size} on this machine",
+            ),
+        ),
+    )
+
+
+def install_section() -> Section:
+    """The commands that bring what is missing, and what for."""
+    purposes: dict[str, list[str]] = {}
+    for library in _LIBRARIES.values():
+        if library.install is not None and _version(library) is None:
+            purposes.setdefault(library.install, []).append(library.purpose)
+    facts = (
+        Fact(f"pip install {install}", text, text, label=f"pip install {install}")
+        for install, texts in purposes.items()
+        for text in ["; ".join(texts)]
+    )
+    return Section("install for more", tuple(facts))
+
+
+def version_of(name: str) -> str | None:
+    """The installed version of a library of the report; None: not installed."""
+    return _version(_LIBRARIES[name])
+
+
+def _version(library: _Library) -> str | None:
+    for distribution in library.distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _exchange_table() -> Fact:
+    """Whether torch tells where a tensor lies by a C call; its source says so without an import."""
+    spec = importlib.util.find_spec("torch")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    sources = [Path(folder) / "_tensor.py" for folder in folders]
+    found = any(_EXCHANGE_TABLE in path.read_text() for path in sources if path.is_file())
+    key = "torch_exchange_table"
+    if found:
+        return Fact(key, True, "there: a tensor costs no more than a numpy array", State.GOOD)
+    return Fact(key, False, "not in this torch: each call takes microseconds more", State.ABSENT)

@@ -1,0 +1,163 @@
+"""Cores, memory and limits of this machine, as far as they matter to collectives."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
+
+_V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
+_SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroups:
+    """The control groups that this process is in, version 1 or 2.
+
+    A limit is the least of those that are set from the process's own group up to the root.
+    """
+
+    memberships: Path = Path("/proc/self/cgroup")
+    mount: Path = Path("/sys/fs/cgroup")
+
+    def cpu_limit(self) -> float | None:
+        """Cores' worth of time that this process may use; None: no limit."""
+        limits = []
+        for folder in self._folders("cpu"):
+            quota, period = _words(folder / "cpu.max"), ["100000"]
+            if quota:
+                quota, period = quota[:1], quota[1:] or period
+            else:
+                quota = _words(folder / "cpu.cfs_quota_us")
+                period = _words(folder / "cpu.cfs_period_us") or period
+            if quota and quota[0] not in ("max", "-1"):
+                limits.append(int(quota[0]) / int(period[0]))
+        return min(limits, default=None)
+
+    def memory_limit_bytes(self) -> int | None:
+        """Memory that this process's group may use; None: no limit."""
+        limits = []
+        for folder in self._folders("memory"):
+            words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+            if words and words[0] != "max" and int(words[0]) < _V1_UNLIMITED_BYTES:
+                limits.append(int(words[0]))
+        return min(limits, default=None)
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        for line in _text(self.memberships).splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            mount = self.mount / controllers
+            if not controllers and (self.mount / "unified").is_dir():
+                mount = self.mount / "unified"  # where versions 1 and 2 are mounted together
+            folder = mount / path.lstrip("/")
+            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mount))
+
+
+def machine_section(cgroups: Cgroups | None = None) -> Section:
+    """The processor, and how much of it this process may use."""
+    quota = (cgroups or Cgroups()).cpu_limit()
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
+    return Section(
+        "machine",
+        (
+            Fact("processor", _processor(), _processor()),
+            Fact("cores", usable, f"{usable} usable of {present}"),
+            Fact("cpu_quota", quota, quota_text),
+            Fact("kernel", platform.release(), platform.release()),
+        ),
+    )
+
+
+def memory_section(cgroups: Cgroups | None = None) -> Section:
+    """Memory, and the limits that shared memory could run into."""
+    limit = (cgroups or Cgroups()).memory_limit_bytes()
+    total, available = _memory_bytes("MemTotal"), _memory_bytes("MemAvailable")
+    memory = f"{format_bytes(total)}, {format_bytes(available)} available"
+    huge_pages = _huge_pages()
+    return Section(
+        "memory",
+        (
+            Fact("memory", total, memory),
+            Fact("cgroup_limit", limit, "none" if limit is None else format_bytes(limit)),
+            _address_space(total),
+            _open_files(),
+            _memfd(),
+            Fact("dev_shm", False, "not needed"),
+            Fact("shared_huge_pages", huge_pages, huge_pages or "not in this kernel"),
+        ),
+    )
+
+
+def _address_space(memory_bytes: int) -> Fact:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return Fact("address_space_limit", None, "none")
+    # Each rank maps a window as large as the memory for every rank, most of it never touched.
+    needed = 2 * (1 << (memory_bytes - 1).bit_length())
+    if limit >= needed:
+        return Fact("address_space_limit", limit, format_bytes(limit))
+    text = f"{format_bytes(limit)}; 2 ranks need {format_bytes(needed)}: ulimit -v unlimited"
+    return Fact("address_space_limit", limit, text, State.BAD)
+
+
+def _open_files() -> Fact:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return Fact("open_files_limit", None, "none")
+    return Fact("open_files_limit", limit, f"{limit} (one per rank is needed)")
+
+
+def _memfd() -> Fact:
+    try:
+        fd = os.memfd_create("fastdist-doctor")
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            with mmap.mmap(fd, mmap.PAGESIZE) as memory:
+                memory[0] = 1
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return Fact("memfd", False, f"does not work: {error.strerror}", State.BAD)
+    return Fact("memfd", True, "works", State.GOOD)
+
+
+def _huge_pages() -> str | None:
+    """What the kernel does about huge pages for shared memory; it marks its choice by brackets."""
+    chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
+    return chosen[0].strip("[]") if chosen else None
+
+
+def _processor() -> str:
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _memory_bytes(name: str) -> int:
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _words(path: Path) -> list[str]:
+    return _text(path).split()
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; nothing where there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,72 @@
+"""The doctor's report: all sections, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
+from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cli.doctor.libraries import (
+    build_section,
+    install_section,
+    launcher_section,
+    libraries_section,
+)
+from fastdist.cli.doctor.machine import machine_section, memory_section
+
+_RESET = "\033[0m"
+_BOLD = "\033[1m"
+_COLOURS = {
+    State.PLAIN: "",
+    State.GOOD: "\033[32m",
+    State.ABSENT: "\033[2m",
+    State.BAD: "\033[31m",
+}
+
+
+def examine() -> list[Section]:
+    """Finds everything out. Takes well under a second; nothing is left behind."""
+    return [
+        build_section(),
+        machine_section(),
+        memory_section(),
+        libraries_section(),
+        launcher_section(),
+        engines_section(),
+        arrays_section(),
+        check_section(),
+        install_section(),
+    ]
+
+
+def to_json(sections: Sequence[Section]) -> str:
+    """An object with one object per section, and whether all is well."""
+    report: dict[str, object] = {
+        section.title.replace(" ", "_"): {fact.key: fact.value for fact in section.facts}
+        for section in sections
+    }
+    report["well"] = all(section.is_well for section in sections)
+    return json.dumps(report, indent=2) + "\n"
+
+
+def to_text(sections: Sequence[Section], *, colour: bool) -> str:
+    """Aligned lines under titles; a section without facts is left out."""
+    shown = [section for section in sections if section.facts]
+    width = max(len(_label(fact)) for section in shown for fact in section.facts)
+    return "\n".join(line for section in shown for line in _lines(section, width, colour)) + "\n"
+
+
+def _lines(section: Section, width: int, colour: bool) -> Iterator[str]:
+    yield f"{_BOLD}{section.title}{_RESET}" if colour else section.title
+    for fact in section.facts:
+        yield f"  {_label(fact):<{width}}  {_value(fact, colour)}"
+
+
+def _label(fact: Fact) -> str:
+    return fact.key.replace("_", " ") if fact.label is None else fact.label
+
+
+def _value(fact: Fact, colour: bool) -> str:
+    style = _COLOURS[fact.state] if colour else ""
+    return f"{style}{fact.text}{_RESET}" if style else fact.text

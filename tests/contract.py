@@ -1,0 +1,503 @@
+"""What every communicator must do. Bound to engines in test_contract_*.py.
+
+The functions run on each rank; they check against numpy and return what the test compares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+from reference import (
+    COMPLEX,
+    DTYPES,
+    REDUCE_OPS,
+    is_defined,
+    numpy_dtype,
+    reduced,
+    same_bits,
+    sample,
+    small_complex,
+)
+
+from fastdist import Communicator
+from fastdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
+
+# Empty, one, odd, a payload, one round, several rounds and a remainder.
+SIZES = [0, 1, 3, 17, 1000, 5_003, 70_001, 700_001]
+
+
+def inputs_of(comm: Communicator, dtype: str, size: int, seed: int) -> list[np.ndarray]:
+    return [sample(dtype, size, seed, r) for r in range(comm.world_size)]
+
+
+def check_reductions(comm: Communicator, dtype: str) -> None:
+    for op in REDUCE_OPS:
+        x = sample(dtype, 5, 0, comm.rank)
+        if not is_defined(op, dtype):
+            with pytest.raises(TypeError, match=f'op="{op}" is not defined for dtype {dtype}'):
+                comm.all_reduce(x, op)
+            continue
+        for size in (0, 1, 3, 67, 5_003):
+            make = small_complex if op == "prod" and dtype in COMPLEX else sample
+            inputs = [make(dtype, size, 1, r) for r in range(comm.world_size)]
+            x = inputs[comm.rank].copy()
+            assert comm.all_reduce(x, op) is x
+            assert same_bits(x, reduced(inputs, op)), (op, size)
+
+
+def check_sizes(comm: Communicator, in_shared_memory: bool) -> None:
+    n = comm.world_size
+    for seed, size in enumerate(SIZES):
+        for dtype in ("float32", "int8"):
+            inputs = inputs_of(comm, dtype, size, seed)
+            expected = reduced(inputs, "sum")
+            x = comm.empty(size, dtype) if in_shared_memory else np.empty(size, dtype)
+            x[:] = inputs[comm.rank]
+            comm.all_reduce(x)
+            assert same_bits(x, expected), size
+            x[:] = inputs[comm.rank]
+            out = np.full(size, 99, dtype)
+            assert comm.all_reduce(x, out=out) is out
+            assert same_bits(out, expected)
+            assert same_bits(x, inputs[comm.rank])
+            for root in {0, n - 1}:
+                x[:] = inputs[comm.rank]
+                comm.reduce(x, "sum", root)
+                assert same_bits(x, expected if comm.rank == root else inputs[comm.rank])
+                x[:] = inputs[comm.rank]
+                comm.broadcast(x, root)
+                assert same_bits(x, inputs[root])
+            wide = comm.empty(n * size, dtype) if in_shared_memory else np.empty(n * size, dtype)
+            many = inputs_of(comm, dtype, n * size, seed + 100)
+            wide[:] = many[comm.rank]
+            part = comm.reduce_scatter(wide)
+            assert same_bits(part, reduced(many, "sum").reshape(n, size)[comm.rank])
+            assert same_bits(wide, many[comm.rank])
+
+
+def check_movement(comm: Communicator, in_shared_memory: bool) -> None:
+    n, r = comm.world_size, comm.rank
+    for seed, size in enumerate(SIZES):
+        inputs = inputs_of(comm, "int64", size, seed)
+        x = comm.empty(size, "int64") if in_shared_memory else np.empty(size, np.int64)
+        x[:] = inputs[r]
+        joined = np.concatenate(inputs)
+        assert same_bits(comm.all_gather(x), joined)
+        root = n - 1
+        gathered = comm.gather(x, root)
+        assert gathered is None if r != root else same_bits(gathered, joined)
+        out = np.empty(size, np.int64)
+        comm.scatter(joined if r == root else None, root, out=out)
+        assert same_bits(out, inputs[r])
+        many = inputs_of(comm, "int64", n * size, seed + 100)
+        received = comm.all_to_all(many[r])
+        assert same_bits(received, np.concatenate([m.reshape(n, size)[r] for m in many]))
+
+
+def check_splits(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    for scale in (0, 1, 40, 30_000):
+        rows = [[(i + 2 * j) % 3 * scale for j in range(n)] for i in range(n)]
+        data = [sample("float32", 2 * sum(rows[i]), 3, i).reshape(-1, 2) for i in range(n)]
+        got = comm.all_to_all(data[r], splits=rows[r])
+        starts = [sum(rows[i][:r]) for i in range(n)]
+        expected = [data[i][starts[i] : starts[i] + rows[i][r]] for i in range(n)]
+        assert same_bits(got, np.concatenate(expected))
+
+
+def check_send_recv(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    for seed, size in enumerate(SIZES):
+        inputs = inputs_of(comm, "float32", size, seed)
+        for step in range(1, n):
+            out = np.empty(size, np.float32)
+            work = comm.send(inputs[r], (r + step) % n, async_op=True)
+            assert comm.recv(out, (r - step) % n) is out
+            work.wait(30)
+            assert same_bits(out, inputs[(r - step) % n])
+    # Everybody sends to both neighbours before anybody receives.
+    left, right = (r - 1) % n, (r + 1) % n
+    if n > 2:
+        big = np.full(400_000, r, np.float32)
+        works = [comm.send(big, left, async_op=True), comm.send(big, right, async_op=True)]
+        for source in (left, right):
+            out = np.empty(400_000, np.float32)
+            comm.recv(out, source)
+            assert (out == source).all()
+        for work in works:
+            work.wait(30)
+
+
+def check_lists(comm: Communicator, dtypes: list[str]) -> None:
+    sizes = [5, 0, 1, 100_000, 33, 7, 400_001, 2]
+    kinds = [dtypes[i % len(dtypes)] for i in range(len(sizes))]
+
+    def arrays(rank: int) -> list[np.ndarray]:
+        pairs = zip(kinds, sizes, strict=True)
+        return [sample(kind, size, i, rank) for i, (kind, size) in enumerate(pairs)]
+
+    one_by_one = arrays(comm.rank)
+    for x in one_by_one:
+        comm.all_reduce(x)
+    fused = arrays(comm.rank)
+    assert comm.all_reduce(fused) is fused
+    outs = [np.empty_like(x) for x in fused]
+    comm.all_reduce(arrays(comm.rank), out=outs)
+    for a, b, c in zip(one_by_one, fused, outs, strict=True):
+        assert same_bits(a, b)
+        assert same_bits(a, c)
+    root = comm.world_size - 1
+    for a, b in zip(comm.broadcast(arrays(comm.rank), root), arrays(root), strict=True):
+        assert same_bits(a, b)
+    for a, x in zip(comm.all_gather(arrays(comm.rank)), arrays(comm.rank), strict=True):
+        assert same_bits(a.reshape(comm.world_size, -1)[comm.rank], x)
+    comm.all_reduce([])
+    comm.barrier()
+
+
+def check_compression(comm: Communicator) -> None:
+    n = comm.world_size
+    for dtype in ("float32", "float64"):
+        for size in (0, 3, 5_000, 1_200_000):
+            inputs = inputs_of(comm, dtype, size, 5)
+            for op in ("sum", "mean"):
+                exact = reduced(inputs, op)
+                for name, kind in (("bf16", ml_dtypes.bfloat16), ("fp16", np.float16)):
+                    x = inputs[comm.rank].copy()
+                    comm.all_reduce(x, op, compress=name)
+                    narrow = [v.astype(np.float32).astype(kind) for v in inputs]
+                    assert same_bits(x, reduced(narrow, op).astype(dtype)), (dtype, size, op, name)
+                x = [inputs[comm.rank].copy() * 1000, inputs[comm.rank].copy() / 1000]
+                comm.all_reduce(x, op, compress="fp8")
+                for got, factor in zip(x, (1000, 1 / 1000), strict=True):
+                    scale = max([np.abs(v).max() for v in inputs if v.size] or [1]) * factor * n
+                    assert np.abs(got - exact * factor).max(initial=0) <= 0.07 * scale
+
+
+def check_layouts(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    base = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        x = base.transpose(order).copy().transpose(np.argsort(order)) + comm.rank
+        comm.all_reduce(x)
+        total = comm.world_size * base + sum(range(comm.world_size))
+        assert (x == total).all()
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int16, torch.bool):
+        t = torch.ones(3, 5, dtype=dtype)
+        assert comm.all_reduce(t, "max") is t
+        assert (t == torch.ones(3, 5, dtype=dtype)).all()
+        assert comm.all_gather(t).shape == (3 * comm.world_size, 5)
+    t = torch.full((2, 8, 4, 4), float(comm.rank)).to(memory_format=torch.channels_last)
+    comm.all_reduce(t, "max")
+    assert (t == comm.world_size - 1).all()
+    weight = torch.nn.Parameter(torch.ones(7))
+    comm.all_reduce(weight)
+    assert (weight == comm.world_size).all()
+    raw = bytearray([comm.rank] * 5)
+    comm.all_reduce(raw, "max")
+    assert raw == bytes([comm.world_size - 1] * 5)
+    scalar = np.array(float(comm.rank))
+    comm.all_reduce(scalar)
+    assert scalar == sum(range(comm.world_size))
+    assert comm.all_gather(scalar).shape == (comm.world_size,)
+    shared = comm.empty((3, 5), torch.bfloat16)
+    shared.fill_(1)
+    comm.all_reduce(shared)
+    assert (shared == comm.world_size).all()
+
+
+def check_bad_arguments(comm: Communicator) -> None:
+    x = np.zeros((4, 6), np.float32)
+    locked = np.zeros(3)
+    locked.setflags(write=False)
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "dense.*ascontiguousarray", lambda: comm.all_reduce(x[:, ::2])),
+        (ValueError, "read-only", lambda: comm.all_reduce(locked)),
+        (ValueError, "read-only", lambda: comm.all_reduce(b"abc")),
+        (TypeError, "object", lambda: comm.all_reduce(np.array([object()]))),
+        (TypeError, "float128|longdouble", lambda: comm.all_reduce(np.zeros(2, np.longdouble))),
+        (TypeError, ">f4", lambda: comm.all_reduce(np.zeros(2, ">f4"))),
+        (TypeError, "float", lambda: comm.all_reduce([1.0, 2.0])),
+        (TypeError, "NoneType", lambda: comm.all_reduce(None)),
+        (TypeError, "str", lambda: comm.all_reduce("text")),
+        (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
+        (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
+        (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
+        (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
+        (TypeError, "compress works on", lambda: comm.all_reduce(np.zeros(2, int), compress="bf16")),
+        (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
+        (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
+        (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
+        (ValueError, "shares memory", lambda: comm.all_reduce(x[:2], out=x[1:3])),
+        (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x])),
+        (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
+        (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
+        (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),
+        (ValueError, "every rank's array", lambda: comm.all_gather(x, out=np.zeros(1, np.float32))),
+        (ValueError, "other rank", lambda: comm.send(x, comm.rank)),
+        (ValueError, "other rank", lambda: comm.recv(x, comm.world_size)),
+        (ValueError, "splits must be", lambda: comm.all_to_all(x, splits=[1])),
+        (ValueError, "timeout must be", lambda: comm.barrier(timeout=0)),
+        (ValueError, "timeout must be", lambda: comm.barrier(timeout=float("nan"))),
+        (ValueError, "must be different", lambda: comm.subgroup([0, 0])),
+        (ValueError, "color", lambda: comm.split(-1)),
+    ]
+    if comm.world_size > 1:
+        odd = np.zeros(comm.world_size + 1, np.float32)
+        wrong += [
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
+            (ValueError, "cannot be split", lambda: comm.all_to_all(odd)),
+            (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
+        ]
+        if comm.rank != 0:
+            wrong.append((ValueError, "needs out=", lambda: comm.scatter(None)))
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+    comm.barrier()
+
+
+def check_mismatch(comm: Communicator) -> None:
+    odd_one_out = comm.rank == comm.world_size - 1
+
+    def zeros(size: int, dtype: str = "float32") -> np.ndarray:
+        return np.zeros(size, dtype)
+
+    cases: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.barrier(), "barrier"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(5)), "float32 × 5"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4, "int32")), "int32"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4), "max"), "max"),
+        (lambda: comm.broadcast(zeros(4), 0), lambda: comm.broadcast(zeros(4), 1), "root=1"),
+        (lambda: comm.all_gather(zeros(4)), lambda: comm.all_gather(zeros(5)), "float32 × 5"),
+        (lambda: comm.all_reduce(zeros(9**5)), lambda: comm.all_reduce(zeros(9)), "× 59049"),
+        (
+            lambda: comm.all_reduce([zeros(4), zeros(2)]),
+            lambda: comm.all_reduce([zeros(2), zeros(4)]),
+            "in a list",
+        ),
+        (
+            lambda: comm.all_reduce(np.zeros((2, 3))),
+            lambda: comm.all_reduce(np.asfortranarray(np.zeros((2, 3)))),
+            "not in row-major order",
+        ),
+    ]
+    for usual, other, text in cases:
+        start = time.monotonic()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            (other if odd_one_out else usual)()
+        assert time.monotonic() - start < 1.0
+        message = str(caught.value)
+        assert text in message
+        assert message.count("contract.py:") == comm.world_size, message
+        assert all(f"rank {r}: " in message for r in range(comm.world_size))
+        x = np.full(3, comm.rank)
+        comm.all_reduce(x, "max")
+        assert (x == comm.world_size - 1).all()
+
+
+def check_mismatch_of_send(comm: Communicator) -> None:
+    if comm.rank == 0:
+        with pytest.raises(CollectiveMismatchError, match="float32 × 4"):
+            comm.send(np.zeros(4, np.float32), 1)
+        comm.send(np.arange(4.0), 1)
+    if comm.rank == 1:
+        out = np.zeros(5, np.float32)
+        with pytest.raises(CollectiveMismatchError, match="float32 × 5"):
+            comm.recv(out, 0)
+        out = np.zeros(4)
+        comm.recv(out, 0)
+        assert (out == np.arange(4.0)).all()
+    comm.barrier()
+
+
+def check_async(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    sizes = (3, 200_000, 50, 900_000) * 5
+    arrays = [np.full(size, r, np.float32) for size in sizes]
+    works = [comm.all_reduce(x, async_op=True) for x in arrays]
+    last = np.full(2, r, np.float32)
+    comm.all_reduce(last)  # runs after those before it
+    assert all(work.is_done() for work in works)
+    for work, x in zip(works, arrays, strict=True):
+        assert work.wait(timeout=30) is x
+        assert (x == sum(range(n))).all()
+    gathered = comm.all_gather([np.full(4, r), np.full(5, r)], async_op=True)
+    assert [g.size for g in gathered.wait()] == [4 * n, 5 * n]
+    comm.all_reduce(np.ones(100_000), async_op=True)  # nobody holds the array or the work
+    if n > 1:
+        bad = comm.all_reduce(np.zeros(4 if r == 0 else 5), async_op=True)
+        with pytest.raises(CollectiveMismatchError, match=r"contract\.py:"):
+            bad.wait(30)
+    comm.barrier()
+
+
+def check_groups(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    for _ in range(3):
+        parity = comm.split(r % 2, key=-r)
+        assert parity is not None
+        members = [q for q in range(n) if q % 2 == r % 2][::-1]
+        assert (parity.world_size, parity.rank) == (len(members), members.index(r))
+        x = np.full(300_000, r, np.int64)
+        parity.all_reduce(x)
+        assert (x == sum(members)).all()
+        x = np.full(5, r)
+        comm.all_reduce(x)
+        assert (x == sum(range(n))).all()
+        parity.close()
+    assert comm.split(None) is None
+    ends = comm.subgroup([n - 1, 0] if n > 1 else [0])
+    assert (ends is not None) == (r in (0, n - 1))
+    if ends is not None:
+        assert (ends.all_gather(np.array([r])) == ([n - 1, 0] if n > 1 else [0])).all()
+        inner = ends.subgroup([0])
+        assert (inner is not None) == (ends.rank == 0)
+    value = {"rank": r, "data": list(range(1000 * r))}
+    assert comm.all_gather_object(value)[n - 1]["rank"] == n - 1
+    assert comm.broadcast_object(value, n - 1) == {"rank": n - 1, "data": [*range(1000 * (n - 1))]}
+    comm.barrier()
+
+
+def check_same_bits(comm: Communicator) -> bytes:
+    x = sample("float32", 1_000_003, 8, comm.rank)
+    y = [sample("float16", size, 8, comm.rank) for size in (1, 70_000, 9)]
+    comm.all_reduce(x)
+    comm.all_reduce(y, "mean")
+    return x[::97].tobytes() + b"".join(a.tobytes() for a in y)
+
+
+def check_random_calls(comm: Communicator, seed: int, calls: int) -> None:
+    """Collectives of random kinds and sizes, back to back: what is left over from one shows."""
+    rng = np.random.default_rng(seed)
+    n, r = comm.world_size, comm.rank
+    for call in range(calls):
+        size = int(rng.choice([0, 1, 10, 1000, 3000, 40_000, int(rng.integers(1, 300_000))]))
+        root = int(rng.integers(n))
+        kind = rng.integers(7)
+        base = np.arange(size, dtype=np.int32) + call
+        if kind == 0:
+            x = base * (r + 1)
+            comm.all_reduce(x)
+            assert (x == base * (n * (n + 1) // 2)).all()
+        elif kind == 1:
+            x = base + r
+            comm.broadcast(x, root)
+            assert (x == base + root).all()
+        elif kind == 2:
+            assert (comm.all_gather(base + r).reshape(n, size) == base + np.arange(n)[:, None]).all()
+        elif kind == 3:
+            got = comm.all_to_all(np.concatenate([base + 10 * r + q for q in range(n)]))
+            expected = np.concatenate([base + 10 * q + r for q in range(n)])
+            assert (got == expected).all()
+        elif kind == 4:
+            x = base + r
+            comm.reduce(x, "max", root)
+            assert (x == base + (n - 1 if r == root else r)).all()
+        elif kind == 5:
+            got = comm.reduce_scatter(np.concatenate([base + q for q in range(n)]))
+            assert (got == (base + r) * n).all()
+        else:
+            comm.barrier()
+
+
+def check_timeout(comm: Communicator) -> None:
+    late = comm.world_size - 1
+    if comm.rank == late:
+        time.sleep(0.5)
+    start = time.monotonic()
+    with pytest.raises(FastdistError) as caught:
+        comm.all_reduce(np.zeros(3, np.float32), timeout=0.2 if comm.rank != late else 30)
+        comm.all_reduce(np.zeros(4, np.float32))  # the late rank learns it here at the latest
+    assert time.monotonic() - start < 2
+    if comm.rank != late:
+        assert isinstance(caught.value, CollectiveTimeoutError)
+        assert late in caught.value.ranks
+        assert f"rank {late}: none" in str(caught.value)
+    with pytest.raises(FastdistError, match="cannot be used any more"):
+        comm.barrier()
+
+
+def check_closed_peer(comm: Communicator) -> None:
+    gone = comm.world_size - 1
+    if comm.rank == gone:
+        comm.close()
+        with pytest.raises(FastdistError, match="closed"):
+            comm.barrier()
+        return
+    start = time.monotonic()
+    with pytest.raises(PeerFailureError) as caught:
+        comm.all_reduce(np.zeros(3))
+    assert time.monotonic() - start < 5
+    assert caught.value.ranks == (gone,)
+
+
+class CommunicatorContract:
+    """The tests; a subclass names the class that makes ranks."""
+
+    ranks_class: ClassVar[type]
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_every_reduction(self, ranks: Any, dtype: str) -> None:
+        assert numpy_dtype(dtype).name == dtype
+        ranks.run(check_reductions, dtype)
+
+    @pytest.mark.parametrize("in_shared_memory", [False, True])
+    def test_reductions_of_every_size(self, ranks: Any, in_shared_memory: bool) -> None:
+        ranks.run(check_sizes, in_shared_memory)
+
+    @pytest.mark.parametrize("in_shared_memory", [False, True])
+    def test_movement_of_every_size(self, ranks: Any, in_shared_memory: bool) -> None:
+        ranks.run(check_movement, in_shared_memory)
+
+    def test_all_to_all_with_splits(self, ranks: Any) -> None:
+        ranks.run(check_splits)
+
+    def test_send_recv(self, ranks: Any) -> None:
+        ranks.run(check_send_recv)
+
+    @pytest.mark.parametrize("dtypes", [["float32"], ["float32", "int8", "float64", "bfloat16"]])
+    def test_lists_equal_single_calls(self, ranks: Any, dtypes: list[str]) -> None:
+        ranks.run(check_lists, dtypes)
+
+    def test_compression(self, ranks: Any) -> None:
+        ranks.run(check_compression)
+
+    def test_layouts_and_libraries(self, ranks: Any) -> None:
+        ranks.run(check_layouts)
+
+    def test_bad_arguments(self, ranks: Any) -> None:
+        ranks.run(check_bad_arguments)
+
+    def test_mismatch(self, ranks: Any) -> None:
+        if ranks.size > 1:
+            ranks.run(check_mismatch)
+            ranks.run(check_mismatch_of_send)
+
+    def test_async(self, ranks: Any) -> None:
+        ranks.run(check_async)
+
+    def test_groups_and_objects(self, ranks: Any) -> None:
+        ranks.run(check_groups)
+
+    def test_same_bits_on_every_rank_and_run(self, ranks: Any) -> None:
+        assert len({*ranks.run(check_same_bits), *ranks.run(check_same_bits)}) == 1
+
+    def test_random_calls(self, ranks: Any) -> None:
+        ranks.run(check_random_calls, 1, 150)
+
+    def test_timeout(self, doomed_ranks: Any) -> None:
+        doomed_ranks.run(check_timeout)
+
+    def test_closed_peer(self, doomed_ranks: Any) -> None:
+        doomed_ranks.run(check_closed_peer)

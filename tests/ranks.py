@@ -1,0 +1,148 @@
+"""Runs a function on every rank of a world: ranks as threads, or as processes that live on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import fastdist
+from fastdist import Communicator
+
+TESTS = Path(__file__).parent
+
+
+class RankError(AssertionError):
+    """A function failed on some ranks; the message holds their tracebacks."""
+
+    def __init__(self, errors: dict[int, BaseException | str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {r}: {e}" for r, e in sorted(errors.items())))
+
+
+class ThreadRanks:
+    """Ranks as threads of this process, fresh for every call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: dict[int, BaseException | str] = {}
+
+        def body(comm: Communicator) -> None:
+            try:
+                results[comm.rank] = function(comm, *args)
+            except BaseException:
+                errors[comm.rank] = traceback.format_exc()
+                comm.close()
+
+        communicators = fastdist.local_group(self.size)
+        threads = [threading.Thread(target=body, args=(c,), daemon=True) for c in communicators]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + limit_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            errors[-1] = f"still running after {limit_s} s"
+        if errors:
+            raise RankError(errors)
+        for communicator in communicators:
+            communicator.close()
+        return results
+
+    def close(self) -> None:
+        pass
+
+
+class ProcessRanks:
+    """Ranks as processes that serve one call after another."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+
+    def start(self) -> None:
+        job = secrets.token_hex(8)
+        for rank in range(self.size):
+            ours, theirs = Pipe()
+            env = dict(os.environ)
+            env |= {"FASTDIST_JOB": job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
+            command = [sys.executable, "-W", "error", __file__, str(theirs.fileno())]
+            self._processes.append(
+                subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], cwd=TESTS)
+            )
+            theirs.close()
+            self._pipes.append(ours)
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+        if not self._processes:
+            self.start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        deadline = time.monotonic() + limit_s
+        results: list[Any] = []
+        errors: dict[int, BaseException | str] = {}
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    errors[rank] = f"no answer after {limit_s} s"
+                    continue
+                failed, value = pipe.recv()
+            except EOFError:
+                errors[rank] = f"exited with {self._processes[rank].wait()}"
+                continue
+            if failed:
+                errors[rank] = value
+            results.append(value)
+        if errors:
+            self.close()
+            raise RankError(errors)
+        return results
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            try:
+                process.wait(2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+        self._pipes.clear()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+
+def _serve(fd: int) -> None:
+    pipe = Connection(fd)
+    comm = fastdist.init()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (False, function(comm, *args))
+        except BaseException:
+            answer = (True, traceback.format_exc())
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    _serve(int(sys.argv[1]))

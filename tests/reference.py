@@ -1,0 +1,94 @@
+"""What collectives must give, computed by numpy on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+SMALL_FLOATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+FLOATS = [*SMALL_FLOATS, "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+DTYPES = ["bool", *INTEGERS, *FLOATS, *COMPLEX]
+REDUCE_OPS = ["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def is_defined(op: str, dtype: str) -> bool:
+    if op in ("sum", "prod"):
+        return True
+    if op == "mean":
+        return dtype in FLOATS + COMPLEX
+    if op in ("min", "max"):
+        return dtype not in COMPLEX
+    return dtype in [*INTEGERS, "bool"]
+
+
+def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
+    """What rank `rank` holds: different on every rank, with signs and, for ints, overflow."""
+    rng = np.random.default_rng([seed, rank, size])
+    kind = numpy_dtype(dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, size).astype(bool)
+    if dtype in INTEGERS:
+        limits = np.iinfo(kind)
+        return rng.integers(limits.min, limits.max, size, kind, endpoint=True)
+    if dtype in COMPLEX:
+        return (rng.standard_normal(size) + 1j * rng.standard_normal(size)).astype(kind)
+    return rng.standard_normal(size).astype(kind)
+
+
+def small_complex(dtype: str, size: int, seed: int, rank: int) -> Array:
+    """Whole complex numbers, whose products are exact: numpy rounds them with fused operations."""
+    rng = np.random.default_rng([seed, rank, size])
+    return (rng.integers(-2, 3, size) + 1j * rng.integers(-2, 3, size)).astype(dtype)
+
+
+def reduced(inputs: list[Array], op: str) -> Array:
+    """The reduction in rank order; small floats in float32, rounded once at the end."""
+    dtype = inputs[0].dtype
+    name = dtype.name
+    if name == "bool":
+        pick = {"sum": np.logical_or, "max": np.logical_or, "or": np.logical_or}
+        function = pick.get(op, np.logical_xor if op == "xor" else np.logical_and)
+    else:
+        function = {
+            "sum": np.add,
+            "mean": np.add,
+            "prod": np.multiply,
+            "min": np.minimum,
+            "max": np.maximum,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+        }[op]
+    wide = [x.astype(np.float32) if name in SMALL_FLOATS else x for x in inputs]
+    result = wide[0].copy()
+    with np.errstate(all="ignore"):
+        for x in wide[1:]:
+            result = function(result, x)
+        if op == "mean":
+            # By parts: numpy divides complex numbers by multiplying with a rounded reciprocal.
+            parts = result.view(result.real.dtype)
+            result = (parts / np.array(len(inputs), parts.dtype)).view(result.dtype)
+        return result.astype(dtype)
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Equal bit by bit, except that any NaN equals any NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.tobytes() == b.tobytes():
+        return True
+    if a.dtype.kind == "c":
+        return same_bits(a.view(a.real.dtype), b.view(b.real.dtype))
+    raw = f"u{a.itemsize}"
+    nans = np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64))
+    return bool(((a.view(raw) == b.view(raw)) | nans).all())

@@ -1,0 +1,346 @@
+"""Who may import and include whom, and what the tree must look like. ARCHITECTURE.md says why."""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "fastdist"
+CSRC = ROOT / "csrc"
+
+# From the top down: a module imports from its own layer and from those below it.
+LAYERS = (
+    ("fastdist.__main__", "fastdist.cli", "fastdist.integrations"),
+    ("fastdist",),
+    ("fastdist.strategies",),
+    (
+        "fastdist.callbacks",
+        "fastdist.checkpoint",
+        "fastdist.context",
+        "fastdist.data",
+        "fastdist.gradients",
+        "fastdist.metrics",
+        "fastdist.modules",
+        "fastdist.nn",
+        "fastdist.ps",
+        "fastdist.values",
+        "fastdist.variables",
+    ),
+    ("fastdist.world",),
+    ("fastdist.communicator",),
+    ("fastdist.engines", "fastdist.rendezvous"),
+    ("fastdist._core",),
+)
+# Anyone imports these; they import nothing of fastdist but what is listed.
+LEAVES = {
+    "fastdist._config": (),
+    "fastdist._version": (),
+    "fastdist.arrays": (),
+    "fastdist.cluster": ("fastdist._config", "fastdist.errors"),
+    "fastdist.errors": (),
+}
+LAYER_OF = {module: level for level, layer in enumerate(LAYERS) for module in layer}
+
+# Folders of csrc/ that each one may include from, besides itself.
+INCLUDES = {
+    "bindings": {"core", "host", "table", "cuda", "nccl"},
+    "nccl": {"core", "cuda"},
+    "cuda": {"core"},
+    "host": {"core"},
+    "table": {"core"},
+    "core": set(),
+}
+PYTHON_HEADERS = re.compile(r"pybind11/|Python\.h$|numpy/")
+CUDA_HEADERS = re.compile(r"cuda|nccl|cub/|thrust/|cooperative_groups|device_launch|driver_types")
+TORCH_HEADERS = re.compile(r"torch/|ATen/|c10/")
+
+# Variables that launchers set for the ranks they start; everything else that begins with FASTDIST_
+# is a setting and read in _config.py.
+LAUNCH_VARIABLES = {"FASTDIST_JOB": ("cluster", "cli")}
+
+VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
+
+HEAVY_MODULES = ("torch", "cupy", "ml_dtypes", "jax", "tensorflow", "matplotlib", "rich")
+# `import fastdist` is to take less than 150 ms; numpy takes about half of that.
+IMPORT_S = 0.075
+IMPORT_SCRIPT = """
+import json, sys, time
+import numpy
+began_s = time.process_time()
+import fastdist
+print(json.dumps([time.process_time() - began_s, sorted(sys.modules)]))
+"""
+
+
+def python_modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent / Path(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".pyi").exists()
+
+
+def place_of(module: str) -> str:
+    """The entry of LAYERS or LEAVES that a module belongs to."""
+    while module != "fastdist":
+        if module in LAYER_OF or module in LEAVES:
+            return module
+        module = module.rpartition(".")[0]
+    return module
+
+
+def imports_of(module: str, path: Path) -> Iterator[tuple[str, int]]:
+    """What a file imports of fastdist, wherever in the file it does so, and in which line."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                inside = name.startswith("fastdist.") and is_module(name)
+                yield name if inside else base, node.lineno
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    importer, imported = place_of(importer), place_of(imported)
+    if importer == imported:
+        return True
+    if importer in LEAVES:
+        return imported in LEAVES[importer]
+    return imported in LEAVES or LAYER_OF[imported] >= LAYER_OF[importer]
+
+
+def sources() -> Iterator[Path]:
+    for path in sorted(CSRC.rglob("*")):
+        if path.suffix in (".h", ".cpp", ".cu", ".cuh"):
+            yield path
+
+
+def includes_of(path: Path) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := re.match(r'\s*#\s*include\s*[<"]([^>"]+)[>"]', line):
+            yield match[1]
+
+
+def tracked_files() -> list[str]:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git and a clone")
+    result = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"git ls-files: {result.stderr.strip()}")
+    return [name for name in result.stdout.splitlines() if (ROOT / name).exists()]
+
+
+def expand_braces(text: str) -> list[str]:
+    """`a.{h,cpp}` as `a.h`, `a.cpp`."""
+    match = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", text)
+    return [match[1] + part + match[3] for part in match[2].split(",")] if match else [text]
+
+
+def captions() -> dict[str, str]:
+    """What ARCHITECTURE.md says of each path: a heading per folder, a table row per file."""
+    found: dict[str, str] = {}
+    folder = None
+    for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.fullmatch(r"#+ `([^`]*/)`", line):
+            folder = heading[1].removeprefix("./")
+            found[folder] = ""
+        elif line.startswith("#"):
+            folder = None
+        elif folder is not None and (row := re.fullmatch(r"\| (`.*`) \| (.+) \|", line)):
+            for name in re.findall(r"`([^`]+)`", row[1]):
+                found |= {folder + file: row[2] for file in expand_braces(name)}
+        elif folder is not None and line.strip() and not line.startswith("|"):
+            found[folder] += line
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = [
+        module
+        for module, path in python_modules()
+        if module != "fastdist" and place_of(module) == "fastdist"
+    ]
+    assert homeless == [], "add them to LAYERS or LEAVES"
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {module} imports {imported}"
+        for module, path in python_modules()
+        for imported, line in imports_of(module, path)
+        if imported.split(".")[0] == "fastdist" and not is_allowed(module, imported)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("fastdist.cli.run", "fastdist.cluster.launch", True),
+        ("fastdist.cli.bench.worker", "fastdist", True),
+        ("fastdist.communicator", "fastdist._core", True),
+        ("fastdist.communicator", "fastdist.world", False),
+        ("fastdist.world", "fastdist", False),
+        ("fastdist.rendezvous", "fastdist.communicator", False),
+        ("fastdist.cluster.launch", "fastdist.errors", True),
+        ("fastdist.cluster.launch", "fastdist.world", False),
+        ("fastdist.errors", "fastdist._config", False),
+        ("fastdist.data.shards", "fastdist.strategies", False),
+    ],
+)
+def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
+    assert is_allowed(importer, imported) is allowed
+
+
+def test_imports_are_found_in_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "__init__.py"
+    path.write_text(
+        "import fastdist.world\nfrom fastdist import errors, init\nfrom . import run\n"
+        "from ..cluster import launch\ndef f():\n    from fastdist.communicator import Work\n"
+    )
+    assert [name for name, _ in sorted(imports_of("fastdist.cli", path), key=lambda x: x[1])] == [
+        "fastdist.world",
+        "fastdist.errors",
+        "fastdist",
+        "fastdist.cli.run",
+        "fastdist.cluster.launch",
+        "fastdist.communicator",
+    ]
+
+
+def test_includes_point_down() -> None:
+    wrong = []
+    for path in sources():
+        folder = path.relative_to(CSRC).parts[0]
+        for header in includes_of(path):
+            target = header.split("/")[0]
+            if (CSRC / target).is_dir() and target not in {folder} | INCLUDES[folder]:
+                wrong.append(f"{path.relative_to(ROOT)} includes {header}")
+    assert wrong == []
+
+
+def test_own_headers_are_included_by_their_path_in_csrc() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {header}"
+        for path in sources()
+        for header in re.findall(r'#\s*include\s*"([^"]+)"', path.read_text(encoding="utf-8"))
+        if not (CSRC / header).exists()
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "folders"),
+    [
+        (PYTHON_HEADERS, {"bindings"}),
+        (CUDA_HEADERS, {"cuda", "nccl"}),
+        (TORCH_HEADERS, set[str]()),
+    ],
+    ids=["python", "cuda", "torch"],
+)
+def test_foreign_headers_stay_in_their_folders(headers: re.Pattern[str], folders: set[str]) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {header}"
+        for path in sources()
+        if path.relative_to(CSRC).parts[0] not in folders
+        for header in includes_of(path)
+        if headers.match(header) and not (CSRC / header).exists()
+    ]
+    assert wrong == []
+
+
+def test_no_condition_on_cuda() -> None:
+    condition = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif)\b.*(CUDA|NCCL|NVCC)", re.MULTILINE)
+    assert [p for p in sources() if condition.search(p.read_text(encoding="utf-8"))] == [], "let CMake pick a file"
+
+
+def test_settings_are_read_in_one_file() -> None:
+    wrong = []
+    for module, path in python_modules():
+        folder = path.relative_to(PACKAGE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            name = node.value
+            if re.fullmatch(r"FASTDIST_\w*", name) is None or module == "fastdist._config":
+                continue
+            if folder not in LAUNCH_VARIABLES.get(name, ()):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    wrong += [
+        f"{path.relative_to(ROOT)} reads the environment"
+        for path in sources()
+        if re.search(r'getenv\s*\(\s*"FASTDIST', path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+
+
+def test_settings_are_documented_in_one_table() -> None:
+    tree = ast.parse((PACKAGE / "_config.py").read_text(encoding="utf-8"))
+    read = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"FASTDIST_\w+", node.value)
+    }
+    rows = re.findall(r"^\| (FASTDIST_\w+) \|", ast.get_docstring(tree) or "", re.MULTILINE)
+    assert sorted(rows) == sorted(read)
+
+
+def test_import_is_light() -> None:
+    runs = []
+    for _ in range(5):
+        result = subprocess.run(
+            [sys.executable, "-c", IMPORT_SCRIPT], capture_output=True, text=True, check=True
+        )
+        runs.append(json.loads(result.stdout))
+    assert [name for name in HEAVY_MODULES if name in runs[0][1]] == []
+    assert min(seconds for seconds, _ in runs) < IMPORT_S
+
+
+def test_names_of_files_say_what_is_inside() -> None:
+    vague = [
+        name
+        for name in tracked_files()
+        if VAGUE_NAMES & {Path(part).stem.lower().lstrip("_") for part in Path(name).parts}
+    ]
+    assert vague == []
+
+
+def test_every_tracked_path_has_a_caption() -> None:
+    captioned = captions()
+    paths = set(tracked_files())
+    paths |= {f"{parent}/" for name in paths for parent in Path(name).parents if parent.name}
+    assert sorted(path for path in paths if not captioned.get(path)) == []
+
+
+def test_every_caption_has_a_path() -> None:
+    assert [path for path in captions() if not (ROOT / path).exists()] == []
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
+    commands = [line.removeprefix("$ ") for line in blocks[1].splitlines() if line.strip()]
+    assert any("pytest" in command for command in commands), "README's second command block"
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert [command for command in commands if command not in ci] == []
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,8 @@
+"""The contract, ranks being processes that share memory."""
+
+from contract import CommunicatorContract
+from ranks import ProcessRanks
+
+
+class TestProcesses(CommunicatorContract):
+    ranks_class = ProcessRanks

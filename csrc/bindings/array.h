@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <utility>
 #include <vector>
 
 #include "core/types.h"
@@ -23,7 +24,11 @@ class Arrays {
     return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);
   }
   [[nodiscard]] bool is_list() const noexcept { return is_list_; }
-  [[nodiscard]] const pybind11::object& holder() const noexcept { return holder_; }
+  // Hands over what keeps the memory valid (or None), so that these views may be dropped without
+  // the GIL.
+  [[nodiscard]] pybind11::object take_holder() {
+    return holder_ ? std::exchange(holder_, {}) : pybind11::none();
+  }
 
  private:
   TensorView one_;

@@ -10,4 +10,7 @@ void bind_kernels(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
 
+// Inside a catch block: sets the Python error that the exception stands for.
+void translate_exception();
+
 }  // namespace fastdist::bindings

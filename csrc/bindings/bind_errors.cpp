@@ -1,6 +1,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <new>
+
 #include "bindings/bind.h"
 #include "core/error.h"
 
@@ -38,6 +41,20 @@ void raise(const Error& error) {
 }
 
 }  // namespace
+
+void translate_exception() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    raise(error);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
 
 void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {

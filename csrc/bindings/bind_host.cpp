@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <deque>
 #include <map>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "bindings/array.h"
 #include "bindings/bind.h"
 #include "bindings/caller.h"
+#include "bindings/fast_call.h"
 #include "bindings/work.h"
 #include "core/error.h"
 #include "host/communicator.h"
@@ -166,10 +168,6 @@ py::object keep(Things&&... things) {
   return py::make_tuple(std::forward<Things>(things)...);
 }
 
-py::object holder_of(const std::shared_ptr<Arrays>& arrays) {
-  return arrays->holder() ? arrays->holder() : py::object(py::none());
-}
-
 std::shared_ptr<Arrays> make_arrays(py::handle object, Access access, const char* argument) {
   return std::make_shared<Arrays>(object, access, argument);
 }
@@ -199,7 +197,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
           c.all_reduce(in->views(), to->views(), op, options);
         }
       },
-      keep(array, out, holder_of(in), holder_of(to)), in_place ? array : out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s, async);
 }
 
 py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py::handle out,
@@ -216,7 +214,7 @@ py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py
       [in, to, op, root, is_root](HostCommunicator& c, const CallOptions& options) {
         c.reduce(in->views(), is_root ? to->views() : TensorViews{}, op, root, options);
       },
-      keep(array, out, holder_of(in), holder_of(to)), in_place ? array : out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s, async);
 }
 
 py::object broadcast(Host& self, py::handle array, int root, double timeout_s, bool async) {
@@ -225,7 +223,7 @@ py::object broadcast(Host& self, py::handle array, int root, double timeout_s, b
   const auto in = make_arrays(array, is_root ? Access::kRead : Access::kWrite, "array");
   return self.run([in, root](HostCommunicator& c, const CallOptions& options) {
     c.broadcast(in->views(), root, options);
-  }, keep(array, holder_of(in)), array, timeout_s, async);
+  }, keep(array, in->take_holder()), array, timeout_s, async);
 }
 
 py::object all_gather(Host& self, py::handle array, py::handle out, double timeout_s, bool async) {
@@ -235,7 +233,7 @@ py::object all_gather(Host& self, py::handle array, py::handle out, double timeo
               "all_gather: out must hold every rank's array");
   return self.run([in, to](HostCommunicator& c, const CallOptions& options) {
     c.all_gather(only(*in), only(*to), options);
-  }, keep(array, out, holder_of(in), holder_of(to)), out, timeout_s, async);
+  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object gather(Host& self, py::handle array, int root, py::handle out, double timeout_s,
@@ -251,7 +249,7 @@ py::object gather(Host& self, py::handle array, int root, py::handle out, double
   }
   return self.run([in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
     c.gather(only(*in), is_root ? only(*to) : TensorView{}, root, options);
-  }, keep(array, out, holder_of(in), holder_of(to)), out, timeout_s, async);
+  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object scatter(Host& self, py::handle array, int root, py::handle out, double timeout_s,
@@ -267,7 +265,7 @@ py::object scatter(Host& self, py::handle array, int root, py::handle out, doubl
   }
   return self.run([in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
     c.scatter(is_root ? only(*in) : TensorView{}, only(*to), root, options);
-  }, keep(array, out, holder_of(in), holder_of(to)), out, timeout_s, async);
+  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::handle out,
@@ -280,7 +278,7 @@ py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::
   check_reducible(op, only(*in).dtype);
   return self.run([in, to, op](HostCommunicator& c, const CallOptions& options) {
     c.reduce_scatter(only(*in), only(*to), op, options);
-  }, keep(array, out, holder_of(in), holder_of(to)), out, timeout_s, async);
+  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object all_to_all(Host& self, py::handle array, py::handle out,
@@ -315,7 +313,7 @@ py::object all_to_all(Host& self, py::handle array, py::handle out,
   return self.run([in, to, counts = std::move(counts)](HostCommunicator& c,
                                                        const CallOptions& options) {
     c.all_to_all(only(*in), only(*to), counts, options);
-  }, keep(array, out, holder_of(in), holder_of(to)), out, timeout_s, async);
+  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object send(Host& self, py::handle array, int dst, double timeout_s, bool async) {
@@ -323,7 +321,7 @@ py::object send(Host& self, py::handle array, int dst, double timeout_s, bool as
   (void)only(*in);
   return self.run_in_lane(dst, true, [in, dst](HostCommunicator& c, const CallOptions& options) {
     c.send(only(*in), dst, options);
-  }, keep(array, holder_of(in)), array, timeout_s, async);
+  }, keep(array, in->take_holder()), array, timeout_s, async);
 }
 
 py::object recv(Host& self, py::handle array, int src, double timeout_s, bool async) {
@@ -331,7 +329,7 @@ py::object recv(Host& self, py::handle array, int src, double timeout_s, bool as
   (void)only(*to);
   return self.run_in_lane(src, false, [to, src](HostCommunicator& c, const CallOptions& options) {
     c.recv(only(*to), src, options);
-  }, keep(array, holder_of(to)), array, timeout_s, async);
+  }, keep(array, to->take_holder()), array, timeout_s, async);
 }
 
 py::object barrier(Host& self, double timeout_s, bool async) {
@@ -350,6 +348,29 @@ py::array empty(Host& self, std::size_t bytes) {
                    {std::size_t{1}}, reinterpret_cast<std::uint8_t*>((*block)->data()), owner);
 }
 
+// Every collective as a builtin bound to this communicator, by name.
+py::dict calls(const py::object& owner) {
+  static std::array<PyMethodDef, 11> definitions{
+      FastCall<&all_reduce>::define("all_reduce"),
+      FastCall<&reduce>::define("reduce"),
+      FastCall<&broadcast>::define("broadcast"),
+      FastCall<&all_gather>::define("all_gather"),
+      FastCall<&gather>::define("gather"),
+      FastCall<&scatter>::define("scatter"),
+      FastCall<&reduce_scatter>::define("reduce_scatter"),
+      FastCall<&all_to_all>::define("all_to_all"),
+      FastCall<&send>::define("send"),
+      FastCall<&recv>::define("recv"),
+      FastCall<&barrier>::define("barrier"),
+  };
+  auto& host = owner.cast<Host&>();
+  py::dict result;
+  for (PyMethodDef& definition : definitions) {
+    result[definition.ml_name] = bind_fast(definition, host, owner);
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind_host(py::module_& m) {
@@ -360,6 +381,11 @@ void bind_host(py::module_& m) {
       .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
       .def_readwrite("lane_bytes", &Tuning::lane_bytes)
       .def_readwrite("stream_bytes", &Tuning::stream_bytes)
+      .def_property(
+          "hold_us", [](const Tuning& t) { return static_cast<double>(t.hold.count()) / 1e3; },
+          [](Tuning& t, double us) {
+            t.hold = std::chrono::nanoseconds(static_cast<std::int64_t>(us * 1e3));
+          })
       .def_property(
           "spin_us", [](const Tuning& t) { return static_cast<double>(t.spin.count()) / 1e3; },
           [](Tuning& t, double us) {
@@ -400,17 +426,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("tuning", [](Host& h) { return h.communicator().tuning(); })
       .def("close", [](Host& h) { h.communicator().close(); })
       .def("empty", &empty)
-      .def("all_reduce", &all_reduce)
-      .def("reduce", &reduce)
-      .def("broadcast", &broadcast)
-      .def("all_gather", &all_gather)
-      .def("gather", &gather)
-      .def("scatter", &scatter)
-      .def("reduce_scatter", &reduce_scatter)
-      .def("all_to_all", &all_to_all)
-      .def("send", &send)
-      .def("recv", &recv)
-      .def("barrier", &barrier);
+      .def("calls", &calls);
 }
 
 }  // namespace fastdist::bindings

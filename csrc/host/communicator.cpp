@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "core/error.h"
@@ -167,8 +168,10 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     if (ready()) return;
     cpu_relax();
   }
+  // The peer may be waiting for this very core: after a moment, offer it.
   const auto start = Clock::now();
-  while (Clock::now() - start < tuning_.spin) {
+  for (auto now = start; now - start < tuning_.spin; now = Clock::now()) {
+    if (now - start > tuning_.hold) std::this_thread::yield();
     for (int i = 0; i < kSpinsPerClock; ++i) {
       if (ready()) return;
       cpu_relax();

@@ -34,7 +34,8 @@ struct Tuning {
   std::size_t chunk_bytes = std::size_t{1} << 20;   // of input per rank and round
   std::size_t lane_bytes = std::size_t{128} << 10;  // of a send per round
   std::size_t stream_bytes = std::size_t{4} << 20;  // results from here on bypass the caches
-  std::chrono::nanoseconds spin{std::chrono::microseconds{50}};  // waiting before sleeping
+  std::chrono::nanoseconds hold{std::chrono::microseconds{2}};   // spinning before yielding
+  std::chrono::nanoseconds spin{std::chrono::microseconds{50}};  // yielding before sleeping
 };
 
 class HostCommunicator final : public Communicator {

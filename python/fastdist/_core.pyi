@@ -2,8 +2,8 @@
 # Arrays are numpy's, torch's, or anything with DLPack or the buffer protocol; where a call takes
 # one array or a list of them, the parameter is called `arrays`.
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ class Tuning:
     chunk_bytes: int
     lane_bytes: int
     stream_bytes: int
+    hold_us: float
     spin_us: float
     def __init__(self) -> None: ...
 
@@ -48,7 +49,32 @@ class SharedBlock:
     @property
     def offset(self) -> int: ...
 
-# Every collective returns what it wrote or, when `async_op`, a Work whose `wait` returns that.
+# Builtins bound to one communicator; their arguments are positional, and the last two of each are
+# timeout_s and async_op. Each returns what it wrote or, when async_op, a Work whose `wait` returns
+# that.
+class _Calls(TypedDict):
+    # arrays, op, out or None to work in place, compress
+    all_reduce: Callable[[Any, str, Any | None, str | None, float, bool], Any]
+    # arrays, op, root, out or None to work in place
+    reduce: Callable[[Any, str, int, Any | None, float, bool], Any]
+    # arrays, root
+    broadcast: Callable[[Any, int, float, bool], Any]
+    # array, out
+    all_gather: Callable[[Any, Any, float, bool], Any]
+    # array, root, out (read on the root only)
+    gather: Callable[[Any, int, Any | None, float, bool], Any]
+    # array (read on the root only), root, out
+    scatter: Callable[[Any | None, int, Any, float, bool], Any]
+    # array, op, out
+    reduce_scatter: Callable[[Any, str, Any, float, bool], Any]
+    # array, out, elements from each rank to each rank (empty: equal parts)
+    all_to_all: Callable[[Any, Any, Sequence[int], float, bool], Any]
+    # array, destination
+    send: Callable[[Any, int, float, bool], Any]
+    # array, source
+    recv: Callable[[Any, int, float, bool], Any]
+    barrier: Callable[[float, bool], Any]
+
 class HostCommunicator:
     def __init__(
         self,
@@ -72,46 +98,4 @@ class HostCommunicator:
     def tuning(self) -> Tuning: ...
     def close(self, /) -> None: ...
     def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8]: ...
-    def all_reduce(
-        self,
-        arrays: Any,
-        op: str,
-        out: Any | None,
-        compress: str | None,
-        timeout_s: float,
-        async_op: bool,
-        /,
-    ) -> Any: ...
-    def reduce(
-        self,
-        arrays: Any,
-        op: str,
-        root: int,
-        out: Any | None,
-        timeout_s: float,
-        async_op: bool,
-        /,
-    ) -> Any: ...
-    def broadcast(self, arrays: Any, root: int, timeout_s: float, async_op: bool, /) -> Any: ...
-    def all_gather(self, array: Any, out: Any, timeout_s: float, async_op: bool, /) -> Any: ...
-    def gather(
-        self, array: Any, root: int, out: Any | None, timeout_s: float, async_op: bool, /
-    ) -> Any: ...
-    def scatter(
-        self, array: Any | None, root: int, out: Any, timeout_s: float, async_op: bool, /
-    ) -> Any: ...
-    def reduce_scatter(
-        self, array: Any, op: str, out: Any, timeout_s: float, async_op: bool, /
-    ) -> Any: ...
-    def all_to_all(
-        self,
-        array: Any,
-        out: Any,
-        counts: Sequence[int],
-        timeout_s: float,
-        async_op: bool,
-        /,
-    ) -> Any: ...
-    def send(self, array: Any, dst: int, timeout_s: float, async_op: bool, /) -> Any: ...
-    def recv(self, array: Any, src: int, timeout_s: float, async_op: bool, /) -> Any: ...
-    def barrier(self, timeout_s: float, async_op: bool, /) -> Any: ...
+    def calls(self, /) -> _Calls: ...

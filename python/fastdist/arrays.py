@@ -25,7 +25,9 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return tuple(shape) if shape is not None else np.asarray(memoryview(array)).shape
 
 
-def view_bytes(data: np.ndarray[Any, np.dtype[np.uint8]], shape: tuple[int, ...], dtype: Any) -> Any:
+def view_bytes(
+    data: np.ndarray[Any, np.dtype[np.uint8]], shape: tuple[int, ...], dtype: Any
+) -> Any:
     """`data` seen as an array of `shape`: torch's where `dtype` is torch's, else numpy's."""
     if type(dtype).__module__ == "torch":
         import torch
@@ -51,7 +53,9 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise ImportError(f"dtype {dtype!r} in numpy needs ml_dtypes: pip install ml_dtypes") from None
+        raise ImportError(
+            f"dtype {dtype!r} in numpy needs ml_dtypes: pip install ml_dtypes"
+        ) from None
     if not hasattr(ml_dtypes, dtype):
         raise TypeError(f"unknown dtype {dtype!r}")
     return np.dtype(getattr(ml_dtypes, dtype))

@@ -68,6 +68,18 @@ class Communicator:
     def __init__(self, host: _core.HostCommunicator, timeout_s: float) -> None:
         self._host = host
         self._timeout_s = timeout_s
+        calls = host.calls()
+        self._all_reduce = calls["all_reduce"]
+        self._reduce = calls["reduce"]
+        self._broadcast = calls["broadcast"]
+        self._all_gather = calls["all_gather"]
+        self._gather = calls["gather"]
+        self._scatter = calls["scatter"]
+        self._reduce_scatter = calls["reduce_scatter"]
+        self._all_to_all = calls["all_to_all"]
+        self._send = calls["send"]
+        self._recv = calls["recv"]
+        self._barrier = calls["barrier"]
         self.rank: int = host.rank
         self.world_size: int = host.size
 
@@ -121,9 +133,8 @@ class Communicator:
         """
         if bucket_bytes != "auto" and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
             raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
-        return self._host.all_reduce(
-            array, op, out, compress, self._timeout_s if timeout is None else timeout, async_op
-        )
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._all_reduce(array, op, out, compress, seconds, async_op)
 
     def reduce(
         self,
@@ -139,7 +150,8 @@ class Communicator:
 
         On other ranks `array` is not changed, and `out` not written.
         """
-        return self._host.reduce(array, op, root, out, self._timeout(timeout), async_op)
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._reduce(array, op, root, out, seconds, async_op)
 
     def broadcast(
         self,
@@ -158,7 +170,8 @@ class Communicator:
             if self.rank == root:
                 _copy_into(out, array)
             array = out
-        return self._host.broadcast(array, root, self._timeout(timeout), async_op)
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._broadcast(array, root, seconds, async_op)
 
     def all_gather(
         self,
@@ -180,12 +193,12 @@ class Communicator:
             `out`, or a new array of its shape.
         """
 
-        def one(array: Array, out: Array | None) -> Any:
-            if out is None:
-                out = new_like(array, _joined(shape_of(array), self.world_size))
-            return self._host.all_gather(array, out, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, out, async_op)
+        if isinstance(array, (list, tuple)):
+            return _each(self.all_gather, array, out, async_op=async_op, timeout=timeout)
+        if out is None:
+            out = new_like(array, _joined(shape_of(array), self.world_size))
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._all_gather(array, out, seconds, async_op)
 
     def gather(
         self,
@@ -202,14 +215,14 @@ class Communicator:
             `out` or a new array on the root, None on the other ranks.
         """
 
-        def one(array: Array, out: Array | None) -> Any:
-            if self.rank != root:
-                out = None
-            elif out is None:
-                out = new_like(array, _joined(shape_of(array), self.world_size))
-            return self._host.gather(array, root, out, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, out, async_op)
+        if isinstance(array, (list, tuple)):
+            return _each(self.gather, array, out, root=root, async_op=async_op, timeout=timeout)
+        if self.rank != root:
+            out = None
+        elif out is None:
+            out = new_like(array, _joined(shape_of(array), self.world_size))
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._gather(array, root, out, seconds, async_op)
 
     def scatter(
         self,
@@ -233,18 +246,18 @@ class Communicator:
             `out`, or a new array of its shape.
         """
 
-        def one(array: Array, out: Array | None) -> Any:
-            if out is None:
-                if self.rank != root or array is None:
-                    raise ValueError(
-                        f"scatter: rank {self.rank} needs out=, only the root knows the shape"
-                    )
-                out = new_like(array, _part(shape_of(array), self.world_size, "scatter"))
-            return self._host.scatter(array, root, out, self._timeout(timeout), async_op)
-
         if array is None and isinstance(out, (list, tuple)):
             array = [None] * len(out)
-        return _for_each(one, array, out, async_op)
+        if isinstance(array, (list, tuple)):
+            return _each(self.scatter, array, out, root=root, async_op=async_op, timeout=timeout)
+        if out is None:
+            if self.rank != root or array is None:
+                raise ValueError(
+                    f"scatter: rank {self.rank} needs out=, only the root knows the shape"
+                )
+            out = new_like(array, _part(shape_of(array), self.world_size, "scatter"))
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._scatter(array, root, out, seconds, async_op)
 
     def reduce_scatter(
         self,
@@ -268,12 +281,12 @@ class Communicator:
             `out`, or a new array of its shape.
         """
 
-        def one(array: Array, out: Array | None) -> Any:
-            if out is None:
-                out = new_like(array, _part(shape_of(array), self.world_size, "reduce_scatter"))
-            return self._host.reduce_scatter(array, op, out, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, out, async_op)
+        if isinstance(array, (list, tuple)):
+            return _each(self.reduce_scatter, array, out, op=op, async_op=async_op, timeout=timeout)
+        if out is None:
+            out = new_like(array, _part(shape_of(array), self.world_size, "reduce_scatter"))
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._reduce_scatter(array, op, out, seconds, async_op)
 
     def all_to_all(
         self,
@@ -297,19 +310,20 @@ class Communicator:
             `out`, or a new array of its shape.
         """
 
-        def one(array: Array, out: Array | None) -> Any:
+        if isinstance(array, (list, tuple)):
+            rest = {"splits": splits, "async_op": async_op, "timeout": timeout}
+            return _each(self.all_to_all, array, out, **rest)
+        counts: list[int] = []
+        if splits is not None:
             shape = shape_of(array)
-            counts: list[int] = []
-            if splits is not None:
-                table = self._exchange_splits(shape, splits, timeout)
-                row = int(np.prod(shape[1:], dtype=np.int64))
-                counts = (table.ravel() * row).tolist()
-                shape = (int(table[:, self.rank].sum()), *shape[1:])
+            table = self._exchange_splits(shape, splits, timeout)
+            counts = (table.ravel() * int(np.prod(shape[1:], dtype=np.int64))).tolist()
             if out is None:
-                out = new_like(array, shape)
-            return self._host.all_to_all(array, out, counts, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, out, async_op)
+                out = new_like(array, (int(table[:, self.rank].sum()), *shape[1:]))
+        elif out is None:
+            out = new_like(array, shape_of(array))
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._all_to_all(array, out, counts, seconds, async_op)
 
     def send(
         self, array: Arrays, dst: int, *, async_op: bool = False, timeout: float | None = None
@@ -319,25 +333,25 @@ class Communicator:
         Calls with the same peer and direction pair up in order; with `async_op`, calls with
         different peers or directions do not wait for each other.
         """
-
-        def one(array: Array, _: Any) -> Any:
-            return self._host.send(array, dst, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, None, async_op)
+        if isinstance(array, (list, tuple)):
+            results = [self.send(a, dst, async_op=async_op, timeout=timeout) for a in array]
+            return _Works(results) if async_op else results
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._send(array, dst, seconds, async_op)
 
     def recv(
         self, array: Arrays, src: int, *, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Receive into `array` what rank `src` sends. Returns `array`."""
-
-        def one(array: Array, _: Any) -> Any:
-            return self._host.recv(array, src, self._timeout(timeout), async_op)
-
-        return _for_each(one, array, None, async_op)
+        if isinstance(array, (list, tuple)):
+            results = [self.recv(a, src, async_op=async_op, timeout=timeout) for a in array]
+            return _Works(results) if async_op else results
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._recv(array, src, seconds, async_op)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return when every rank has called."""
-        return self._host.barrier(self._timeout(timeout), async_op)
+        return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
 
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
         """Give every rank the root's object, by pickle. Every rank must call."""
@@ -382,7 +396,9 @@ class Communicator:
         )
         return self._make(ranks, timeout)
 
-    def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator | None:
+    def subgroup(
+        self, ranks: Sequence[int], *, timeout: float | None = None
+    ) -> Communicator | None:
         """A communicator of these ranks, in this order. Every rank of this one must call.
 
         Returns:
@@ -405,9 +421,6 @@ class Communicator:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         count = int(np.prod(shape, dtype=np.int64))
         return view_bytes(self._host.empty(count * item_bytes(dtype)), shape, dtype)
-
-    def _timeout(self, timeout: float | None) -> float:
-        return self._timeout_s if timeout is None else timeout
 
     def _make(self, ranks: list[int], timeout: float | None) -> Communicator | None:
         host = self._host
@@ -438,16 +451,23 @@ class Communicator:
         return table
 
 
-def _for_each(
-    one: Callable[[Array, Array | None], Any], array: Arrays, out: Arrays | None, async_op: bool
+def _each(
+    call: Callable[..., Any],
+    arrays: Sequence[Array],
+    outs: Sequence[Array] | None,
+    *,
+    async_op: bool,
+    **rest: Any,
 ) -> Any:
-    """Call `one` on an array, or on each of a list."""
-    if not isinstance(array, (list, tuple)):
-        return one(array, out)
-    outs = [None] * len(array) if out is None else out
-    if len(outs) != len(array):
-        raise ValueError(f"out must be as many arrays as the input: {len(array)}, got {len(outs)}")
-    results = [one(a, o) for a, o in zip(array, outs, strict=True)]
+    """Make a call for each array of a list, as one."""
+    if outs is None:
+        outs = [None] * len(arrays)
+    elif len(outs) != len(arrays):
+        raise ValueError(f"out must be as many arrays as the input: {len(arrays)}, got {len(outs)}")
+    results = [
+        call(array, out=out, async_op=async_op, **rest)
+        for array, out in zip(arrays, outs, strict=True)
+    ]
     return _Works(results) if async_op else results
 
 

@@ -1,0 +1,89 @@
+// Calls from Python at the cost of a builtin: a third of what pybind11's dispatch takes, which is
+// as long as a small collective itself.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bind.h"
+#include "core/error.h"
+
+namespace fastdist::bindings {
+
+template <class T>
+inline T from_python(PyObject* object) {
+  return pybind11::cast<T>(pybind11::handle(object));
+}
+template <>
+inline pybind11::handle from_python<pybind11::handle>(PyObject* object) {
+  return object;
+}
+template <>
+inline double from_python<double>(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  return value;
+}
+template <>
+inline bool from_python<bool>(PyObject* object) {
+  const int value = PyObject_IsTrue(object);
+  if (value < 0) throw pybind11::error_already_set();
+  return value != 0;
+}
+template <>
+inline int from_python<int>(PyObject* object) {
+  const long value = PyLong_AsLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  if (value != static_cast<int>(value)) throw Error(ErrorCode::kValue, "number out of range");
+  return static_cast<int>(value);
+}
+
+// A builtin that calls `kFunction(self, arguments…)`; positional arguments only.
+template <auto kFunction>
+struct FastCall;
+
+template <class Self, class... A, pybind11::object (*kFunction)(Self&, A...)>
+struct FastCall<kFunction> {
+  static PyObject* call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+    try {
+      if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
+        throw Error(ErrorCode::kType, "expected " + std::to_string(sizeof...(A)) +
+                                          " arguments, got " + std::to_string(count));
+      }
+      auto& self = *static_cast<Self*>(PyCapsule_GetPointer(capsule, nullptr));
+      return invoke(self, arguments, std::index_sequence_for<A...>{}).release().ptr();
+    } catch (...) {
+      translate_exception();
+      return nullptr;
+    }
+  }
+  template <std::size_t... I>
+  static pybind11::object invoke(Self& self, PyObject* const* arguments,
+                                 std::index_sequence<I...>) {
+    return kFunction(self, from_python<A>(arguments[I])...);
+  }
+
+  static PyMethodDef define(const char* name) {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
+            METH_FASTCALL, nullptr};
+  }
+};
+
+// The builtin of a definition, which must live forever. `owner` holds `self` and is kept alive.
+template <class Self>
+pybind11::object bind_fast(PyMethodDef& definition, Self& self, pybind11::handle owner) {
+  const auto capsule = pybind11::reinterpret_steal<pybind11::object>(
+      PyCapsule_New(&self, nullptr, [](PyObject* c) {
+        Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(c)));
+      }));
+  if (!capsule) throw pybind11::error_already_set();
+  PyCapsule_SetContext(capsule.ptr(), owner.inc_ref().ptr());
+  return pybind11::reinterpret_steal<pybind11::object>(
+      PyCFunction_NewEx(&definition, capsule.ptr(), nullptr));
+}
+
+}  // namespace fastdist::bindings

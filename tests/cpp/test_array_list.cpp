@@ -1,0 +1,102 @@
+// Lists of arrays seen as one run, and signatures.
+
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "core/array_list.h"
+#include "core/signature.h"
+
+namespace fastdist::test {
+namespace {
+
+std::byte* address(std::size_t n) { return reinterpret_cast<std::byte*>(n); }
+
+CASE(pieces_cover_every_range_once_and_in_order) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 20'000; ++trial) {
+    std::vector<TensorView> arrays(random() % 8);
+    std::size_t total = 0;
+    for (TensorView& a : arrays) {
+      a = {address(4096), random() % 4 == 0 ? 0 : random() % 50, DType::kInt32, 0};
+      total += a.bytes();
+    }
+    const ArrayList list(arrays);
+    CHECK(list.bytes() == total);
+    CHECK(list.arrays().size() == arrays.size());
+    const std::size_t begin = total == 0 ? 0 : random() % (total + 1);
+    const std::size_t end = begin + (total == begin ? 0 : random() % (total - begin + 1));
+    std::size_t at = begin;
+    std::size_t last = 0;
+    list.for_each_piece(begin, end, [&](std::size_t i, std::size_t in_array, std::size_t in_run,
+                                        std::size_t bytes) {
+      CHECK(bytes > 0);
+      CHECK(in_run == at);
+      CHECK(i >= last && i < arrays.size());
+      CHECK(in_array + bytes <= arrays[i].bytes());
+      std::size_t start = 0;
+      for (std::size_t k = 0; k < i; ++k) start += arrays[k].bytes();
+      CHECK(start + in_array == in_run);
+      at += bytes;
+      last = i;
+    });
+    CHECK(at == end);
+  }
+}
+
+CASE(pieces_of_empty_lists) {
+  const auto never = [](std::size_t, std::size_t, std::size_t, std::size_t) { CHECK(false); };
+  ArrayList({}).for_each_piece(0, 0, never);
+  const TensorView empty{nullptr, 0, DType::kFloat64, 0};
+  ArrayList({&empty, 1}).for_each_piece(0, 0, never);
+  const std::vector<TensorView> three(3, empty);
+  ArrayList(three).for_each_piece(0, 0, never);
+}
+
+CASE(signatures_survive_packing) {
+  std::mt19937_64 random(2);
+  for (int trial = 0; trial < 1000; ++trial) {
+    const Signature s{.op = static_cast<Op>(random() % 11),
+                      .dtype = static_cast<DType>(random() % kDTypeCount),
+                      .reduce_op = static_cast<ReduceOp>(random() % kReduceOpCount),
+                      .root = static_cast<std::int16_t>(random()),
+                      .order = static_cast<std::uint16_t>(random()),
+                      .count = random(),
+                      .list = random()};
+    const Signature t = unpack_signature(s.packed(), s.count, s.list);
+    CHECK(t.op == s.op && t.dtype == s.dtype && t.reduce_op == s.reduce_op && t.root == s.root);
+    CHECK(t.order == s.order && t.count == s.count && t.list == s.list);
+    CHECK(!describe(s).empty());
+  }
+}
+
+CASE(lists_that_differ_hash_differently) {
+  const TensorView a{nullptr, 10, DType::kFloat32, 0};
+  const TensorView b{nullptr, 11, DType::kFloat32, 0};
+  const TensorView c{nullptr, 10, DType::kInt32, 0};
+  const TensorView d{nullptr, 10, DType::kFloat32, 77};
+  const std::vector<std::vector<TensorView>> lists{{},     {a},    {a, a}, {a, b}, {b, a},
+                                                   {a, c}, {c, a}, {a, d}, {d, a}, {a, a, a}};
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    CHECK(list_hash(lists[i]) != 0);
+    for (std::size_t k = 0; k < lists.size(); ++k) {
+      CHECK((list_hash(lists[i]) == list_hash(lists[k])) == (i == k));
+    }
+  }
+}
+
+CASE(names_of_types_go_both_ways) {
+  for (int d = 0; d < kDTypeCount; ++d) {
+    const auto dtype = static_cast<DType>(d);
+    CHECK(dtype_from_name(name_of(dtype)) == dtype);
+  }
+  for (int o = 0; o < kReduceOpCount; ++o) {
+    const auto op = static_cast<ReduceOp>(o);
+    CHECK(reduce_op_from_name(name_of(op)) == op);
+  }
+  CHECK(!dtype_from_name("float31"));
+  CHECK(!reduce_op_from_name(""));
+}
+
+}  // namespace
+}  // namespace fastdist::test

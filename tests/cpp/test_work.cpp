@@ -1,0 +1,114 @@
+// WorkQueue: order, exceptions, running at once when nothing is pending.
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/work.h"
+
+namespace fastdist::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+CASE(calls_run_in_order) {
+  std::vector<int> order;  // no lock: one call at a time is the promise
+  WorkQueue queue;
+  std::vector<std::shared_ptr<Work>> works;
+  for (int i = 0; i < 2000; ++i) {
+    if (i % 3 == 0 && queue.try_run([&] { order.push_back(i); })) continue;
+    works.push_back(queue.submit([&order, i] { order.push_back(i); }));
+  }
+  for (const auto& work : works) CHECK(work->wait(60s));
+  CHECK(order.size() == 2000);
+  for (int i = 0; i < 2000; ++i) CHECK(order[static_cast<std::size_t>(i)] == i);
+}
+
+CASE(an_exception_reaches_who_waits) {
+  WorkQueue queue;
+  const auto bad = queue.submit([] { throw Error(ErrorCode::kTimeout, "late"); });
+  const auto good = queue.submit([] {});
+  CHECK_THROWS(ErrorCode::kTimeout, (void)bad->wait(60s));
+  CHECK_THROWS(ErrorCode::kTimeout, (void)bad->wait(60s));  // and again
+  CHECK(bad->is_done());
+  CHECK(good->wait(60s));
+}
+
+CASE(try_run_passes_exceptions_and_stays_usable) {
+  WorkQueue queue;
+  CHECK_THROWS(ErrorCode::kValue, (void)queue.try_run([] { throw Error(ErrorCode::kValue, "no"); }));
+  bool ran = false;
+  CHECK(queue.try_run([&] { ran = true; }));
+  CHECK(ran);
+}
+
+CASE(a_wait_can_time_out) {
+  WorkQueue queue;
+  std::promise<void> go;
+  const auto work = queue.submit([&] { go.get_future().wait(); });
+  CHECK(!work->wait(5ms));
+  CHECK(!work->is_done());
+  CHECK(!queue.try_run([] { CHECK(false); }));  // a call is pending
+  go.set_value();
+  CHECK(work->wait(60s));
+}
+
+CASE(the_end_waits_for_what_was_submitted) {
+  std::atomic<int> ran{0};
+  for (int trial = 0; trial < 50; ++trial) {
+    WorkQueue queue;
+    for (int i = 0; i < 10; ++i) queue.submit([&] { ++ran; });
+  }
+  CHECK(ran == 500);
+}
+
+CASE(one_call_at_a_time_from_many_threads) {
+  WorkQueue queue;
+  int counter = 0;  // no lock
+  std::vector<std::thread> threads;
+  std::atomic<int> at_once{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) {
+        if (queue.try_run([&] { ++counter; })) {
+          ++at_once;
+        } else {
+          CHECK(queue.submit([&] { ++counter; })->wait(60s));
+        }
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  CHECK(counter == 2000);
+  CHECK(at_once > 0);
+}
+
+// What a call holds must be let go by a thread that knows it: not by the queue's own.
+CASE(a_call_is_let_go_by_who_waited) {
+  struct Probe {
+    std::atomic<int>* foreign;
+    std::thread::id home;
+    ~Probe() {
+      if (std::this_thread::get_id() != home) ++*foreign;
+    }
+  };
+  std::atomic<int> foreign{0};
+  WorkQueue queue;
+  for (int i = 0; i < 3000; ++i) {
+    auto probe = std::make_shared<Probe>(Probe{&foreign, std::this_thread::get_id()});
+    foreign = 0;
+    auto work = queue.submit([probe] {});
+    probe.reset();
+    CHECK(work->wait(60s));
+    work.reset();
+    CHECK_THAT(foreign == 0, "call " << i);
+  }
+}
+
+}  // namespace
+}  // namespace fastdist::test

@@ -12,6 +12,13 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 import pytest
+from fastdist import Communicator
+from fastdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
 from reference import (
     COMPLEX,
     DTYPES,
@@ -22,14 +29,6 @@ from reference import (
     same_bits,
     sample,
     small_complex,
-)
-
-from fastdist import Communicator
-from fastdist.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    FastdistError,
-    PeerFailureError,
 )
 
 # Empty, one, odd, a payload, one round, several rounds and a remainder.
@@ -234,7 +233,11 @@ def check_bad_arguments(comm: Communicator) -> None:
         (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
         (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
         (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
-        (TypeError, "compress works on", lambda: comm.all_reduce(np.zeros(2, int), compress="bf16")),
+        (
+            TypeError,
+            "compress works on",
+            lambda: comm.all_reduce(np.zeros(2, int), compress="bf16"),
+        ),
         (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
         (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
         (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
@@ -395,7 +398,9 @@ def check_random_calls(comm: Communicator, seed: int, calls: int) -> None:
             comm.broadcast(x, root)
             assert (x == base + root).all()
         elif kind == 2:
-            assert (comm.all_gather(base + r).reshape(n, size) == base + np.arange(n)[:, None]).all()
+            assert (
+                comm.all_gather(base + r).reshape(n, size) == base + np.arange(n)[:, None]
+            ).all()
         elif kind == 3:
             got = comm.all_to_all(np.concatenate([base + 10 * r + q for q in range(n)]))
             expected = np.concatenate([base + 10 * q + r for q in range(n)])

@@ -1,6 +1,7 @@
 """`fastdist doctor`: what it shows, in text and JSON, and when it says that something is wrong."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -185,9 +186,9 @@ def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPa
     def only_numpy(name: str) -> str:
         if name == "numpy":
             return "2.0"
-        raise libraries.importlib.metadata.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(libraries.importlib.metadata, "version", only_numpy)
+    monkeypatch.setattr(importlib.metadata, "version", only_numpy)
     assert fact(libraries.libraries_section(), "torch").value is None
     commands = [fact.key for fact in libraries.install_section().facts]
     assert "pip install 'fastdist[torch]'" in commands

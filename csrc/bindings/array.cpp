@@ -27,8 +27,9 @@ std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name
 }
 
 [[noreturn]] void throw_read_only(const char* argument) {
-  throw Error(ErrorCode::kValue,
-              std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
+  throw Error(
+      ErrorCode::kValue,
+      std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
 }
 
 // 0 for row-major memory, else a hash of the order of the axes; nothing where there are gaps.
@@ -39,7 +40,8 @@ std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::in
   std::int64_t count = 1;
   for (int i = 0; i < ndim; ++i) {
     count *= shape[i];
-    if (shape[i] != 1 && used < static_cast<int>(axes.size())) axes[static_cast<std::size_t>(used++)] = i;
+    if (shape[i] != 1 && used < static_cast<int>(axes.size()))
+      axes[static_cast<std::size_t>(used++)] = i;
   }
   if (count == 0 || strides == nullptr) return 0;
   const auto end = axes.begin() + used;
@@ -67,12 +69,30 @@ constexpr int kWriteable = 0x400;
 std::optional<DType> numpy_dtype(const py::detail::PyArray_Proxy* array) {
   constexpr auto kNone = std::optional<DType>{};
   static_assert(sizeof(long) == 8);
-  constexpr std::array<std::optional<DType>, 24> kBuiltin{
-      DType::kBool,   DType::kInt8,    DType::kUInt8,     DType::kInt16,      DType::kUInt16,
-      DType::kInt32,  DType::kUInt32,  DType::kInt64,     DType::kUInt64,     DType::kInt64,
-      DType::kUInt64, DType::kFloat32, DType::kFloat64,   kNone,              DType::kComplex64,
-      DType::kComplex128, kNone,       kNone,             kNone,              kNone,
-      kNone,          kNone,           kNone,             DType::kFloat16};
+  constexpr std::array<std::optional<DType>, 24> kBuiltin{DType::kBool,
+                                                          DType::kInt8,
+                                                          DType::kUInt8,
+                                                          DType::kInt16,
+                                                          DType::kUInt16,
+                                                          DType::kInt32,
+                                                          DType::kUInt32,
+                                                          DType::kInt64,
+                                                          DType::kUInt64,
+                                                          DType::kInt64,
+                                                          DType::kUInt64,
+                                                          DType::kFloat32,
+                                                          DType::kFloat64,
+                                                          kNone,
+                                                          DType::kComplex64,
+                                                          DType::kComplex128,
+                                                          kNone,
+                                                          kNone,
+                                                          kNone,
+                                                          kNone,
+                                                          kNone,
+                                                          kNone,
+                                                          kNone,
+                                                          DType::kFloat16};
   const auto* descr = py::detail::array_descriptor1_proxy(array->descr);
   if (descr->byteorder == '>') return std::nullopt;
   const int number = descr->type_num;
@@ -165,10 +185,10 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* a
   }
   const auto dtype = dlpack_dtype(t.dtype);
   if (!dtype) {
-    throw Error(ErrorCode::kType, std::string(argument) + " has a dtype that collectives do not know (" +
-                                      type_name(object) + ", DLPack code " +
-                                      std::to_string(t.dtype.code) + ", " +
-                                      std::to_string(t.dtype.bits) + " bits)");
+    throw Error(ErrorCode::kType,
+                std::string(argument) + " has a dtype that collectives do not know (" +
+                    type_name(object) + ", DLPack code " + std::to_string(t.dtype.code) + ", " +
+                    std::to_string(t.dtype.bits) + " bits)");
   }
   const auto order = axis_order(t.shape, t.strides, t.ndim);
   if (!order) throw_strided(argument, object);
@@ -223,16 +243,15 @@ TensorView view_dlpack_object(py::handle object, Access access, const char* argu
     }
     return view_dlpack(managed->tensor, object, argument);
   }
-  const auto* managed = static_cast<const dlpack::ManagedTensor*>(
-      PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+  const auto* managed =
+      static_cast<const dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
   return view_dlpack(managed->tensor, object, argument);
 }
 
 // --- buffer protocol --------------------------------------------------------------------------
 
-TensorView view_buffer(py::handle object, Access access, const char* argument,
-                       py::object& holder) {
+TensorView view_buffer(py::handle object, Access access, const char* argument, py::object& holder) {
   // numpy knows every format of the protocol; through a memoryview it never copies.
   const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
   if (!view) throw py::error_already_set();
@@ -291,9 +310,9 @@ void check_fits(const Arrays& in, const Arrays& out) {
   const TensorViews a = in.views();
   const TensorViews b = out.views();
   if (in.is_list() != out.is_list() || a.size() != b.size()) {
-    throw Error(ErrorCode::kValue,
-                "out must be as many arrays as the input: expected " + std::to_string(a.size()) +
-                    ", got " + std::to_string(b.size()));
+    throw Error(ErrorCode::kValue, "out must be as many arrays as the input: expected " +
+                                       std::to_string(a.size()) + ", got " +
+                                       std::to_string(b.size()));
   }
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].count != b[i].count || a[i].dtype != b[i].dtype || a[i].order != b[i].order) {

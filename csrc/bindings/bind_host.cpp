@@ -38,9 +38,8 @@ ReduceOp to_reduce_op(py::handle name) {
                                   : reduce_op_from_name({text, static_cast<std::size_t>(length)});
   if (op) return *op;
   PyErr_Clear();
-  throw Error(ErrorCode::kValue,
-              "op must be sum, mean, prod, min, max, and, or or xor, got " +
-                  py::repr(name).cast<std::string>());
+  throw Error(ErrorCode::kValue, "op must be sum, mean, prod, min, max, and, or or xor, got " +
+                                     py::repr(name).cast<std::string>());
 }
 
 DType to_wire(py::handle name) {
@@ -197,7 +196,8 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
           c.all_reduce(in->views(), to->views(), op, options);
         }
       },
-      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s,
+      async);
 }
 
 py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py::handle out,
@@ -214,16 +214,19 @@ py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py
       [in, to, op, root, is_root](HostCommunicator& c, const CallOptions& options) {
         c.reduce(in->views(), is_root ? to->views() : TensorViews{}, op, root, options);
       },
-      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s,
+      async);
 }
 
 py::object broadcast(Host& self, py::handle array, int root, double timeout_s, bool async) {
   self.check_root(root);
   const bool is_root = self.communicator().rank() == root;
   const auto in = make_arrays(array, is_root ? Access::kRead : Access::kWrite, "array");
-  return self.run([in, root](HostCommunicator& c, const CallOptions& options) {
-    c.broadcast(in->views(), root, options);
-  }, keep(array, in->take_holder()), array, timeout_s, async);
+  return self.run(
+      [in, root](HostCommunicator& c, const CallOptions& options) {
+        c.broadcast(in->views(), root, options);
+      },
+      keep(array, in->take_holder()), array, timeout_s, async);
 }
 
 py::object all_gather(Host& self, py::handle array, py::handle out, double timeout_s, bool async) {
@@ -231,9 +234,11 @@ py::object all_gather(Host& self, py::handle array, py::handle out, double timeo
   const auto to = make_arrays(out, Access::kWrite, "out");
   check_sizes(row_major(*in), row_major(*to), self.communicator().size(),
               "all_gather: out must hold every rank's array");
-  return self.run([in, to](HostCommunicator& c, const CallOptions& options) {
-    c.all_gather(only(*in), only(*to), options);
-  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+  return self.run(
+      [in, to](HostCommunicator& c, const CallOptions& options) {
+        c.all_gather(only(*in), only(*to), options);
+      },
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object gather(Host& self, py::handle array, int root, py::handle out, double timeout_s,
@@ -247,9 +252,11 @@ py::object gather(Host& self, py::handle array, int root, py::handle out, double
     check_sizes(view, row_major(*to), self.communicator().size(),
                 "gather: out must hold every rank's array on the root");
   }
-  return self.run([in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
-    c.gather(only(*in), is_root ? only(*to) : TensorView{}, root, options);
-  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+  return self.run(
+      [in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
+        c.gather(only(*in), is_root ? only(*to) : TensorView{}, root, options);
+      },
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object scatter(Host& self, py::handle array, int root, py::handle out, double timeout_s,
@@ -263,9 +270,11 @@ py::object scatter(Host& self, py::handle array, int root, py::handle out, doubl
     check_sizes(view, row_major(*in), self.communicator().size(),
                 "scatter: the root's array must hold every rank's part");
   }
-  return self.run([in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
-    c.scatter(is_root ? only(*in) : TensorView{}, only(*to), root, options);
-  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+  return self.run(
+      [in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
+        c.scatter(is_root ? only(*in) : TensorView{}, only(*to), root, options);
+      },
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::handle out,
@@ -276,13 +285,15 @@ py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::
   check_sizes(row_major(*to), row_major(*in), self.communicator().size(),
               "reduce_scatter: the array must hold one part per rank");
   check_reducible(op, only(*in).dtype);
-  return self.run([in, to, op](HostCommunicator& c, const CallOptions& options) {
-    c.reduce_scatter(only(*in), only(*to), op, options);
-  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+  return self.run(
+      [in, to, op](HostCommunicator& c, const CallOptions& options) {
+        c.reduce_scatter(only(*in), only(*to), op, options);
+      },
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
-py::object all_to_all(Host& self, py::handle array, py::handle out,
-                      std::vector<std::size_t> counts, double timeout_s, bool async) {
+py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
+                      double timeout_s, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
   const TensorView& from = row_major(*in);
@@ -304,32 +315,39 @@ py::object all_to_all(Host& self, py::handle array, py::handle out,
                                        " ranks; pass splits=");
   }
   if (from.dtype != into.dtype || from.count != sent || into.count != received) {
-    throw Error(ErrorCode::kValue,
-                "all_to_all: expected to send " + std::to_string(sent) + " and receive " +
-                    std::to_string(received) + " elements, got arrays of " +
-                    std::to_string(from.count) + " and " + std::to_string(into.count));
+    throw Error(ErrorCode::kValue, "all_to_all: expected to send " + std::to_string(sent) +
+                                       " and receive " + std::to_string(received) +
+                                       " elements, got arrays of " + std::to_string(from.count) +
+                                       " and " + std::to_string(into.count));
   }
   check_apart(from, into);
-  return self.run([in, to, counts = std::move(counts)](HostCommunicator& c,
-                                                       const CallOptions& options) {
-    c.all_to_all(only(*in), only(*to), counts, options);
-  }, keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+  return self.run(
+      [in, to, counts = std::move(counts)](HostCommunicator& c, const CallOptions& options) {
+        c.all_to_all(only(*in), only(*to), counts, options);
+      },
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
 }
 
 py::object send(Host& self, py::handle array, int dst, double timeout_s, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   (void)only(*in);
-  return self.run_in_lane(dst, true, [in, dst](HostCommunicator& c, const CallOptions& options) {
-    c.send(only(*in), dst, options);
-  }, keep(array, in->take_holder()), array, timeout_s, async);
+  return self.run_in_lane(
+      dst, true,
+      [in, dst](HostCommunicator& c, const CallOptions& options) {
+        c.send(only(*in), dst, options);
+      },
+      keep(array, in->take_holder()), array, timeout_s, async);
 }
 
 py::object recv(Host& self, py::handle array, int src, double timeout_s, bool async) {
   const auto to = make_arrays(array, Access::kWrite, "array");
   (void)only(*to);
-  return self.run_in_lane(src, false, [to, src](HostCommunicator& c, const CallOptions& options) {
-    c.recv(only(*to), src, options);
-  }, keep(array, to->take_holder()), array, timeout_s, async);
+  return self.run_in_lane(
+      src, false,
+      [to, src](HostCommunicator& c, const CallOptions& options) {
+        c.recv(only(*to), src, options);
+      },
+      keep(array, to->take_holder()), array, timeout_s, async);
 }
 
 py::object barrier(Host& self, double timeout_s, bool async) {
@@ -343,9 +361,10 @@ py::array empty(Host& self, std::size_t bytes) {
   const int machine_rank = c.members()[static_cast<std::size_t>(c.rank())];
   auto* block = new std::shared_ptr<SharedBlock>(
       std::make_shared<SharedBlock>(c.machine(), machine_rank, bytes));
-  const py::capsule owner(block, [](void* p) { delete static_cast<std::shared_ptr<SharedBlock>*>(p); });
-  return py::array(py::dtype::of<std::uint8_t>(), {bytes},
-                   {std::size_t{1}}, reinterpret_cast<std::uint8_t*>((*block)->data()), owner);
+  const py::capsule owner(block,
+                          [](void* p) { delete static_cast<std::shared_ptr<SharedBlock>*>(p); });
+  return py::array(py::dtype::of<std::uint8_t>(), {bytes}, {std::size_t{1}},
+                   reinterpret_cast<std::uint8_t*>((*block)->data()), owner);
 }
 
 // Every collective as a builtin bound to this communicator, by name.
@@ -409,11 +428,11 @@ void bind_host(py::module_& m) {
 
   // The part of a communicator's memory that this rank owns, in its own segment.
   py::class_<SharedBlock, std::shared_ptr<SharedBlock>>(m, "SharedBlock")
-      .def(py::init([](std::shared_ptr<Machine> machine, int machine_rank, int ranks,
-                       const Tuning& tuning) {
-        return std::make_shared<SharedBlock>(std::move(machine), machine_rank,
-                                             HostCommunicator::block_bytes(ranks, tuning));
-      }))
+      .def(py::init(
+          [](std::shared_ptr<Machine> machine, int machine_rank, int ranks, const Tuning& tuning) {
+            return std::make_shared<SharedBlock>(std::move(machine), machine_rank,
+                                                 HostCommunicator::block_bytes(ranks, tuning));
+          }))
       .def_property_readonly("offset", &SharedBlock::offset);
 
   py::class_<Host>(m, "HostCommunicator")

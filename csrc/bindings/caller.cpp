@@ -5,8 +5,8 @@ namespace py = pybind11;
 namespace fastdist::bindings {
 
 std::string python_location() {
-  py::object frame = py::reinterpret_borrow<py::object>(
-      reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  py::object frame =
+      py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none()) {
     const std::string module =
         py::str(frame.attr("f_globals").attr("get")("__name__", "")).cast<std::string>();

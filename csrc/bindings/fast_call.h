@@ -68,16 +68,16 @@ struct FastCall<kFunction> {
   }
 
   static PyMethodDef define(const char* name) {
-    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
-            METH_FASTCALL, nullptr};
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
+            nullptr};
   }
 };
 
 // The builtin of a definition, which must live forever. `owner` holds `self` and is kept alive.
 template <class Self>
 pybind11::object bind_fast(PyMethodDef& definition, Self& self, pybind11::handle owner) {
-  const auto capsule = pybind11::reinterpret_steal<pybind11::object>(
-      PyCapsule_New(&self, nullptr, [](PyObject* c) {
+  const auto capsule =
+      pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(&self, nullptr, [](PyObject* c) {
         Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(c)));
       }));
   if (!capsule) throw pybind11::error_already_set();

@@ -36,8 +36,8 @@ constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean",
                                                                   "max", "and",  "or",   "xor"};
 
 constexpr std::array<std::string_view, 11> kOps{
-    "all_reduce", "reduce",         "broadcast",  "all_gather", "gather", "scatter",
-    "reduce_scatter", "all_to_all", "send", "recv",   "barrier"};
+    "all_reduce",     "reduce",     "broadcast", "all_gather", "gather", "scatter",
+    "reduce_scatter", "all_to_all", "send",      "recv",       "barrier"};
 
 bool is_integer(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kUInt64; }
 bool is_complex(DType dtype) { return dtype >= DType::kComplex64; }

@@ -86,9 +86,9 @@ void HostCommunicator::check_usable() const {
     case Departure::kTimeout:
     case Departure::kPeerFailure:
     case Departure::kInterrupted:
-      throw Error(ErrorCode::kState,
-                  "the communicator cannot be used any more on rank " + std::to_string(rank_) +
-                      ": an earlier call failed half-way; make a new one");
+      throw Error(ErrorCode::kState, "the communicator cannot be used any more on rank " +
+                                         std::to_string(rank_) +
+                                         ": an earlier call failed half-way; make a new one");
   }
 }
 
@@ -260,12 +260,12 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   if (missing.empty()) missing.push_back(p);
   std::string names;
   for (const int q : missing) names += (names.empty() ? "" : ", ") + std::to_string(q);
-  depart(Departure::kTimeout, p,
-         Error(ErrorCode::kTimeout,
-               describe(wait.signature) + " on rank " + std::to_string(rank_) +
-                   " timed out after " + seconds(waited) + " waiting for rank " + names +
-                   last_calls(),
-               std::move(missing)));
+  depart(
+      Departure::kTimeout, p,
+      Error(ErrorCode::kTimeout,
+            describe(wait.signature) + " on rank " + std::to_string(rank_) + " timed out after " +
+                seconds(waited) + " waiting for rank " + names + last_calls(),
+            std::move(missing)));
 }
 
 void HostCommunicator::leave(Departure why, int blamed) noexcept {
@@ -306,12 +306,12 @@ std::string HostCommunicator::last_calls() const {
     const std::uint64_t sequence = last_sequence(p);
     const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
     text += "\n  rank " + std::to_string(p) + ": ";
-    text += sequence == 0 ? "none"
-                          : "call " + std::to_string(sequence) + ", " +
-                                describe(unpack_signature(
-                                    h.signature.load(std::memory_order_relaxed),
-                                    h.count.load(std::memory_order_relaxed),
-                                    h.list.load(std::memory_order_relaxed)));
+    text += sequence == 0
+                ? "none"
+                : "call " + std::to_string(sequence) + ", " +
+                      describe(unpack_signature(h.signature.load(std::memory_order_relaxed),
+                                                h.count.load(std::memory_order_relaxed),
+                                                h.list.load(std::memory_order_relaxed)));
   }
   return text;
 }

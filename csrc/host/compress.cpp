@@ -15,9 +15,7 @@ constexpr std::size_t kBucketElements = std::size_t{1} << 20;
 
 float largest_finite(DType wire) { return wire == DType::kFloat8E5M2 ? 57344.0F : 448.0F; }
 
-bool needs_scale(DType wire) {
-  return wire == DType::kFloat8E4M3FN || wire == DType::kFloat8E5M2;
-}
+bool needs_scale(DType wire) { return wire == DType::kFloat8E4M3FN || wire == DType::kFloat8E5M2; }
 
 // Per array, the power of two that maps n times the largest magnitude on any rank into range.
 std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, DType wire,
@@ -40,8 +38,8 @@ std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, D
 
 }  // namespace
 
-void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out,
-                           ReduceOp op, DType wire, const CallOptions& options) {
+void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out, ReduceOp op,
+                           DType wire, const CallOptions& options) {
   if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
     throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
                                        std::string(name_of(op)) + "\"");

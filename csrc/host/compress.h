@@ -8,7 +8,7 @@ namespace fastdist::host {
 // float32 and float64 arrays only, sum and mean only. Inputs are rounded to `wire`, reduced in
 // float32, and the result is rounded to `wire` once more; every rank gets the same bits. For
 // float8 each array is scaled by a power of two so that the reduced values fit its range.
-void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out,
-                           ReduceOp op, DType wire, const CallOptions& options);
+void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out, ReduceOp op,
+                           DType wire, const CallOptions& options);
 
 }  // namespace fastdist::host

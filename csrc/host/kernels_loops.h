@@ -103,7 +103,8 @@ struct Float16Codec {
     // Adding 0.5 lines the bits of a subnormal up and rounds them to nearest even.
     const U subnormal = bits<U>(F(bits<F>(magnitude) + 0.5F)) - 0x3F000000U;
     const U finite = select(magnitude < (113U << 23), subnormal, normal);
-    const U special = select(magnitude > 0x7F800000U, U(magnitude >> 13 | 0x7E00U), U(sign * 0U + 0x7C00U));
+    const U special =
+        select(magnitude > 0x7F800000U, U(magnitude >> 13 | 0x7E00U), U(sign * 0U + 0x7C00U));
     return sign | select(magnitude >= 0x477FF000U, special, finite);
   }
 };
@@ -112,9 +113,7 @@ template <class Codec>
 struct HalfPrecision {
   using Storage = std::uint16_t;
   using Value = float;
-  static float read(const Storage* p) {
-    return Codec::template widen<float>(std::uint32_t{*p});
-  }
+  static float read(const Storage* p) { return Codec::template widen<float>(std::uint32_t{*p}); }
   static void write(Storage* p, float v) {
     *p = static_cast<Storage>(Codec::template narrow<std::uint32_t>(v));
   }
@@ -274,7 +273,8 @@ void reduce_loop(std::byte* dst_bytes, const std::byte* const* source_bytes, std
   std::size_t i = 0;
   for (; i + kUnroll * kLanes <= count; i += kUnroll * kLanes) {
     V acc[kUnroll];
-    for (std::size_t u = 0; u < kUnroll; ++u) acc[u] = Format::read_vector(sources[0] + i + u * kLanes);
+    for (std::size_t u = 0; u < kUnroll; ++u)
+      acc[u] = Format::read_vector(sources[0] + i + u * kLanes);
     for (std::size_t s = 1; s < n; ++s) {
       for (std::size_t u = 0; u < kUnroll; ++u) {
         acc[u] = Operation::apply(acc[u], Format::read_vector(sources[s] + i + u * kLanes));
@@ -287,7 +287,8 @@ void reduce_loop(std::byte* dst_bytes, const std::byte* const* source_bytes, std
   for (; i < count; ++i) {
     auto acc = Format::read(sources[0] + i);
     for (std::size_t s = 1; s < n; ++s) {
-      acc = static_cast<typename Format::Value>(Operation::apply(acc, Format::read(sources[s] + i)));
+      acc =
+          static_cast<typename Format::Value>(Operation::apply(acc, Format::read(sources[s] + i)));
     }
     Format::write(dst + i, static_cast<typename Format::Value>(Finish::finish(acc, n)));
   }
@@ -473,7 +474,8 @@ void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
   std::size_t i = head;
   for (; i + kBlock <= bytes; i += kBlock) {
     Vector<float> v[kBlock / kVector];
-    for (std::size_t u = 0; u < kBlock / kVector; ++u) v[u] = load<Vector<float>>(src + i + u * kVector);
+    for (std::size_t u = 0; u < kBlock / kVector; ++u)
+      v[u] = load<Vector<float>>(src + i + u * kVector);
     for (std::size_t u = 0; u < kBlock / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
   }
   __builtin_memcpy(dst + i, src + i, bytes - i);

@@ -34,8 +34,12 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                             .order = static_cast<std::uint16_t>(in.order),
                             .count = in.count};
   const bool reach = in.bytes() > tuning_.in_place_bytes;
-  Transfer transfer{dst, in, ++sent_[static_cast<std::size_t>(dst)], &half,
-                    &peer(dst).lanes[rank_].from, reach ? locate({&in, 1}) : 0,
+  Transfer transfer{dst,
+                    in,
+                    ++sent_[static_cast<std::size_t>(dst)],
+                    &half,
+                    &peer(dst).lanes[rank_].from,
+                    reach ? locate({&in, 1}) : 0,
                     Wait{&options, signature, &half.bell, {}}};
   open(transfer);
   push(transfer);
@@ -48,8 +52,13 @@ void HostCommunicator::recv(TensorView out, int src, const CallOptions& options)
                             .root = static_cast<std::int16_t>(src),
                             .order = static_cast<std::uint16_t>(out.order),
                             .count = out.count};
-  Transfer transfer{src, out, ++received_[static_cast<std::size_t>(src)], &half,
-                    &peer(src).lanes[rank_].to, 0, Wait{&options, signature, &half.bell, {}}};
+  Transfer transfer{src,
+                    out,
+                    ++received_[static_cast<std::size_t>(src)],
+                    &half,
+                    &peer(src).lanes[rank_].to,
+                    0,
+                    Wait{&options, signature, &half.bell, {}}};
   open(transfer);
   take(transfer);
 }
@@ -84,8 +93,8 @@ void HostCommunicator::compare(const Transfer& transfer) {
   const std::string where = transfer.wait.options->caller->location();
   throw Error(ErrorCode::kMismatch,
               "send and recv do not fit (transfer " + std::to_string(transfer.number) +
-                  " between these ranks):\n  rank " + std::to_string(rank_) + ": " +
-                  describe(own) + (where.empty() ? "" : " at " + where) + "\n  rank " +
+                  " between these ranks):\n  rank " + std::to_string(rank_) + ": " + describe(own) +
+                  (where.empty() ? "" : " at " + where) + "\n  rank " +
                   std::to_string(transfer.other) + ": " + describe(other),
               {transfer.other});
 }

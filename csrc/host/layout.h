@@ -44,13 +44,13 @@ struct alignas(kCacheLine) Header {
 static_assert(sizeof(Header) == kCacheLine);
 
 struct Control {
-  Bell bell;  // of the thread that runs collectives
+  Bell bell;                             // of the thread that runs collectives
   alignas(kCacheLine) Counter exposed;   // rounds whose input lies in the staging area
   alignas(kCacheLine) Counter consumed;  // rounds whose peers' input has been read
   alignas(kCacheLine) Counter gathered;  // rounds whose peers' results have been read
   alignas(kCacheLine) std::atomic<std::uint32_t> departure;
-  std::atomic<std::uint32_t> blamed;  // the rank that a departure is about
-  std::atomic<std::uint32_t> closed;  // how many ranks are done with this block
+  std::atomic<std::uint32_t> blamed;      // the rank that a departure is about
+  std::atomic<std::uint32_t> closed;      // how many ranks are done with this block
   alignas(kCacheLine) Counter described;  // the mismatch that `description` is about
   std::array<char, 1024 - sizeof(Counter)> description;
 };

@@ -31,7 +31,7 @@ void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) 
 struct HostCommunicator::PullPlan {
   ArrayList source;
   ArrayList target;
-  bool shared;  // every reader reads the same range: it is exposed once
+  bool shared;   // every reader reads the same range: it is exposed once
   bool aligned;  // takes_ lie at the same place in source and target (lists, in place)
 };
 
@@ -51,10 +51,10 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     header.output.store(bytes, std::memory_order_relaxed);
     if (location == 0 && small) {
       std::byte* payload = payload_of(rank_, bytes);
-      plan.source.for_each_piece(0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at,
-                                               std::size_t length) {
-        std::memcpy(payload + run_at, plan.source.arrays()[i].data + at, length);
-      });
+      plan.source.for_each_piece(
+          0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            std::memcpy(payload + run_at, plan.source.arrays()[i].data + at, length);
+          });
     }
   }
   exchange(header, signature);
@@ -68,12 +68,13 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     if (take.size() == 0) continue;
     if (p == rank_) {
       if (gives_staged) continue;  // copied round by round, while it is in the cache
-      plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
-                                                           std::size_t run_at, std::size_t length) {
-        const std::byte* src = plan.source.arrays()[plan.aligned ? i : 0].data;
-        copy(plan.target.arrays()[i].data + at,
-             src + (plan.aligned ? at : gives_[q].begin + run_at - take.begin), length, stream);
-      });
+      plan.target.for_each_piece(
+          take.begin, take.end,
+          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            const std::byte* src = plan.source.arrays()[plan.aligned ? i : 0].data;
+            copy(plan.target.arrays()[i].data + at,
+                 src + (plan.aligned ? at : gives_[q].begin + run_at - take.begin), length, stream);
+          });
       continue;
     }
     const Header& theirs = header_of(p);
@@ -83,14 +84,15 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
       any_staged = true;
       continue;
     }
-    plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
-                                                         std::size_t run_at, std::size_t length) {
-      const std::size_t from = starts_[q] + (run_at - take.begin);
-      const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
-                             : plan.aligned   ? data_of(p, their_input, i) + at
-                                              : data_of(p, their_input, 0) + from;
-      copy(plan.target.arrays()[i].data + at, src, length, stream);
-    });
+    plan.target.for_each_piece(
+        take.begin, take.end,
+        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+          const std::size_t from = starts_[q] + (run_at - take.begin);
+          const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
+                                 : plan.aligned   ? data_of(p, their_input, i) + at
+                                                  : data_of(p, their_input, 0) + from;
+          copy(plan.target.arrays()[i].data + at, src, length, stream);
+        });
   }
   if (any_staged) pull_staged(plan, gives_staged, stream);
 
@@ -138,10 +140,11 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
       const Range give = part(gives_[q], round);
       if (give.size() == 0 || q == r) continue;
       std::byte* staged = input + (plan.shared ? 0 : q * chunk);
-      plan.source.for_each_piece(give.begin, give.end, [&](std::size_t i, std::size_t at,
-                                                           std::size_t run_at, std::size_t length) {
-        std::memcpy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length);
-      });
+      plan.source.for_each_piece(
+          give.begin, give.end,
+          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            std::memcpy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length);
+          });
       if (plan.shared) break;
     }
     const Range own = part(takes_[r], round);
@@ -159,10 +162,11 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
       if (take.size() == 0 || !staged_from(p)) continue;
       await(p, peer(p).control->exposed, progress(sequence_, round + 1));
       const std::byte* staged = input_of(p, round) + (plan.shared ? 0 : r * chunk);
-      plan.target.for_each_piece(take.begin, take.end, [&](std::size_t i, std::size_t at,
-                                                           std::size_t run_at, std::size_t length) {
-        copy(plan.target.arrays()[i].data + at, staged + (run_at - take.begin), length, stream);
-      });
+      plan.target.for_each_piece(
+          take.begin, take.end,
+          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            copy(plan.target.arrays()[i].data + at, staged + (run_at - take.begin), length, stream);
+          });
     }
     publish(me().control->consumed, progress(sequence_, round + 1));
   };
@@ -175,13 +179,13 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
 void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
   const ArrayList run(inout);
   const bool one = inout.size() == 1;
-  const Signature signature{.op = Op::kBroadcast,
-                            .dtype = one ? inout[0].dtype : DType::kUInt8,
-                            .root = static_cast<std::int16_t>(root),
-                            .order = one ? static_cast<std::uint16_t>(inout[0].order)
-                                         : std::uint16_t{0},
-                            .count = one ? inout[0].count : run.bytes(),
-                            .list = one ? 0 : list_hash(inout)};
+  const Signature signature{
+      .op = Op::kBroadcast,
+      .dtype = one ? inout[0].dtype : DType::kUInt8,
+      .root = static_cast<std::int16_t>(root),
+      .order = one ? static_cast<std::uint16_t>(inout[0].order) : std::uint16_t{0},
+      .count = one ? inout[0].count : run.bytes(),
+      .list = one ? 0 : list_hash(inout)};
   const Range whole{0, run.bytes()};
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
@@ -203,8 +207,7 @@ void HostCommunicator::all_gather(TensorView in, TensorView out, const CallOptio
   pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
 }
 
-void HostCommunicator::gather(TensorView in, TensorView out, int root,
-                              const CallOptions& options) {
+void HostCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
   const Signature signature{.op = Op::kGather,
                             .dtype = in.dtype,
                             .root = static_cast<std::int16_t>(root),
@@ -234,8 +237,7 @@ void HostCommunicator::scatter(TensorView in, TensorView out, int root,
 }
 
 void HostCommunicator::all_to_all(TensorView in, TensorView out,
-                                  std::span<const std::size_t> counts,
-                                  const CallOptions& options) {
+                                  std::span<const std::size_t> counts, const CallOptions& options) {
   Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);

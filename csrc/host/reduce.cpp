@@ -48,7 +48,7 @@ struct HostCommunicator::ReduceCall {
   ReduceOp op;
   Results results;
   int root;
-  std::size_t chunk;   // bytes per round, of the run or of each rank's block of it
+  std::size_t chunk;  // bytes per round, of the run or of each rank's block of it
   std::size_t rounds;
   bool stream;
 
@@ -134,10 +134,10 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
                         std::memory_order_relaxed);
   } else if (small) {
     std::byte* payload = payload_of(rank_, bytes);
-    call.in.for_each_piece(0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at,
-                                         std::size_t length) {
-      std::memcpy(payload + run_at, call.in.arrays()[i].data + at, length);
-    });
+    call.in.for_each_piece(
+        0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+          std::memcpy(payload + run_at, call.in.arrays()[i].data + at, length);
+        });
   }
   exchange(header, signature);
 
@@ -172,13 +172,13 @@ void HostCommunicator::reduce_payloads(const ReduceCall& call) {
   } else if (!call.gathers(rank_)) {
     return;
   }
-  call.out.for_each_piece(0, end - begin, [&](std::size_t i, std::size_t at, std::size_t run_at,
-                                              std::size_t length) {
-    for (int p = 0; p < size(); ++p) {
-      sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + run_at;
-    }
-    host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, sources_, length / item);
-  });
+  call.out.for_each_piece(
+      0, end - begin, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+        for (int p = 0; p < size(); ++p) {
+          sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + run_at;
+        }
+        host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, sources_, length / item);
+      });
 }
 
 void HostCommunicator::reduce_in_place(const ReduceCall& call) {
@@ -210,12 +210,12 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
     host::reduce(call.dtype, call.op, scratch, sources_, length / item);
     for (std::size_t t = 0; t < n_targets; ++t) copy(targets_[t], scratch, length, call.stream);
   };
-  call.in.for_each_piece(begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at,
-                                         std::size_t length) {
-    for (std::size_t done = 0; done < length; done += kBlock) {
-      reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
-    }
-  });
+  call.in.for_each_piece(
+      begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+        for (std::size_t done = 0; done < length; done += kBlock) {
+          reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
+        }
+      });
 
   // Peers read this rank's input and write its output until they say so.
   publish(me().control->consumed, progress(sequence_, kAllRounds));
@@ -271,11 +271,12 @@ void HostCommunicator::expose_round(const ReduceCall& call, std::size_t round) {
     if (p == rank_) continue;
     if (round >= 2) await(p, peer(p).control->consumed, progress(sequence_, round - 1));
     const Slice s = slice(call, round, p);
-    call.in.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
-                                                       std::size_t run_at, std::size_t length) {
-      std::memcpy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
-                  length);
-    });
+    call.in.for_each_piece(
+        s.run.begin, s.run.end,
+        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+          std::memcpy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
+                      length);
+        });
   }
 }
 
@@ -291,27 +292,28 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
   }
   std::byte* result = result_of(rank_, round);
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
-  const std::size_t block_begin = call.results == Results::kOwnSlice
-                                      ? call.in.bytes() / static_cast<std::size_t>(size()) *
-                                            static_cast<std::size_t>(rank_)
-                                      : 0;
-  call.in.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
-                                                     std::size_t run_at, std::size_t length) {
-    for (std::size_t done = 0; done < length; done += kBlock) {
-      const std::size_t part = std::min(kBlock, length - done);
-      const std::size_t offset = run_at + done - s.run.begin;
-      for (int p = 0; p < size(); ++p) {
-        sources_[static_cast<std::size_t>(p)] =
-            p == rank_ ? call.in.arrays()[i].data + at + done
-                       : input_of(p, round) + s.staged + offset;
-      }
-      host::reduce(call.dtype, call.op, result + offset, sources_, part / item);
-      if (!keeps) continue;
-      const std::size_t out_at =
-          call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
-      copy(call.out.arrays()[i].data + out_at, result + offset, part, call.stream);
-    }
-  });
+  const std::size_t block_begin =
+      call.results == Results::kOwnSlice
+          ? call.in.bytes() / static_cast<std::size_t>(size()) * static_cast<std::size_t>(rank_)
+          : 0;
+  call.in.for_each_piece(
+      s.run.begin, s.run.end,
+      [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+        for (std::size_t done = 0; done < length; done += kBlock) {
+          const std::size_t part = std::min(kBlock, length - done);
+          const std::size_t offset = run_at + done - s.run.begin;
+          for (int p = 0; p < size(); ++p) {
+            sources_[static_cast<std::size_t>(p)] = p == rank_
+                                                        ? call.in.arrays()[i].data + at + done
+                                                        : input_of(p, round) + s.staged + offset;
+          }
+          host::reduce(call.dtype, call.op, result + offset, sources_, part / item);
+          if (!keeps) continue;
+          const std::size_t out_at =
+              call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
+          copy(call.out.arrays()[i].data + out_at, result + offset, part, call.stream);
+        }
+      });
 }
 
 void HostCommunicator::gather_round(const ReduceCall& call, std::size_t round) {
@@ -320,10 +322,12 @@ void HostCommunicator::gather_round(const ReduceCall& call, std::size_t round) {
     await(p, peer(p).control->consumed, progress(sequence_, round + 1));
     const Slice s = slice(call, round, p);
     const std::byte* result = result_of(p, round);
-    call.out.for_each_piece(s.run.begin, s.run.end, [&](std::size_t i, std::size_t at,
-                                                        std::size_t run_at, std::size_t length) {
-      copy(call.out.arrays()[i].data + at, result + (run_at - s.run.begin), length, call.stream);
-    });
+    call.out.for_each_piece(
+        s.run.begin, s.run.end,
+        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+          copy(call.out.arrays()[i].data + at, result + (run_at - s.run.begin), length,
+               call.stream);
+        });
   }
 }
 

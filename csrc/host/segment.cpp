@@ -62,8 +62,8 @@ void discard(const FileDescriptor& file, std::size_t offset, std::size_t bytes) 
 }
 
 Mapping::Mapping(const FileDescriptor& file, std::size_t bytes) : bytes_(bytes) {
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                      file.get(), 0);
+  void* data =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
   if (data == MAP_FAILED) {
     throw Error(ErrorCode::kMemory, "cannot map " + std::to_string(bytes >> 20) +
                                         " MiB of address space for shared memory; is there a "

@@ -46,7 +46,8 @@ def item_bytes(dtype: Any) -> int:
 def numpy_dtype(dtype: Any) -> np.dtype[Any]:
     """A numpy dtype; the names that numpy lacks (bfloat16, float8_…) come from ml_dtypes."""
     try:
-        return np.dtype(dtype)
+        made: np.dtype[Any] = np.dtype(dtype)
+        return made
     except TypeError:
         if not isinstance(dtype, str):
             raise
@@ -58,4 +59,5 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
         ) from None
     if not hasattr(ml_dtypes, dtype):
         raise TypeError(f"unknown dtype {dtype!r}")
-    return np.dtype(getattr(ml_dtypes, dtype))
+    made = np.dtype(getattr(ml_dtypes, dtype))
+    return made

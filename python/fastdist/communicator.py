@@ -311,8 +311,9 @@ class Communicator:
         """
 
         if isinstance(array, (list, tuple)):
-            rest = {"splits": splits, "async_op": async_op, "timeout": timeout}
-            return _each(self.all_to_all, array, out, **rest)
+            return _each(
+                self.all_to_all, array, out, splits=splits, async_op=async_op, timeout=timeout
+            )
         counts: list[int] = []
         if splits is not None:
             shape = shape_of(array)
@@ -360,7 +361,7 @@ class Communicator:
         self.broadcast(size, root, timeout=timeout)
         buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
         self.broadcast(buffer, root, timeout=timeout)
-        return value if self.rank == root else pickle.loads(buffer)
+        return value if self.rank == root else pickle.loads(buffer.data)
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
         """Every rank's object, in rank order, by pickle. Every rank must call."""
@@ -369,7 +370,7 @@ class Communicator:
         padded = np.zeros(int(sizes.max()), np.uint8)
         padded[: data.size] = data
         rows = self.all_gather(padded, timeout=timeout).reshape(self.world_size, -1)
-        return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
 
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None

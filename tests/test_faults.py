@@ -1,0 +1,338 @@
+"""Ranks that die, ranks that do not come, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fastdist
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import FastdistError, PeerFailureError
+from ranks import ProcessRanks, RankError
+
+PREAMBLE = "import os, sys, time, signal, numpy as np, fastdist as fd\n"
+
+
+def start(rank: int, world_size: int, job: str, code: str, **env: str) -> subprocess.Popen[str]:
+    variables = dict(os.environ)
+    variables |= {"FASTDIST_JOB": job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **env}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PREAMBLE + code],
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str], limit_s: float = 30) -> tuple[int, str]:
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, out + err
+
+
+@pytest.fixture
+def job() -> str:
+    return secrets.token_hex(8)
+
+
+@pytest.fixture(params=[2, 3])
+def processes(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(request.param)
+    yield ranks
+    ranks.close()
+
+
+# --- ranks that die -----------------------------------------------------------------------------
+
+
+def die_amid_calls(comm: Communicator, size: int, asleep: bool) -> float:
+    """The last rank is killed while the others are in collectives; returns how long they took."""
+    x = np.ones(size, np.float32)
+    comm.all_reduce(x)
+    if comm.rank == comm.world_size - 1:
+        if not asleep:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                comm.all_reduce(x)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerFailureError) as caught:
+        while True:
+            comm.all_reduce(x)
+    assert caught.value.ranks == (comm.world_size - 1,)
+    assert f"rank {comm.world_size - 1} has died" in str(caught.value)
+    with pytest.raises(FastdistError, match="cannot be used any more"):
+        comm.all_reduce(x)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("size", [2, 2_000_000])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_killed_rank(processes: ProcessRanks, size: int, asleep: bool) -> None:
+    last = processes.size - 1
+    with pytest.raises(RankError) as caught:
+        processes.run(die_amid_calls, size, asleep)
+    assert caught.value.errors == {last: f"exited with {-signal.SIGKILL}"}
+
+
+def recv_from_dying_rank(comm: Communicator) -> None:
+    if comm.rank == 0:
+        with pytest.raises(PeerFailureError):
+            comm.recv(np.zeros(9), 1)
+    if comm.rank == 1:
+        time.sleep(0.1)
+        os._exit(3)
+
+
+def test_killed_sender(processes: ProcessRanks) -> None:
+    with pytest.raises(RankError) as caught:
+        processes.run(recv_from_dying_rank)
+    assert caught.value.errors == {1: "exited with 3"}
+
+
+def test_rank_that_raises(job: str) -> None:
+    code = """
+comm = fd.init()
+if comm.rank == 1: raise ValueError("mine")
+try: comm.barrier()
+except fd.errors.PeerFailureError as e: print("peer failed", e.ranks); sys.exit(7)
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert finish(ranks[0]) == (7, "peer failed (1,)\n")
+    code, output = finish(ranks[1])
+    assert code == 1
+    assert "ValueError: mine" in output
+
+
+def test_rank_that_ends_normally_after_its_last_call_is_no_failure(job: str) -> None:
+    code = """
+comm = fd.init()
+x = np.ones(3_000_000, np.float32)
+for _ in range(20): comm.all_reduce(x)
+print("done")
+"""
+    for _ in range(3):
+        ranks = [start(r, 3, job, code) for r in range(3)]
+        assert [finish(rank) for rank in ranks] == [(0, "done\n")] * 3
+
+
+def shared_memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no Shmem in /proc/meminfo")
+
+
+def test_memory_is_gone_after_kill(job: str) -> None:
+    code = """
+comm = fd.init()
+x = comm.empty((64 << 20,), "uint8"); x[:] = 1
+comm.barrier()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    before = shared_memory_bytes()
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "ready\n"
+    assert shared_memory_bytes() - before > 100 << 20
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+    deadline = time.monotonic() + 5
+    while shared_memory_bytes() - before > 20 << 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert shared_memory_bytes() - before < 20 << 20
+
+
+def test_ctrl_c_amid_a_call(job: str) -> None:
+    code = """
+comm = fd.init()
+print("ready", flush=True)
+try: comm.barrier()
+except KeyboardInterrupt: print("interrupted"); sys.exit(5)
+"""
+    other = """
+comm = fd.init()
+time.sleep(0.5)
+try: comm.barrier(); comm.barrier()  # rank 0 had arrived at the first
+except fd.errors.PeerFailureError as e: print(e)
+"""
+    ranks = [start(0, 2, job, code), start(1, 2, job, other)]
+    assert ranks[0].stdout is not None
+    ranks[0].stdout.readline()
+    time.sleep(0.2)
+    ranks[0].send_signal(signal.SIGINT)
+    assert finish(ranks[0]) == (5, "interrupted\n")
+    returncode, output = finish(ranks[1])
+    assert returncode == 0
+    assert "rank 0 was interrupted" in output or "rank 0 has" in output
+
+
+# --- ranks that do not meet ---------------------------------------------------------------------
+
+MEET = """
+try: comm = fd.init(); comm.barrier(); print("met")
+except fd.errors.ClusterConfigError as e: print("refused:", e)
+"""
+SOON = {"FASTDIST_RENDEZVOUS_TIMEOUT_S": "1"}
+
+
+def test_missing_rank(job: str) -> None:
+    ranks = [start(r, 3, job, MEET, **SOON) for r in (0, 2)]
+    for rank in ranks:
+        returncode, output = finish(rank)
+        assert returncode == 0
+        assert "ranks [1] of 3 did not come within 1 s" in output
+
+
+def test_missing_first_rank(job: str) -> None:
+    returncode, output = finish(start(1, 2, job, MEET, **SOON))
+    assert returncode == 0
+    assert "rank 1 of 2 did not find rank 0 within 1 s" in output
+
+
+def test_wrong_count(job: str) -> None:
+    ranks = [start(0, 2, job, MEET, **SOON), start(1, 3, job, MEET, **SOON)]
+    for rank in ranks:
+        _, output = finish(rank)
+        assert "ranks disagree on the number of ranks: rank 0 expects 2, rank 1 expects 3" in output
+
+
+def test_rank_twice(job: str) -> None:
+    ranks = [start(r, 3, job, MEET, **SOON) for r in (0, 1, 1)]
+    outputs = [finish(rank)[1] for rank in ranks]
+    assert all("refused" in output for output in outputs)
+    assert "rank 1 of 3 came twice" in outputs[0]
+
+
+def test_first_rank_twice(job: str) -> None:
+    first = start(0, 2, job, MEET, FASTDIST_RENDEZVOUS_TIMEOUT_S="3")
+    time.sleep(1.0)
+    _, output = finish(start(0, 2, job, MEET, **SOON))
+    assert "two processes were given RANK 0, or an earlier run" in output
+    assert finish(start(1, 2, job, MEET, **SOON))[1] == "met\n"
+    assert finish(first)[1] == "met\n"
+
+
+def test_stranger_at_the_socket_is_ignored(job: str) -> None:
+    first = start(0, 2, job, MEET)
+    deadline = time.monotonic() + 5
+    while (address := listening_address(first.pid)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(address)
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(100))
+        assert finish(start(1, 2, job, MEET))[1] == "met\n"
+    assert finish(first)[1] == "met\n"
+
+
+def listening_address(pid: int) -> str | None:
+    """The abstract socket on which a process listens, from the kernel's table."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+        except OSError:
+            continue
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if len(fields) == 8 and fields[6] in inodes and fields[7].startswith("@fastdist-"):
+            return "\0" + fields[7][1:]
+    return None
+
+
+def test_world_size_zero(job: str) -> None:
+    _, output = finish(start(0, 0, job, MEET))
+    assert "refused" in output
+    assert "WORLD_SIZE" in output
+    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
+        fastdist.local_group(0)
+
+
+def test_no_tcp_port_and_nothing_in_the_file_system(job: str, tmp_path: Path) -> None:
+    code = """
+comm = fd.init(); comm.barrier()
+names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+inodes = {os.readlink(name) for name in names if os.path.lexists(name)}
+for table in ("tcp", "tcp6", "udp", "udp6"):
+    with open(f"/proc/self/net/{table}") as file: lines = file.read().splitlines()[1:]
+    for line in lines:
+        assert f"socket:[{line.split()[9]}]" not in inodes
+comm.barrier(); print("met")
+"""
+    env = {"HOME": "/nonexistent", "TMPDIR": "/nonexistent", "XDG_CACHE_HOME": "/nonexistent"}
+    ranks = [start(r, 2, job, code, **env) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
+def test_init_twice_and_after_close(job: str) -> None:
+    code = """
+a = fd.init(); assert fd.init() is a
+x = np.ones(2); fd.all_reduce(x); assert (x == 2).all()
+a.barrier(); a.close()
+try: fd.all_reduce(x); raise SystemExit("no error")
+except fd.errors.FastdistError as e: assert "call fastdist.init" in str(e)
+b = fd.init(); assert b is not a; b.all_reduce(x); assert (x == 4).all()
+print("met")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def many_threads(comm: Communicator) -> None:
+    """Several threads of each rank, each with its own communicator, at once."""
+    groups = [comm.split(0) for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def body(group: Communicator, factor: int) -> None:
+        try:
+            for size in (1, 1000, 100_000) * 10:
+                x = np.full(size, factor, np.int64)
+                group.all_reduce(x)
+                assert (x == factor * comm.world_size).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, args=(g, i)) for i, g in enumerate(groups)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_threads_with_a_communicator_each(processes: ProcessRanks) -> None:
+    processes.run(many_threads)
+
+
+def test_groups_of_threads_leave_nothing_behind() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(20):
+        for communicator in fastdist.local_group(3):
+            communicator.close()
+    del communicator
+    assert descriptors() <= before

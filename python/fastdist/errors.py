@@ -35,7 +35,7 @@ class UnavailableError(FastdistError):
 
 
 class ClusterConfigError(FastdistError):
-    """The launcher's variables or the cluster specification make no sense, or ranks did not meet."""
+    """The launcher's variables or the cluster spec make no sense, or ranks did not meet."""
 
 
 class UnsupportedError(FastdistError):

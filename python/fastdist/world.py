@@ -135,6 +135,8 @@ def _machine_id() -> tuple[str, int]:
 def _tuning(ranks: int) -> _core.Tuning:
     tuning = _core.Tuning()
     tuning.lane_bytes = max(16 << 10, min(128 << 10, (1 << 20) // ranks))
+    # Arrays that the last-level cache cannot hold are not worth keeping there.
+    tuning.stream_bytes = max(16 << 20, os.sysconf("SC_LEVEL3_CACHE_SIZE"))
     if ranks > len(os.sched_getaffinity(0)):
         tuning.spin_us = 1.0  # somebody else needs the core
     return tuning

@@ -394,22 +394,12 @@ py::dict calls(const py::object& owner) {
 
 void bind_host(py::module_& m) {
   py::class_<Tuning>(m, "Tuning")
-      .def(py::init<>())
       .def_readwrite("slot_bytes", &Tuning::slot_bytes)
       .def_readwrite("in_place_bytes", &Tuning::in_place_bytes)
       .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
       .def_readwrite("lane_bytes", &Tuning::lane_bytes)
-      .def_readwrite("stream_bytes", &Tuning::stream_bytes)
-      .def_property(
-          "hold_us", [](const Tuning& t) { return static_cast<double>(t.hold.count()) / 1e3; },
-          [](Tuning& t, double us) {
-            t.hold = std::chrono::nanoseconds(static_cast<std::int64_t>(us * 1e3));
-          })
-      .def_property(
-          "spin_us", [](const Tuning& t) { return static_cast<double>(t.spin.count()) / 1e3; },
-          [](Tuning& t, double us) {
-            t.spin = std::chrono::nanoseconds(static_cast<std::int64_t>(us * 1e3));
-          });
+      .def_readwrite("stream_bytes", &Tuning::stream_bytes);
+  m.def("tuning_for", &host::tuning_for);
 
   // Big enough for the first block of every rank: peers may look at it before it is taken.
   m.def("create_segment_file", [](int ranks, const Tuning& tuning) {

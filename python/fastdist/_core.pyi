@@ -30,9 +30,8 @@ class Tuning:
     chunk_bytes: int
     lane_bytes: int
     stream_bytes: int
-    hold_us: float
-    spin_us: float
-    def __init__(self) -> None: ...
+
+def tuning_for(ranks: int, /) -> Tuning: ...
 
 class Machine:
     @staticmethod

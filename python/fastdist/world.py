@@ -61,7 +61,7 @@ def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) ->
             f"{launch.world_size} ranks, {launch.local_world_size} of them on this machine"
         )
     _World.meetings += 1
-    tuning = _tuning(launch.world_size)
+    tuning = _core.tuning_for(launch.world_size)
     own_fd = _core.create_segment_file(launch.world_size, tuning)
     fds = meet(launch, _World.meetings, own_fd, config.rendezvous_timeout_s)
     machine = _core.Machine.of_processes(fds, launch.rank)
@@ -87,7 +87,7 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
         raise ValueError(f"a group needs at least 1 rank, got {size}")
     timeout_s = settings().timeout_s if timeout is None else timeout
     machine = _core.Machine.of_threads(size)
-    tuning = _tuning(size)
+    tuning = _core.tuning_for(size)
     blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
     offsets = [block.offset for block in blocks]
     ranks = list(range(size))
@@ -130,13 +130,3 @@ def _machine_id() -> tuple[str, int]:
     """Equal for processes that can share memory: one boot of one kernel, one network namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
-
-
-def _tuning(ranks: int) -> _core.Tuning:
-    tuning = _core.Tuning()
-    tuning.lane_bytes = max(16 << 10, min(128 << 10, (1 << 20) // ranks))
-    # Arrays that the last-level cache cannot hold are not worth keeping there.
-    tuning.stream_bytes = max(16 << 20, os.sysconf("SC_LEVEL3_CACHE_SIZE"))
-    if ranks > len(os.sched_getaffinity(0)):
-        tuning.spin_us = 1.0  # somebody else needs the core
-    return tuning

@@ -1,0 +1,23 @@
+// Sizes where one algorithm hands over to the next, and how long to wait awake.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+
+namespace fastdist::host {
+
+// The same on every rank. The defaults are for ranks that have a core each.
+struct Tuning {
+  std::size_t slot_bytes = std::size_t{8} << 10;      // largest payload that rides with a header
+  std::size_t in_place_bytes = std::size_t{1} << 10;  // reachable arrays are used in place above
+  std::size_t chunk_bytes = std::size_t{1} << 20;     // of input per rank and round
+  std::size_t lane_bytes = std::size_t{128} << 10;    // of a send per round
+  std::size_t stream_bytes = std::size_t{32} << 20;   // results from here on bypass the caches
+  std::chrono::nanoseconds hold = std::chrono::microseconds{2};   // spinning before yielding
+  std::chrono::nanoseconds spin = std::chrono::microseconds{50};  // yielding before sleeping
+};
+
+// What suits so many ranks on this machine.
+[[nodiscard]] Tuning tuning_for(int ranks);
+
+}  // namespace fastdist::host

@@ -301,6 +301,37 @@ print("met")
     assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
 
 
+def test_forked_child_leaves_the_parent_alone(job: str) -> None:
+    code = """
+comm = fd.init()
+x = comm.empty(300_000); x[:] = 1
+child = os.fork()
+if child == 0:
+    try: comm.barrier()
+    except fd.errors.FastdistError as e: assert "parent process" in str(e)
+    del x, comm
+    sys.exit(9)  # with everything that runs at exit
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+comm.all_reduce(x); assert (x == 2).all(); print("met")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
+def test_little_address_space(job: str) -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+comm = fd.init()
+x = np.ones(300_000); comm.all_reduce(x); assert (x == 2).all()
+try: comm.empty(1 << 32)
+except MemoryError as e: assert "are left" in str(e)
+print("met")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
 # --- threads ------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -119,7 +120,7 @@ class Host {
                                          std::to_string(communicator_.size() - 1) +
                                          " and not this one, got " + std::to_string(peer));
     }
-    return run_in(lanes_[{peer, sends}], std::move(call), kept, result, timeout_s, async);
+    return run_in(lane(peer, sends), std::move(call), kept, result, timeout_s, async);
   }
   void check_root(int root) const {
     if (root >= 0 && root < communicator_.size()) return;
@@ -129,6 +130,20 @@ class Host {
   }
 
  private:
+  WorkQueue& lane(int peer, bool sends) {
+    const std::lock_guard lock(mutex_);
+    return lanes_[{peer, sends}];
+  }
+  // Keeps what a call works on until it has ended; lets go of what earlier calls worked on.
+  void keep_until_done(const std::shared_ptr<Work>& work, py::handle kept) {
+    std::vector<py::object> dropped;  // may run Python code, so not under the lock
+    const std::lock_guard lock(mutex_);
+    while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
+      dropped.push_back(std::move(in_flight_.front().second));
+      in_flight_.pop_front();
+    }
+    in_flight_.emplace_back(work, py::reinterpret_borrow<py::object>(kept));
+  }
   template <class Call>
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
@@ -148,14 +163,14 @@ class Host {
                           call(communicator_, CallOptions{timeout, caller.get()});
                         }),
                         py::reinterpret_borrow<py::object>(result)};
-    while (!in_flight_.empty() && in_flight_.front().first->is_done()) in_flight_.pop_front();
-    in_flight_.emplace_back(pending.work, py::reinterpret_borrow<py::object>(kept));
+    keep_until_done(pending.work, kept);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
     return pending.result;
   }
 
   HostCommunicator communicator_;
+  std::mutex mutex_;  // guards in_flight_ and the map of lanes
   std::deque<std::pair<std::shared_ptr<Work>, py::object>> in_flight_;
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;
@@ -397,6 +412,7 @@ void bind_host(py::module_& m) {
       .def_readwrite("slot_bytes", &Tuning::slot_bytes)
       .def_readwrite("in_place_bytes", &Tuning::in_place_bytes)
       .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
+      .def_readwrite("pull_bytes", &Tuning::pull_bytes)
       .def_readwrite("lane_bytes", &Tuning::lane_bytes)
       .def_readwrite("stream_bytes", &Tuning::stream_bytes);
   m.def("tuning_for", &host::tuning_for);

@@ -60,6 +60,7 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
 
 HostCommunicator::~HostCommunicator() {
   close();
+  if (generation_ != process_generation()) return;
   // Peers may still read this rank's block; it is free when all of them have closed.
   machine_->retire(std::move(block_), [control = me().control, n = size()] {
     return control->closed.load(std::memory_order_acquire) == static_cast<std::uint32_t>(n);
@@ -67,7 +68,7 @@ HostCommunicator::~HostCommunicator() {
 }
 
 void HostCommunicator::close() noexcept {
-  if (is_closed_) return;
+  if (is_closed_ || generation_ != process_generation()) return;
   is_closed_ = true;
   auto active = static_cast<std::uint32_t>(Departure::kActive);
   me().control->departure.compare_exchange_strong(active,
@@ -77,6 +78,10 @@ void HostCommunicator::close() noexcept {
 }
 
 void HostCommunicator::check_usable() const {
+  if (generation_ != process_generation()) {
+    throw Error(ErrorCode::kState,
+                "the communicator belongs to the parent process; a forked child cannot use it");
+  }
   const auto* control = peers_[static_cast<std::size_t>(rank_)].control;
   switch (static_cast<Departure>(control->departure.load(std::memory_order_relaxed))) {
     case Departure::kActive:
@@ -152,6 +157,8 @@ void HostCommunicator::compare_headers(const Signature& signature) {
   throw Error(ErrorCode::kMismatch, message, std::move(ranks));
 }
 
+// An exchange and not a store: it comes before the looks into the bells, and it drains stores that
+// bypassed the caches.
 void HostCommunicator::publish(Counter& counter, std::uint64_t value) noexcept {
   counter.exchange(value, std::memory_order_seq_cst);
   for (Peer& p : peers_) p.control->bell.ring_if_waiting(rank_);

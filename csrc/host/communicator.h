@@ -143,6 +143,7 @@ class HostCommunicator final : public Communicator {
 
   // pull.cpp
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
+  [[nodiscard]] std::size_t chunk_of(const PullPlan& plan, std::size_t source_bytes) const;
   void pull_staged(const PullPlan& plan, bool gives_staged, bool stream);
 
   // lanes.cpp
@@ -161,6 +162,7 @@ class HostCommunicator final : public Communicator {
   Layout layout_;
   std::vector<Peer> peers_;
   bool is_closed_ = false;
+  int generation_ = process_generation();
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the collective that runs
   std::vector<const std::byte*> sources_;       // of the collective that runs: one per rank

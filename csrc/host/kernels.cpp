@@ -1,6 +1,7 @@
 #include "host/kernels.h"
 
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "core/error.h"
@@ -35,6 +36,15 @@ void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte*
 
 void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
   kernels().stream_copy(dst, src, bytes);
+}
+
+void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
+  if (bytes == 0 || dst == src) return;
+  if (stream) {
+    stream_copy(dst, src, bytes);
+  } else {
+    std::memcpy(dst, src, bytes);
+  }
 }
 
 void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,

@@ -479,9 +479,6 @@ void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
     for (std::size_t u = 0; u < kBlock / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
   }
   __builtin_memcpy(dst + i, src + i, bytes - i);
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
 }
 
 // --- conversion ---------------------------------------------------------------------------------

@@ -120,21 +120,14 @@ void HostCommunicator::take(Transfer& transfer) {
   const std::size_t chunk = tuning_.lane_bytes;
   const bool stream = bytes >= tuning_.stream_bytes;
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
-  const auto copy = [&](std::size_t at, const std::byte* src, std::size_t length) {
-    if (stream) {
-      stream_copy(transfer.array.data + at, src, length);
-    } else {
-      std::memcpy(transfer.array.data + at, src, length);
-    }
-  };
   if (location != 0) {
-    copy(0, data_of(transfer.other, location, 0), bytes);
+    copy(transfer.array.data, data_of(transfer.other, location, 0), bytes, stream);
   } else {
     for (std::uint64_t k = 0; k * chunk < bytes; ++k) {
       await(transfer, transfer.theirs->chunks, progress(number, k + 1));
       const std::size_t at = k * chunk;
-      copy(at, peer(transfer.other).block + layout_.lane_buffer(rank_, k & 1),
-           std::min(chunk, bytes - at));
+      copy(transfer.array.data + at, peer(transfer.other).block + layout_.lane_buffer(rank_, k & 1),
+           std::min(chunk, bytes - at), stream);
       publish(transfer, transfer.own->chunks, progress(number, k + 1));
     }
   }

@@ -14,6 +14,7 @@ namespace fastdist::host {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kSmallestWindow = std::size_t{64} << 20;
 constexpr std::size_t kAddressSpace = std::size_t{1} << 44;  // of 2^47, for all windows together
 
 std::size_t in_pages(std::size_t bytes) {
@@ -75,6 +76,7 @@ SharedBlock::SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t
 }
 
 SharedBlock::~SharedBlock() {
+  if (generation_ != process_generation()) return;  // a forked child's copy
   Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank_)];
   discard(segment.file, offset_, in_pages(bytes_));
   segment.heap->give(offset_, bytes_);
@@ -82,13 +84,20 @@ SharedBlock::~SharedBlock() {
 
 std::byte* SharedBlock::data() const noexcept { return machine_->window(rank_) + offset_; }
 
+// All windows of a process are of one size: the largest that the address space has room for.
 Machine::Machine(std::vector<FileDescriptor> files, int self) : self_(self) {
-  const std::size_t window = window_size(files.size());
-  segments_.reserve(files.size());
-  for (FileDescriptor& file : files) segments_.push_back({std::move(file), {}, nullptr});
-  for (auto& segment : segments_) {
-    segment.mapping = Mapping(segment.file, window);
-    segment.heap = std::make_unique<Heap>(window);
+  std::vector<Mapping> mappings;
+  for (std::size_t window = window_size(files.size()); mappings.empty(); window /= 2) {
+    try {
+      for (const FileDescriptor& file : files) mappings.emplace_back(file, window);
+    } catch (const Error&) {
+      if (window <= kSmallestWindow) throw;
+      mappings.clear();
+    }
+  }
+  for (std::size_t i = 0; i < files.size(); ++i) {
+    auto heap = std::make_unique<Heap>(mappings[i].size());
+    segments_.push_back({std::move(files[i]), std::move(mappings[i]), std::move(heap)});
   }
 }
 

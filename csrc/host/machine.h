@@ -47,6 +47,7 @@ class SharedBlock {
   int rank_;
   std::size_t bytes_;
   std::size_t offset_;
+  int generation_ = process_generation();
 };
 
 class Machine {

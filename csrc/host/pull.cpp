@@ -13,19 +13,6 @@
 #include "host/kernels.h"
 
 namespace fastdist::host {
-namespace {
-
-void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
-  if (bytes == 0 || dst == src) return;
-  if (stream) {
-    stream_copy(dst, src, bytes);
-  } else {
-    std::memcpy(dst, src, bytes);
-  }
-}
-
-}  // namespace
-
 // The ranges are in `gives_` (of the source, one per reader), `takes_` (of the target,
 // one per owner) and `starts_` (where takes_[p] begins in p's source).
 struct HostCommunicator::PullPlan {
@@ -104,42 +91,57 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
   }
 }
 
+// Bytes of a source that are exposed per round to each reader. Several rounds even for what would
+// fit one, so that readers copy while the owner goes on exposing.
+std::size_t HostCommunicator::chunk_of(const PullPlan& plan, std::size_t source_bytes) const {
+  constexpr std::size_t kRounds = 8;
+  constexpr std::size_t kSmallest = std::size_t{64} << 10;
+  const std::size_t most = std::min(tuning_.pull_bytes, tuning_.chunk_bytes);
+  const std::size_t wanted = std::min(most, std::max(source_bytes / kRounds, kSmallest));
+  const std::size_t per_reader = plan.shared ? wanted : wanted / peers_.size();
+  return std::max(kCacheLine, per_reader / kCacheLine * kCacheLine);
+}
+
 void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool stream) {
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
-  // One chunk size for all ranks and both kinds, since readers must know it too.
-  const std::size_t chunk =
-      plan.shared ? tuning_.chunk_bytes : std::max(kCacheLine, tuning_.chunk_bytes / n / 64 * 64);
-  const auto part = [chunk](const Range& whole, std::size_t round) {
+  const std::size_t own_chunk = chunk_of(plan, plan.source.bytes());
+  const auto part = [](const Range& whole, std::size_t round, std::size_t chunk) {
     const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
     return Range{begin, std::min(whole.end, begin + chunk)};
+  };
+  const auto chunk_from = [&](int p) {
+    return chunk_of(plan, header_of(p).output.load(std::memory_order_relaxed));
   };
   const auto staged_from = [&](int p) {
     const Header& theirs = header_of(p);
     return p != rank_ && theirs.input.load(std::memory_order_relaxed) == 0 &&
            theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
   };
-  std::size_t longest_give = 0;
-  std::size_t longest_take = 0;
+  std::size_t give_rounds = 0;
+  std::size_t take_rounds = 0;
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
-    if (gives_staged) longest_give = std::max(longest_give, gives_[q].size());
-    if (staged_from(p)) longest_take = std::max(longest_take, takes_[q].size());
+    if (gives_staged) {
+      give_rounds = std::max(give_rounds, (gives_[q].size() + own_chunk - 1) / own_chunk);
+    }
+    if (staged_from(p)) {
+      const std::size_t chunk = chunk_from(p);
+      take_rounds = std::max(take_rounds, (takes_[q].size() + chunk - 1) / chunk);
+    }
   }
-  const std::size_t give_rounds = (longest_give + chunk - 1) / chunk;
-  const std::size_t take_rounds = (longest_take + chunk - 1) / chunk;
 
   const auto expose = [&](std::size_t round) {
     std::byte* input = input_of(rank_, round);
     for (std::size_t q = 0; q < n && round >= 2; ++q) {
-      if (q == r || part(gives_[q], round - 2).size() == 0) continue;
+      if (q == r || part(gives_[q], round - 2, own_chunk).size() == 0) continue;
       await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
             progress(sequence_, round - 1));
     }
     for (std::size_t q = 0; q < n; ++q) {
-      const Range give = part(gives_[q], round);
+      const Range give = part(gives_[q], round, own_chunk);
       if (give.size() == 0 || q == r) continue;
-      std::byte* staged = input + (plan.shared ? 0 : q * chunk);
+      std::byte* staged = input + (plan.shared ? 0 : q * own_chunk);
       plan.source.for_each_piece(
           give.begin, give.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
@@ -147,7 +149,7 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
           });
       if (plan.shared) break;
     }
-    const Range own = part(takes_[r], round);
+    const Range own = part(takes_[r], round, own_chunk);
     if (own.size() != 0) {
       copy(plan.target.arrays()[0].data + own.begin,
            plan.source.arrays()[0].data + gives_[r].begin + (own.begin - takes_[r].begin),
@@ -158,8 +160,10 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
   const auto consume = [&](std::size_t round) {
     for (int p = 0; p < size(); ++p) {
       const auto q = static_cast<std::size_t>(p);
-      const Range take = part(takes_[q], round);
-      if (take.size() == 0 || !staged_from(p)) continue;
+      if (!staged_from(p)) continue;
+      const std::size_t chunk = chunk_from(p);
+      const Range take = part(takes_[q], round, chunk);
+      if (take.size() == 0) continue;
       await(p, peer(p).control->exposed, progress(sequence_, round + 1));
       const std::byte* staged = input_of(p, round) + (plan.shared ? 0 : r * chunk);
       plan.target.for_each_piece(

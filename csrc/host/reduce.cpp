@@ -31,14 +31,6 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
-  if (stream) {
-    stream_copy(dst, src, bytes);
-  } else if (bytes != 0) {
-    std::memcpy(dst, src, bytes);
-  }
-}
-
 }  // namespace
 
 struct HostCommunicator::ReduceCall {

@@ -1,10 +1,12 @@
 // Random sequences of collectives that every rank derives from one seed, with fresh data in every
 // call and every result checked. This is the hunt for races: sizes fall on both sides of every
-// threshold, ranks are held up at random, and calls follow each other at once.
+// threshold, ranks are held up at random, and calls follow each other at once. The sequences are the
+// same in every run; FASTDIST_TEST_SEED gives others.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -16,6 +18,11 @@
 
 namespace fastdist::test {
 
+inline std::uint64_t extra_seed() {
+  const char* text = std::getenv("FASTDIST_TEST_SEED");
+  return text == nullptr ? 0 : std::strtoull(text, nullptr, 10) * 10'000;
+}
+
 class Schedule {
  public:
   // `shares_memory`: some arrays are put in shared memory, on some ranks.
@@ -23,8 +30,8 @@ class Schedule {
       : c_(c),
         n_(static_cast<std::size_t>(c.size())),
         me_(static_cast<std::size_t>(c.rank())),
-        together_(seed),
-        alone_(seed * 1000 + me_),
+        together_(seed + extra_seed()),
+        alone_((seed + extra_seed()) * 1000 + me_),
         shares_memory_(shares_memory) {}
 
   void run(int calls) {

@@ -6,7 +6,7 @@
 namespace fastdist::test {
 namespace {
 
-constexpr int kCalls = 2000;
+constexpr int kCalls = 3000;
 
 void run_worlds(const Tuning& tuning, int calls, std::uint64_t seed) {
   for (const int n : kWorlds) {
@@ -18,7 +18,7 @@ void run_worlds(const Tuning& tuning, int calls, std::uint64_t seed) {
 
 CASE(random_calls_on_all_paths) { run_worlds(tiny_tuning(), kCalls, 100); }
 
-CASE(random_calls_staged) { run_worlds(staged_tuning(), kSanitized ? kCalls / 2 : kCalls, 200); }
+CASE(random_calls_staged) { run_worlds(staged_tuning(), kCalls, 200); }
 
 CASE(random_calls_in_place) { run_worlds(in_place_tuning(), kCalls / 2, 300); }
 

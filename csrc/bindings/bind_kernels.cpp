@@ -1,6 +1,5 @@
 #include <pybind11/pybind11.h>
 
-#include <cstring>
 #include <string>
 
 #include "bindings/array.h"
@@ -14,25 +13,22 @@ namespace fastdist::bindings {
 
 namespace {
 
-// Checks that `dst` fits `src` and calls copy(dst, src, bytes) without the GIL.
-template <class Copy>
-void copy_array(py::handle dst, py::handle src, Copy copy) {
+void copy_array(py::handle dst, py::handle src, bool stream) {
   const Arrays to(dst, Access::kWrite, "dst");
   const Arrays from(src, Access::kRead, "src");
   if (to.is_list() || from.is_list()) throw Error(ErrorCode::kType, "expected one array");
   check_fits(from, to);
   const TensorView& target = to.views()[0];
   const py::gil_scoped_release release;
-  copy(target.data, from.views()[0].data, target.bytes());
+  host::copy(target.data, from.views()[0].data, target.bytes(), stream);
 }
 
 }  // namespace
 
 void bind_kernels(py::module_& m) {
   m.def("instruction_set", [] { return std::string(host::instruction_set()); });
-  m.def("stream_copy",
-        [](py::handle dst, py::handle src) { copy_array(dst, src, host::stream_copy); });
-  m.def("copy", [](py::handle dst, py::handle src) { copy_array(dst, src, std::memmove); });
+  m.def("copy", [](py::handle dst, py::handle src) { copy_array(dst, src, false); });
+  m.def("stream_copy", [](py::handle dst, py::handle src) { copy_array(dst, src, true); });
 }
 
 }  // namespace fastdist::bindings

@@ -1,8 +1,13 @@
 #include "host/communicator.h"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstring>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -56,6 +61,8 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
     }
     peers_.push_back(p);
   }
+  spin_ = tuning.spin;
+  publish_cores();
 }
 
 HostCommunicator::~HostCommunicator() {
@@ -75,6 +82,36 @@ void HostCommunicator::close() noexcept {
                                                   static_cast<std::uint32_t>(Departure::kClosed));
   wake_everyone();
   for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
+}
+
+void HostCommunicator::publish_cores() noexcept {
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
+  auto& published = me().control->cores;
+  for (std::size_t i = 0; i < CPU_SETSIZE && i < 64 * published.size(); ++i) {
+    if (CPU_ISSET(i, &cores)) {
+      published[i / 64].fetch_or(std::uint64_t{1} << i % 64, std::memory_order_relaxed);
+    }
+  }
+}
+
+// Ranks may be bound to cores, so how crowded it is shows in the cores of all ranks together. Asked
+// while waiting, until every rank has published its own.
+void HostCommunicator::learn_cores() noexcept {
+  int total = 0;
+  std::array<std::uint64_t, std::tuple_size_v<decltype(Control::cores)>> all{};
+  for (const Peer& p : peers_) {
+    std::uint64_t any = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const std::uint64_t word = p.control->cores[i].load(std::memory_order_relaxed);
+      any |= word;
+      all[i] |= word;
+    }
+    if (any == 0) return;
+  }
+  for (const std::uint64_t word : all) total += std::popcount(word);
+  spin_ = size() > total ? tuning_.spin_crowded : tuning_.spin;
+  knows_cores_ = true;
 }
 
 void HostCommunicator::check_usable() const {
@@ -175,9 +212,10 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     if (ready()) return;
     cpu_relax();
   }
+  if (!knows_cores_) learn_cores();
   // The peer may be waiting for this very core: after a moment, offer it.
   const auto start = Clock::now();
-  for (auto now = start; now - start < tuning_.spin; now = Clock::now()) {
+  for (auto now = start; now - start < spin_; now = Clock::now()) {
     if (now - start > tuning_.hold) std::this_thread::yield();
     for (int i = 0; i < kSpinsPerClock; ++i) {
       if (ready()) return;

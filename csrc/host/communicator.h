@@ -102,6 +102,8 @@ class HostCommunicator final : public Communicator {
   void check_interrupt(const Wait& wait);
   void check_departures(const Wait& wait);
   void check_timeout(const Wait& wait, int p);
+  void publish_cores() noexcept;
+  void learn_cores() noexcept;
   [[nodiscard]] bool is_gone(int p) const noexcept;
   [[noreturn]] void give_up_on(int p, const Wait& wait);
   [[noreturn]] void depart(Departure why, int blamed, const Error& error);
@@ -161,6 +163,8 @@ class HostCommunicator final : public Communicator {
   Tuning tuning_;
   Layout layout_;
   std::vector<Peer> peers_;
+  bool knows_cores_ = false;
+  std::chrono::nanoseconds spin_;  // how long to stay awake
   bool is_closed_ = false;
   int generation_ = process_generation();
   std::uint64_t sequence_ = 0;

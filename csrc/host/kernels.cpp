@@ -34,14 +34,10 @@ void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte*
   kernels().reduce(dtype, op)(dst, sources.data(), sources.size(), count);
 }
 
-void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
-  kernels().stream_copy(dst, src, bytes);
-}
-
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
   if (bytes == 0 || dst == src) return;
   if (stream) {
-    stream_copy(dst, src, bytes);
+    kernels().stream_copy(dst, src, bytes);
   } else {
     std::memcpy(dst, src, bytes);
   }

@@ -15,11 +15,9 @@ namespace fastdist::host {
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte* const> sources,
             std::size_t count);
 
-// Copies with stores that bypass the caches: for data that nobody reads again soon. A release does
-// not order such stores, an atomic exchange does (on x86 a locked instruction drains them).
-void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes);
-
-// Copies either way.
+// Copies; with `stream` by stores that bypass the caches, for data that nobody reads again soon. A
+// release does not order such stores, an atomic exchange does (on x86 a locked instruction drains
+// them).
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream);
 
 // dst[i] = src[i] × scale between floating dtypes, rounded to nearest even.

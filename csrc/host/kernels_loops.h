@@ -463,20 +463,21 @@ inline void stream_store(std::byte* p, const Vector<float>& v) { store(p, v); }
 #endif
 
 void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
-  constexpr std::size_t kBlock = 4 * 64;
+  constexpr std::size_t kStep = 4 * 64;
   // Stores that bypass the caches must be aligned, and fill whole lines to be worth it.
   const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
-  if (bytes < head + kBlock) {
+  if (bytes < head + kStep) {
     __builtin_memcpy(dst, src, bytes);
     return;
   }
   __builtin_memcpy(dst, src, head);
   std::size_t i = head;
-  for (; i + kBlock <= bytes; i += kBlock) {
-    Vector<float> v[kBlock / kVector];
-    for (std::size_t u = 0; u < kBlock / kVector; ++u)
+  for (; i + kStep <= bytes; i += kStep) {
+    Vector<float> v[kStep / kVector];
+    for (std::size_t u = 0; u < kStep / kVector; ++u) {
       v[u] = load<Vector<float>>(src + i + u * kVector);
-    for (std::size_t u = 0; u < kBlock / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
+    }
+    for (std::size_t u = 0; u < kStep / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
   }
   __builtin_memcpy(dst + i, src + i, bytes - i);
 }

@@ -6,7 +6,6 @@
 // has been taken, so that nothing of transfer s is left when s + 1 begins.
 
 #include <algorithm>
-#include <cstring>
 
 #include "host/communicator.h"
 #include "host/kernels.h"
@@ -107,8 +106,8 @@ void HostCommunicator::push(Transfer& transfer) {
   for (std::uint64_t k = 0; k < rounds; ++k) {
     if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
     const std::size_t at = k * chunk;
-    std::memcpy(me().block + layout_.lane_buffer(transfer.other, k & 1), transfer.array.data + at,
-                std::min(chunk, bytes - at));
+    host::copy(me().block + layout_.lane_buffer(transfer.other, k & 1), transfer.array.data + at,
+               std::min(chunk, bytes - at), false);
     publish(transfer, transfer.own->chunks, progress(number, k + 1));
   }
   await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));

@@ -53,6 +53,7 @@ struct Control {
   std::atomic<std::uint32_t> closed;      // how many ranks are done with this block
   alignas(kCacheLine) Counter described;  // the mismatch that `description` is about
   std::array<char, 1024 - sizeof(Counter)> description;
+  std::array<Counter, 16> cores;  // a bit for each of the first 1024 that this rank may run on
 };
 
 // Half of a channel between two ranks. The sender's half announces data and counts chunks filled;

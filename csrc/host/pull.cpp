@@ -6,7 +6,6 @@
 // owner exposes round k + 1 while the readers still copy round k.
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/array_list.h"
 #include "host/communicator.h"
@@ -40,7 +39,7 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
       std::byte* payload = payload_of(rank_, bytes);
       plan.source.for_each_piece(
           0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            std::memcpy(payload + run_at, plan.source.arrays()[i].data + at, length);
+            host::copy(payload + run_at, plan.source.arrays()[i].data + at, length, false);
           });
     }
   }
@@ -145,7 +144,8 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
       plan.source.for_each_piece(
           give.begin, give.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            std::memcpy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length);
+            host::copy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length,
+                       false);
           });
       if (plan.shared) break;
     }

@@ -15,7 +15,6 @@
 // whatever way was taken.
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/array_list.h"
 #include "host/communicator.h"
@@ -128,7 +127,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
     std::byte* payload = payload_of(rank_, bytes);
     call.in.for_each_piece(
         0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          std::memcpy(payload + run_at, call.in.arrays()[i].data + at, length);
+          host::copy(payload + run_at, call.in.arrays()[i].data + at, length, false);
         });
   }
   exchange(header, signature);
@@ -266,8 +265,8 @@ void HostCommunicator::expose_round(const ReduceCall& call, std::size_t round) {
     call.in.for_each_piece(
         s.run.begin, s.run.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          std::memcpy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
-                      length);
+          host::copy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
+                     length, false);
         });
   }
 }

@@ -1,21 +1,10 @@
 #include "host/tuning.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 
 namespace fastdist::host {
-namespace {
-
-int usable_cores() {
-  cpu_set_t cores;
-  if (::sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
-  return CPU_COUNT(&cores);
-}
-
-}  // namespace
-
 Tuning tuning_for(int ranks) {
   Tuning tuning;
   // All lanes of a rank together take no more than 2 MiB.
@@ -26,8 +15,6 @@ Tuning tuning_for(int ranks) {
   if (last_level > 0) {
     tuning.stream_bytes = std::max(std::size_t{16} << 20, static_cast<std::size_t>(last_level));
   }
-  // Somebody else needs the core.
-  if (ranks > usable_cores()) tuning.spin = std::chrono::microseconds{1};
   return tuning;
 }
 

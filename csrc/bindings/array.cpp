@@ -32,9 +32,19 @@ std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name
       std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
 }
 
+bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int ndim) {
+  std::int64_t expected = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (shape[i] != 1 && strides[i] != expected) return false;
+    expected *= shape[i];
+  }
+  return true;
+}
+
 // 0 for row-major memory, else a hash of the order of the axes; nothing where there are gaps.
 std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
                                         int ndim) {
+  if (strides == nullptr || is_row_major(shape, strides, ndim)) return 0;
   std::array<int, 64> axes{};
   int used = 0;
   std::int64_t count = 1;
@@ -43,7 +53,7 @@ std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::in
     if (shape[i] != 1 && used < static_cast<int>(axes.size()))
       axes[static_cast<std::size_t>(used++)] = i;
   }
-  if (count == 0 || strides == nullptr) return 0;
+  if (count == 0) return 0;
   const auto end = axes.begin() + used;
   std::stable_sort(axes.begin(), end, [&](int a, int b) { return strides[a] > strides[b]; });
   std::int64_t expected = 1;

@@ -148,7 +148,6 @@ class Host {
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     const CallOptions options{timeout, &caller};
-    const py::gil_scoped_release release;
     return queue.try_run([&] { call(communicator_, options); });
   }
   template <class Call>

@@ -14,11 +14,22 @@ namespace fastdist::bindings {
 // Needs the GIL.
 [[nodiscard]] std::string python_location();
 
-// The thread that waits is the one that called. Used without the GIL.
+// The thread that waits is the one that called. It holds the GIL until the call may block, and
+// again when this object is gone: a small collective ends before it is worth letting go.
 class PythonCaller final : public Caller {
  public:
+  PythonCaller() = default;
+  ~PythonCaller() override {
+    if (released_ != nullptr) PyEval_RestoreThread(released_);
+  }
   [[nodiscard]] std::string location() const override;
   void check_interrupt() const override;
+  void may_block() const override {
+    if (released_ == nullptr) released_ = PyEval_SaveThread();
+  }
+
+ private:
+  mutable PyThreadState* released_ = nullptr;
 };
 
 // The call runs in a thread of ours.

@@ -22,6 +22,9 @@ class Caller {
   [[nodiscard]] virtual std::string location() const = 0;
   // Throws when the call should be given up (Ctrl-C).
   virtual void check_interrupt() const = 0;
+  // Told, at least once, before anything that takes longer than a microsecond or two: time to let
+  // go of what others may need.
+  virtual void may_block() const {}
 };
 
 struct CallOptions {

@@ -56,10 +56,10 @@ void WorkQueue::loop() {
     const auto work = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    {
-      const std::lock_guard running(running_);
-      work->run();
+    for (int seen; (seen = pending_.load(std::memory_order_acquire)) >= kRunningHere;) {
+      pending_.wait(seen, std::memory_order_acquire);  // a call that came before runs elsewhere
     }
+    work->run();
     pending_.fetch_sub(1, std::memory_order_release);
     lock.lock();
   }

@@ -47,12 +47,17 @@ class WorkQueue {
   template <class Task>
   bool try_run(Task&& task) {
     int idle = 0;
-    if (!pending_.compare_exchange_strong(idle, 1, std::memory_order_acquire)) return false;
+    if (!pending_.compare_exchange_strong(idle, kRunningHere, std::memory_order_acquire)) {
+      return false;
+    }
     struct Release {
-      WorkQueue& queue;
-      ~Release() { queue.pending_.fetch_sub(1, std::memory_order_release); }
-    } release{*this};
-    const std::lock_guard running(running_);
+      std::atomic<int>& pending;
+      ~Release() {
+        if (pending.fetch_sub(kRunningHere, std::memory_order_acq_rel) != kRunningHere) {
+          pending.notify_all();
+        }
+      }
+    } release{pending_};
     task();
     return true;
   }
@@ -60,9 +65,10 @@ class WorkQueue {
  private:
   void loop();
 
-  std::atomic<int> pending_{0};
-  std::mutex running_;  // held while a call runs
-  std::mutex mutex_;    // guards what follows
+  static constexpr int kRunningHere = 1 << 24;
+
+  std::atomic<int> pending_{0};  // calls submitted and not ended, plus kRunningHere
+  std::mutex mutex_;             // guards what follows
   std::condition_variable submitted_;
   std::deque<std::shared_ptr<Work>> queue_;
   bool stopping_ = false;

@@ -136,6 +136,7 @@ void HostCommunicator::check_usable() const {
 
 Header& HostCommunicator::announce(const Signature& signature, const CallOptions& options) {
   check_usable();
+  if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
   wait_ = {&options, signature, &me().control->bell, {}};
   Header& header = header_of(rank_);
@@ -212,6 +213,7 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     if (ready()) return;
     cpu_relax();
   }
+  wait.options->caller->may_block();
   if (!knows_cores_) learn_cores();
   // The peer may be waiting for this very core: after a moment, offer it.
   const auto start = Clock::now();

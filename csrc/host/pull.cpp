@@ -31,6 +31,7 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
   }
   std::uint64_t location = 0;
   const bool small = bytes <= tuning_.slot_bytes;
+  if (!small || plan.target.bytes() > tuning_.slot_bytes) options.caller->may_block();
   if (has_readers) {
     if (bytes > tuning_.in_place_bytes) location = locate(plan.source.arrays());
     header.input.store(location, std::memory_order_relaxed);

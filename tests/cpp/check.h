@@ -64,13 +64,13 @@ inline int run_cases(int argc, char** argv) {
     for (const Case& c : cases()) std::printf("%s\n", c.name);
     return 0;
   }
+  std::setvbuf(stdout, nullptr, _IONBF, 0);  // what crashes or hangs must be seen
   int ran = 0;
   int failed = 0;
   for (const Case& c : cases()) {
     if (!is_wanted(c.name)) continue;
     ++ran;
     std::printf("%-56s ", c.name);
-    std::fflush(stdout);
     const auto start = std::chrono::steady_clock::now();
     std::string problem;
     try {

@@ -150,7 +150,7 @@ CASE(a_rank_that_closes_is_named) {
   for (const int n : {2, 4}) {
     const auto last = static_cast<std::size_t>(n - 1);
     Ranks ranks = make_thread_ranks(n, tiny_tuning());
-    std::thread closer([&] {
+    std::jthread closer([&] {
       std::this_thread::sleep_for(20ms);
       ranks[last]->close();
     });
@@ -184,8 +184,8 @@ CASE(closing_right_after_a_call_harms_nobody) {
 CASE(own_calls_end_when_another_thread_closes) {
   Ranks ranks = make_thread_ranks(2, tiny_tuning());
   const Array a(DType::kInt32, 1);
-  std::thread waiting([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->barrier(patient())); });
-  std::thread receiving([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->recv(a.view(), 1, patient())); });
+  std::jthread waiting([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->barrier(patient())); });
+  std::jthread receiving([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->recv(a.view(), 1, patient())); });
   std::this_thread::sleep_for(20ms);
   const auto start = std::chrono::steady_clock::now();
   ranks[0]->close();

@@ -240,13 +240,13 @@ CASE(blocks_are_kept_while_a_closed_rank_still_works) {
   HeldCaller held;
   Array a(DType::kInt32, 1);
   Array b(DType::kInt32, 1);
-  std::thread first([&] {
+  std::jthread first([&] {
     try {
       ranks[0]->all_reduce(a.views(), a.views(), ReduceOp::kSum, {std::chrono::seconds(60), &held});
     } catch (const Error&) {
     }
   });
-  std::thread second([&] {
+  std::jthread second([&] {
     try {
       ranks[1]->all_reduce(b.views(), b.views(), ReduceOp::kMax, patient());
     } catch (const Error&) {

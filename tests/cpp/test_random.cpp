@@ -20,13 +20,20 @@ CASE(random_calls_on_all_paths) { run_worlds(tiny_tuning(), kCalls, 100); }
 
 CASE(random_calls_staged) { run_worlds(staged_tuning(), kCalls, 200); }
 
+// Rounds of pulls that are smaller than those of reductions.
+CASE(random_calls_pulled_in_many_rounds) {
+  Tuning tuning = staged_tuning();
+  tuning.pull_bytes = 64;
+  run_worlds(tuning, kCalls / 4, 800);
+}
+
 CASE(random_calls_in_place) { run_worlds(in_place_tuning(), kCalls / 2, 300); }
 
 CASE(random_calls_with_payloads) { run_worlds(payload_tuning(), kCalls / 2, 400); }
 
 CASE(random_calls_that_always_sleep) {
   Tuning tuning = tiny_tuning();
-  tuning.spin = std::chrono::nanoseconds(0);
+  tuning.spin = tuning.spin_crowded = std::chrono::nanoseconds(0);
   run_worlds(tuning, kCalls / 2, 500);
 }
 
@@ -49,8 +56,7 @@ CASE(random_calls_with_the_default_tuning) {
 CASE(short_calls_with_many_ranks) {
   constexpr int kRanks = 16;
   constexpr int kRounds = kSanitized ? 300 : 1000;
-  Tuning tuning;
-  tuning.spin = std::chrono::microseconds(1);
+  const Tuning tuning;
   const auto start = std::chrono::steady_clock::now();
   with_threads(kRanks, tuning, [](HostCommunicator& c) {
     const Array a(DType::kInt32, 4);

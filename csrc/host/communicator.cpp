@@ -167,19 +167,16 @@ void HostCommunicator::exchange(Header& header, const Signature& signature) {
 // Signatures differ, and every rank knows it. Each writes down where it was called from, waits for
 // the others to do so, and throws; nothing has moved, so the next call finds all in order.
 void HostCommunicator::compare_headers(const Signature& signature) {
-  Control& control = *me().control;
-  const std::string where = wait_.options->caller->location();
-  const std::size_t length = std::min(where.size(), control.description.size() - 1);
-  std::memcpy(control.description.data(), where.data(), length);
-  control.description[length] = '\0';
-  publish(control.described, sequence_);
+  CallSite& site = me().control->site;
+  site.write(wait_.options->caller->location());
+  publish(site.call, sequence_);
 
   std::string message = "ranks called different collectives (call " + std::to_string(sequence_) +
                         ", seen from rank " + std::to_string(rank_) + " of " +
                         std::to_string(size()) + "):";
   std::vector<int> ranks;
   for (int p = 0; p < size(); ++p) {
-    if (p != rank_) await(p, peer(p).control->described, sequence_);
+    if (p != rank_) await(p, peer(p).control->site.call, sequence_);
     const Header& h = header_of(p);
     const Signature theirs = unpack_signature(h.signature.load(std::memory_order_relaxed),
                                               h.count.load(std::memory_order_relaxed),
@@ -189,7 +186,7 @@ void HostCommunicator::compare_headers(const Signature& signature) {
       ranks.push_back(p);
     }
     message += "\n  rank " + std::to_string(p) + ": " + describe(theirs);
-    const char* text = peer(p).control->description.data();
+    const char* text = peer(p).control->site.text.data();
     if (*text != '\0') message += std::string(" at ") + text;
   }
   throw Error(ErrorCode::kMismatch, message, std::move(ranks));

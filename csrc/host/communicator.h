@@ -152,7 +152,7 @@ class HostCommunicator final : public Communicator {
   void open(Transfer& transfer);
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
-  void compare(const Transfer& transfer);
+  void compare(Transfer& transfer);
   void push(Transfer& transfer);
   void take(Transfer& transfer);
 

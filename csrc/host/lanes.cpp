@@ -85,18 +85,25 @@ void HostCommunicator::open(Transfer& transfer) {
   compare(transfer);
 }
 
-void HostCommunicator::compare(const Transfer& transfer) {
+// Both sides see that they do not fit; each tells the other where it was called.
+void HostCommunicator::compare(Transfer& transfer) {
   const Header& theirs = transfer.their_header();
   const Signature other = unpack_signature(theirs.signature.load(std::memory_order_relaxed),
                                            theirs.count.load(std::memory_order_relaxed), 0);
   const Signature& own = transfer.wait.signature;
   if (other.dtype == own.dtype && other.count == own.count && other.order == own.order) return;
-  const std::string where = transfer.wait.options->caller->location();
+  transfer.own->site.write(transfer.wait.options->caller->location());
+  publish(transfer, transfer.own->site.call, transfer.number);
+  await(transfer, transfer.theirs->site.call, transfer.number);
+  const auto line = [](int rank, const Signature& signature, const CallSite& site) {
+    const std::string where = site.text.data();
+    return "\n  rank " + std::to_string(rank) + ": " + describe(signature) +
+           (where.empty() ? "" : " at " + where);
+  };
   throw Error(ErrorCode::kMismatch,
               "send and recv do not fit (transfer " + std::to_string(transfer.number) +
-                  " between these ranks):\n  rank " + std::to_string(rank_) + ": " + describe(own) +
-                  (where.empty() ? "" : " at " + where) + "\n  rank " +
-                  std::to_string(transfer.other) + ": " + describe(other),
+                  " between these ranks):" + line(rank_, own, transfer.own->site) +
+                  line(transfer.other, other, transfer.theirs->site),
               {transfer.other});
 }
 

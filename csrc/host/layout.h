@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "host/signal.h"
 
@@ -43,16 +44,27 @@ struct alignas(kCacheLine) Header {
 };
 static_assert(sizeof(Header) == kCacheLine);
 
+// Where a rank made a call that others contradict: "file.py:12 in train".
+struct alignas(kCacheLine) CallSite {
+  Counter call;  // the number of the call that `text` is about
+  std::array<char, 512 - sizeof(Counter)> text;
+
+  void write(const std::string& location) noexcept {
+    const std::size_t length = std::min(location.size(), text.size() - 1);
+    std::copy_n(location.data(), length, text.data());
+    text[length] = '\0';
+  }
+};
+
 struct Control {
   Bell bell;                             // of the thread that runs collectives
   alignas(kCacheLine) Counter exposed;   // rounds whose input lies in the staging area
   alignas(kCacheLine) Counter consumed;  // rounds whose peers' input has been read
   alignas(kCacheLine) Counter gathered;  // rounds whose peers' results have been read
   alignas(kCacheLine) std::atomic<std::uint32_t> departure;
-  std::atomic<std::uint32_t> blamed;      // the rank that a departure is about
-  std::atomic<std::uint32_t> closed;      // how many ranks are done with this block
-  alignas(kCacheLine) Counter described;  // the mismatch that `description` is about
-  std::array<char, 1024 - sizeof(Counter)> description;
+  std::atomic<std::uint32_t> blamed;  // the rank that a departure is about
+  std::atomic<std::uint32_t> closed;  // how many ranks are done with this block
+  CallSite site;
   std::array<Counter, 16> cores;  // a bit for each of the first 1024 that this rank may run on
 };
 
@@ -61,6 +73,7 @@ struct Control {
 struct LaneHalf {
   Bell bell;                      // of the thread that runs this rank's side
   std::array<Header, 2> headers;  // of odd and even transfers
+  CallSite site;
   alignas(kCacheLine) Counter chunks;
 };
 

@@ -411,7 +411,6 @@ void bind_host(py::module_& m) {
       .def_readwrite("slot_bytes", &Tuning::slot_bytes)
       .def_readwrite("in_place_bytes", &Tuning::in_place_bytes)
       .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
-      .def_readwrite("pull_bytes", &Tuning::pull_bytes)
       .def_readwrite("lane_bytes", &Tuning::lane_bytes)
       .def_readwrite("stream_bytes", &Tuning::stream_bytes);
   m.def("tuning_for", &host::tuning_for);

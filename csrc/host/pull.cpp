@@ -46,7 +46,8 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
   }
   exchange(header, signature);
 
-  const bool stream = plan.target.bytes() >= tuning_.stream_bytes;
+  // Less than a reduction's, which reads its results' lines before it writes them.
+  const bool stream = plan.target.bytes() >= tuning_.stream_bytes / 4;
   bool any_staged = has_readers && location == 0 && !small;
   const bool gives_staged = any_staged;
   for (int p = 0; p < size(); ++p) {
@@ -96,8 +97,8 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
 std::size_t HostCommunicator::chunk_of(const PullPlan& plan, std::size_t source_bytes) const {
   constexpr std::size_t kRounds = 8;
   constexpr std::size_t kSmallest = std::size_t{64} << 10;
-  const std::size_t most = std::min(tuning_.pull_bytes, tuning_.chunk_bytes);
-  const std::size_t wanted = std::min(most, std::max(source_bytes / kRounds, kSmallest));
+  const std::size_t wanted =
+      std::min(tuning_.chunk_bytes, std::max(source_bytes / kRounds, kSmallest));
   const std::size_t per_reader = plan.shared ? wanted : wanted / peers_.size();
   return std::max(kCacheLine, per_reader / kCacheLine * kCacheLine);
 }

@@ -11,7 +11,6 @@ struct Tuning {
   std::size_t slot_bytes = std::size_t{8} << 10;      // largest payload that rides with a header
   std::size_t in_place_bytes = std::size_t{1} << 10;  // reachable arrays are used in place above
   std::size_t chunk_bytes = std::size_t{512} << 10;   // of input per rank and round
-  std::size_t pull_bytes = std::size_t{256} << 10;    // the same where nothing is reduced, at most
   std::size_t lane_bytes = std::size_t{128} << 10;    // of a send per round
   std::size_t stream_bytes = std::size_t{32} << 20;   // results from here on bypass the caches
   std::chrono::nanoseconds hold = std::chrono::microseconds{2};  // spinning before yielding

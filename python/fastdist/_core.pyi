@@ -28,7 +28,6 @@ class Tuning:
     slot_bytes: int
     in_place_bytes: int
     chunk_bytes: int
-    pull_bytes: int
     lane_bytes: int
     stream_bytes: int
 

@@ -30,6 +30,15 @@ std::string seconds(std::chrono::nanoseconds duration) {
 }  // namespace
 
 std::size_t HostCommunicator::block_bytes(int ranks, const Tuning& tuning) {
+  const std::size_t lines = static_cast<std::size_t>(ranks) * kCacheLine;
+  if (tuning.chunk_bytes < lines || tuning.chunk_bytes % kCacheLine != 0 ||
+      tuning.lane_bytes == 0) {
+    throw Error(ErrorCode::kValue, "chunk_bytes must be a multiple of 64 and at least " +
+                                       std::to_string(lines) + " for " + std::to_string(ranks) +
+                                       " ranks, lane_bytes at least 1; got " +
+                                       std::to_string(tuning.chunk_bytes) + " and " +
+                                       std::to_string(tuning.lane_bytes));
+  }
   return Layout{ranks, tuning.slot_bytes, tuning.chunk_bytes, tuning.lane_bytes}.bytes();
 }
 
@@ -62,29 +71,30 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
     peers_.push_back(p);
   }
   spin_ = tuning.spin;
-  publish_cores();
+  publish_facts();
 }
 
 HostCommunicator::~HostCommunicator() {
   close();
   if (generation_ != process_generation()) return;
-  // Peers may still read this rank's block; it is free when all of them have closed.
-  machine_->retire(std::move(block_), [control = me().control, n = size()] {
+  // No call of this rank touches the peers' blocks any more. They may still read this rank's: it
+  // is free when all of them are done with it.
+  for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
+  machine_->retire(block_, [control = me().control, n = size()] {
     return control->closed.load(std::memory_order_acquire) == static_cast<std::uint32_t>(n);
   });
 }
 
 void HostCommunicator::close() noexcept {
-  if (is_closed_ || generation_ != process_generation()) return;
-  is_closed_ = true;
+  if (generation_ != process_generation() || is_closed_.exchange(true)) return;
   auto active = static_cast<std::uint32_t>(Departure::kActive);
   me().control->departure.compare_exchange_strong(active,
                                                   static_cast<std::uint32_t>(Departure::kClosed));
   wake_everyone();
-  for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
 }
 
-void HostCommunicator::publish_cores() noexcept {
+void HostCommunicator::publish_facts() noexcept {
+  me().control->window.store(machine_->window_bytes(), std::memory_order_relaxed);
   cpu_set_t cores;
   if (::sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
   auto& published = me().control->cores;
@@ -110,8 +120,8 @@ void HostCommunicator::learn_cores() noexcept {
     if (any == 0) return;
   }
   for (const std::uint64_t word : all) total += std::popcount(word);
-  spin_ = size() > total ? tuning_.spin_crowded : tuning_.spin;
-  knows_cores_ = true;
+  spin_.store(size() > total ? tuning_.spin_crowded : tuning_.spin, std::memory_order_relaxed);
+  knows_cores_.store(true, std::memory_order_relaxed);
 }
 
 void HostCommunicator::check_usable() const {
@@ -120,7 +130,7 @@ void HostCommunicator::check_usable() const {
                 "the communicator belongs to the parent process; a forked child cannot use it");
   }
   const auto* control = peers_[static_cast<std::size_t>(rank_)].control;
-  switch (static_cast<Departure>(control->departure.load(std::memory_order_relaxed))) {
+  switch (static_cast<Departure>(control->departure.load(std::memory_order_seq_cst))) {
     case Departure::kActive:
       return;
     case Departure::kClosed:
@@ -161,6 +171,38 @@ void HostCommunicator::exchange(Header& header, const Signature& signature) {
         theirs.list.load(std::memory_order_relaxed) != signature.list) {
       compare_headers(signature);
     }
+  }
+}
+
+void HostCommunicator::begin_touching() noexcept {
+  me().control->touching.store(sequence_, std::memory_order_seq_cst);
+}
+
+void HostCommunicator::end_touching() noexcept {
+  // An exchange, since it drains stores that bypassed the caches.
+  me().control->touching.exchange(0, std::memory_order_seq_cst);
+}
+
+void HostCommunicator::check_here(int p) {
+  if (peer(p).control->departure.load(std::memory_order_seq_cst) ==
+      static_cast<std::uint32_t>(Departure::kActive)) {
+    return;
+  }
+  end_touching();
+  check_departures(wait_);
+  give_up_on(p, wait_);
+}
+
+void HostCommunicator::withdraw() noexcept {
+  for (int p = 0; p < size(); ++p) await_end_of(p, peer(p).control->touching, sequence_);
+}
+
+// Nothing keeps a rank from ending what it touches, but its own end.
+void HostCommunicator::await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept {
+  if (p == rank_) return;
+  while (touching.load(std::memory_order_seq_cst) == call &&
+         machine_->is_alive(peer(p).machine_rank)) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
@@ -211,10 +253,11 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     cpu_relax();
   }
   wait.options->caller->may_block();
-  if (!knows_cores_) learn_cores();
+  if (!knows_cores_.load(std::memory_order_relaxed)) learn_cores();
   // The peer may be waiting for this very core: after a moment, offer it.
+  const std::chrono::nanoseconds spin = spin_.load(std::memory_order_relaxed);
   const auto start = Clock::now();
-  for (auto now = start; now - start < spin_; now = Clock::now()) {
+  for (auto now = start; now - start < spin; now = Clock::now()) {
     if (now - start > tuning_.hold) std::this_thread::yield();
     for (int i = 0; i < kSpinsPerClock; ++i) {
       if (ready()) return;
@@ -222,11 +265,15 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     }
   }
   wait.start = start;
+  auto patrol = start;
   while (!ready()) {
     wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPatrol, ready);
     if (ready()) return;
-    check_interrupt(wait);
     check_departures(wait);
+    const auto now = Clock::now();
+    if (now - patrol < kPatrol) continue;
+    patrol = now;
+    check_interrupt(wait);
     const bool gone = is_gone(p);
     if (ready()) return;  // what it published before it left still counts
     if (gone) give_up_on(p, wait);
@@ -240,6 +287,7 @@ void HostCommunicator::check_departures(const Wait& wait) {
   for (int p = 0; p < size(); ++p) {
     const Control& control = *peer(p).control;
     const auto departure = control.departure.load(std::memory_order_acquire);
+    if (departure == static_cast<std::uint32_t>(Departure::kActive)) continue;
     const int blamed = static_cast<int>(control.blamed.load(std::memory_order_relaxed));
     const std::string who = describe(wait.signature) + " on rank " + std::to_string(rank_) + ": ";
     switch (static_cast<Departure>(departure)) {
@@ -255,8 +303,8 @@ void HostCommunicator::check_departures(const Wait& wait) {
       case Departure::kPeerFailure:
         depart(Departure::kPeerFailure, blamed,
                Error(ErrorCode::kPeerFailure,
-                     who + "rank " + std::to_string(blamed) + " has died (noticed by rank " +
-                         std::to_string(p) + ")" + last_calls(),
+                     who + "rank " + std::to_string(blamed) + how_gone(blamed) +
+                         " (noticed by rank " + std::to_string(p) + ")" + last_calls(),
                      {blamed}));
       case Departure::kInterrupted:
         depart(Departure::kPeerFailure, p,
@@ -273,14 +321,19 @@ bool HostCommunicator::is_gone(int p) const noexcept {
          !machine_->is_alive(them.machine_rank);
 }
 
+std::string HostCommunicator::how_gone(int p) const {
+  const auto departure =
+      peers_[static_cast<std::size_t>(p)].control->departure.load(std::memory_order_acquire);
+  return departure == static_cast<std::uint32_t>(Departure::kClosed)
+             ? " has closed the communicator"
+             : " has died";
+}
+
 void HostCommunicator::give_up_on(int p, const Wait& wait) {
-  const bool closed = peer(p).control->departure.load(std::memory_order_acquire) ==
-                      static_cast<std::uint32_t>(Departure::kClosed);
   depart(Departure::kPeerFailure, p,
          Error(ErrorCode::kPeerFailure,
                describe(wait.signature) + " on rank " + std::to_string(rank_) + ": rank " +
-                   std::to_string(p) + (closed ? " has closed the communicator" : " has died") +
-                   last_calls(),
+                   std::to_string(p) + how_gone(p) + last_calls(),
                {p}));
 }
 
@@ -363,7 +416,22 @@ std::string HostCommunicator::last_calls() const {
 std::uint64_t HostCommunicator::locate(TensorViews arrays) const noexcept {
   if (machine_->one_process()) return reinterpret_cast<std::uint64_t>(arrays.data());
   if (arrays.size() != 1) return 0;
-  return machine_->locate(peers_[static_cast<std::size_t>(rank_)].machine_rank, arrays[0].data);
+  const int own = peers_[static_cast<std::size_t>(rank_)].machine_rank;
+  const std::uint64_t location = machine_->locate(own, arrays[0].data);
+  return location != 0 && location + arrays[0].bytes() <= reach() ? location : 0;
+}
+
+// How much of a window every rank has mapped: where the address space of one is limited, less than
+// this rank has. 0 until all have told.
+std::uint64_t HostCommunicator::reach() const noexcept {
+  std::uint64_t least = reach_.load(std::memory_order_relaxed);
+  if (least != 0) return least;
+  least = ~std::uint64_t{0};
+  for (const Peer& p : peers_) {
+    least = std::min(least, p.control->window.load(std::memory_order_relaxed));
+  }
+  reach_.store(least, std::memory_order_relaxed);
+  return least;
 }
 
 std::byte* HostCommunicator::data_of(int p, std::uint64_t location, std::size_t i) const noexcept {

@@ -10,6 +10,7 @@
 // staging area is free as soon as all headers of a call have been seen.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -35,6 +36,7 @@ class HostCommunicator final : public Communicator {
   HostCommunicator(std::shared_ptr<Machine> machine, std::vector<int> members, int rank,
                    const std::vector<std::size_t>& offsets, std::shared_ptr<SharedBlock> block,
                    const Tuning& tuning);
+  // Closes. All calls must have ended.
   ~HostCommunicator() override;
 
   [[nodiscard]] static std::size_t block_bytes(int ranks, const Tuning& tuning);
@@ -98,13 +100,24 @@ class HostCommunicator final : public Communicator {
   void publish(Counter& counter, std::uint64_t value) noexcept;
   void await(int p, const Counter& counter, std::uint64_t value);
   void stall(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  // Arrays are used in place between `begin_touching` and `end_touching`, each peer's after
+  // `check_here`. A rank whose call fails owns its arrays again when the call throws, so it waits
+  // for those who are at them (`withdraw`). One side stores that it touches and then looks
+  // whether the other has departed, the other departs and then looks whether it is touched, all
+  // sequentially consistent: at least one of them sees the other.
+  void begin_touching() noexcept;
+  void end_touching() noexcept;
+  void check_here(int p);
+  void withdraw() noexcept;
+  void await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept;
   void check_usable() const;
   void check_interrupt(const Wait& wait);
   void check_departures(const Wait& wait);
   void check_timeout(const Wait& wait, int p);
-  void publish_cores() noexcept;
+  void publish_facts() noexcept;
   void learn_cores() noexcept;
   [[nodiscard]] bool is_gone(int p) const noexcept;
+  [[nodiscard]] std::string how_gone(int p) const;
   [[noreturn]] void give_up_on(int p, const Wait& wait);
   [[noreturn]] void depart(Departure why, int blamed, const Error& error);
   void leave(Departure why, int blamed) noexcept;
@@ -128,6 +141,7 @@ class HostCommunicator final : public Communicator {
 
   // Where peers find the arrays of a run; 0: they cannot. See `data_of`.
   [[nodiscard]] std::uint64_t locate(TensorViews arrays) const noexcept;
+  [[nodiscard]] std::uint64_t reach() const noexcept;
   // Array `i` of a run that rank p located.
   [[nodiscard]] std::byte* data_of(int p, std::uint64_t location, std::size_t i) const noexcept;
 
@@ -135,6 +149,7 @@ class HostCommunicator final : public Communicator {
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                      const CallOptions& options);
   void reduce_run(const ReduceCall& call, const Signature& signature, const CallOptions& options);
+  void reduce_announced(const ReduceCall& call, bool small);
   void reduce_payloads(const ReduceCall& call);
   void reduce_in_place(const ReduceCall& call);
   void reduce_staged(const ReduceCall& call);
@@ -146,6 +161,7 @@ class HostCommunicator final : public Communicator {
   // pull.cpp
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
   [[nodiscard]] std::size_t chunk_of(const PullPlan& plan, std::size_t source_bytes) const;
+  void pull_announced(const PullPlan& plan, bool gives_staged);
   void pull_staged(const PullPlan& plan, bool gives_staged, bool stream);
 
   // lanes.cpp
@@ -163,9 +179,11 @@ class HostCommunicator final : public Communicator {
   Tuning tuning_;
   Layout layout_;
   std::vector<Peer> peers_;
-  bool knows_cores_ = false;
-  std::chrono::nanoseconds spin_;  // how long to stay awake
-  bool is_closed_ = false;
+  // How long to stay awake; several threads may find it out at once.
+  std::atomic<bool> knows_cores_{false};
+  std::atomic<std::chrono::nanoseconds> spin_;
+  mutable std::atomic<std::uint64_t> reach_{0};
+  std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the collective that runs

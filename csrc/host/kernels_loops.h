@@ -54,8 +54,8 @@ template <class T>
 struct Native {
   using Storage = T;
   using Value = T;
-  static T read(const T* p) { return *p; }
-  static void write(T* p, T v) { *p = v; }
+  static T read(const T* p) { return load<T>(p); }  // at any address
+  static void write(T* p, T v) { store(p, v); }
   static Vector<T> read_vector(const T* p) { return load<Vector<T>>(p); }
   static void write_vector(T* p, Vector<T> v) { store(p, v); }
 };
@@ -113,9 +113,11 @@ template <class Codec>
 struct HalfPrecision {
   using Storage = std::uint16_t;
   using Value = float;
-  static float read(const Storage* p) { return Codec::template widen<float>(std::uint32_t{*p}); }
+  static float read(const Storage* p) {
+    return Codec::template widen<float>(std::uint32_t{load<Storage>(p)});
+  }
   static void write(Storage* p, float v) {
-    *p = static_cast<Storage>(Codec::template narrow<std::uint32_t>(v));
+    store(p, static_cast<Storage>(Codec::template narrow<std::uint32_t>(v)));
   }
   static Floats read_vector(const Storage* p) {
     return Codec::template widen<Floats>(__builtin_convertvector(load<Halves>(p), Words));
@@ -198,6 +200,10 @@ struct Prod {
   template <class V>
   static V apply(const V& a, const V& b) {
     return a * b;
+  }
+  // Two uint16_t would be multiplied as ints, which overflow.
+  static std::uint16_t apply(const std::uint16_t& a, const std::uint16_t& b) {
+    return static_cast<std::uint16_t>(std::uint32_t{a} * b);
   }
   template <class T>
   static Complex<T> apply(const Complex<T>& a, const Complex<T>& b) {
@@ -311,15 +317,15 @@ void reduce_parts(std::byte* dst, const std::byte* const* sources, std::size_t n
 }
 
 template <class T>
-void multiply_complex(std::byte* dst_bytes, const std::byte* const* sources, std::size_t n,
+void multiply_complex(std::byte* dst, const std::byte* const* sources, std::size_t n,
                       std::size_t count) {
-  auto* dst = reinterpret_cast<Complex<T>*>(dst_bytes);
   for (std::size_t i = 0; i < count; ++i) {
-    Complex<T> acc = reinterpret_cast<const Complex<T>*>(sources[0])[i];
+    const std::size_t at = i * sizeof(Complex<T>);
+    auto acc = load<Complex<T>>(sources[0] + at);
     for (std::size_t s = 1; s < n; ++s) {
-      acc = Prod::apply(acc, reinterpret_cast<const Complex<T>*>(sources[s])[i]);
+      acc = Prod::apply(acc, load<Complex<T>>(sources[s] + at));
     }
-    dst[i] = acc;
+    store(dst + at, acc);
   }
 }
 
@@ -484,6 +490,17 @@ void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
 
 // --- conversion ---------------------------------------------------------------------------------
 
+// Rounded so that rounding it again, to a still narrower format, gives what rounding once would:
+// what is not exact gets an odd last bit.
+inline float round_to_odd(double v) {
+  const auto f = static_cast<float>(v);
+  const auto u = bits<std::uint32_t>(f);
+  const auto back = static_cast<double>(f);
+  if (back == v || v != v || (u & 1U) != 0) return f;
+  const bool is_above = v > 0 ? back > v : back < v;  // in magnitude
+  return bits<float>(is_above ? u - 1 : u + 1);
+}
+
 template <class To, class From>
 void convert_loop(std::byte* dst_bytes, const std::byte* src_bytes, std::size_t count,
                   float scale) {
@@ -498,7 +515,11 @@ void convert_loop(std::byte* dst_bytes, const std::byte* src_bytes, std::size_t 
   }
   for (; i < count; ++i) {
     const auto value = From::read(src + i) * static_cast<typename From::Value>(scale);
-    To::write(dst + i, static_cast<typename To::Value>(value));
+    if constexpr (sizeof(typename From::Value) == 8 && sizeof(typename To::Storage) < 4) {
+      To::write(dst + i, round_to_odd(value));
+    } else {
+      To::write(dst + i, static_cast<typename To::Value>(value));
+    }
   }
 }
 

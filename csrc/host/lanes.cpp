@@ -40,8 +40,13 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                     &peer(dst).lanes[rank_].from,
                     reach ? locate({&in, 1}) : 0,
                     Wait{&options, signature, &half.bell, {}}};
-  open(transfer);
-  push(transfer);
+  try {
+    open(transfer);
+    push(transfer);
+  } catch (...) {
+    await_end_of(dst, transfer.theirs->touching, transfer.number);
+    throw;
+  }
 }
 
 void HostCommunicator::recv(TensorView out, int src, const CallOptions& options) {
@@ -128,8 +133,17 @@ void HostCommunicator::take(Transfer& transfer) {
   const std::size_t chunk = tuning_.lane_bytes;
   const bool stream = bytes >= tuning_.stream_bytes;
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
-  if (location != 0) {
+  if (location != 0) {  // as in `begin_touching`
+    Counter& touching = transfer.own->touching;
+    touching.store(number, std::memory_order_seq_cst);
+    if (peer(transfer.other).control->departure.load(std::memory_order_seq_cst) !=
+        static_cast<std::uint32_t>(Departure::kActive)) {
+      touching.store(0, std::memory_order_release);
+      check_departures(transfer.wait);
+      give_up_on(transfer.other, transfer.wait);
+    }
     copy(transfer.array.data, data_of(transfer.other, location, 0), bytes, stream);
+    touching.exchange(0, std::memory_order_seq_cst);
   } else {
     for (std::uint64_t k = 0; k * chunk < bytes; ++k) {
       await(transfer, transfer.theirs->chunks, progress(number, k + 1));

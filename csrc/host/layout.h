@@ -61,11 +61,13 @@ struct Control {
   alignas(kCacheLine) Counter exposed;   // rounds whose input lies in the staging area
   alignas(kCacheLine) Counter consumed;  // rounds whose peers' input has been read
   alignas(kCacheLine) Counter gathered;  // rounds whose peers' results have been read
+  alignas(kCacheLine) Counter touching;  // the call whose peers' arrays are used in place now, or 0
   alignas(kCacheLine) std::atomic<std::uint32_t> departure;
   std::atomic<std::uint32_t> blamed;  // the rank that a departure is about
   std::atomic<std::uint32_t> closed;  // how many ranks are done with this block
   CallSite site;
   std::array<Counter, 16> cores;  // a bit for each of the first 1024 that this rank may run on
+  Counter window;                 // bytes of each segment that this rank has mapped
 };
 
 // Half of a channel between two ranks. The sender's half announces data and counts chunks filled;
@@ -75,6 +77,7 @@ struct LaneHalf {
   std::array<Header, 2> headers;  // of odd and even transfers
   CallSite site;
   alignas(kCacheLine) Counter chunks;
+  Counter touching;  // the transfer whose sender's array is being read in place now, or 0
 };
 
 // What a rank keeps for one other rank.
@@ -82,6 +85,9 @@ struct Lane {
   LaneHalf to;    // this rank sends
   LaneHalf from;  // this rank receives
 };
+
+// What reductions work on at a time: fits the first-level cache.
+inline constexpr std::size_t kReduceBlock = std::size_t{16} << 10;
 
 // Sizes of the parts and where they lie.
 struct Layout {
@@ -105,9 +111,10 @@ struct Layout {
   }
   [[nodiscard]] std::size_t bytes() const noexcept { return lane_buffer(ranks, 0); }
 
-  // One slice of a chunk, rounded up to whole lines.
+  // One slice of a chunk, rounded up to whole lines; also the scratch of `reduce_in_place`.
   [[nodiscard]] std::size_t result_bytes() const noexcept {
-    return align(chunk_bytes / static_cast<std::size_t>(ranks) + kCacheLine);
+    const std::size_t slice = chunk_bytes / static_cast<std::size_t>(ranks) + kCacheLine;
+    return align(std::max(kReduceBlock, slice));
   }
 
  private:

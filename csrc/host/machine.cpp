@@ -31,8 +31,8 @@ std::size_t window_size(std::size_t ranks) {
 }  // namespace
 
 std::size_t Heap::take(std::size_t bytes) {
-  bytes = in_pages(bytes);
   const std::lock_guard lock(mutex_);
+  bytes = in_pages(std::min(bytes, capacity_ + 1));  // no overflow: that is too much already
   const auto fit = std::find_if(free_.begin(), free_.end(),
                                 [bytes](const auto& range) { return range.second >= bytes; });
   if (fit != free_.end()) {
@@ -72,14 +72,17 @@ SharedBlock::SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t
   machine_->sweep();
   Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank)];
   offset_ = segment.heap->take(bytes);
-  grow(segment.file, offset_ + in_pages(bytes));
+  try {
+    grow(segment.file, offset_ + in_pages(bytes));
+  } catch (...) {
+    segment.heap->give(offset_, bytes);
+    throw;
+  }
 }
 
 SharedBlock::~SharedBlock() {
-  if (generation_ != process_generation()) return;  // a forked child's copy
-  Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank_)];
-  discard(segment.file, offset_, in_pages(bytes_));
-  segment.heap->give(offset_, bytes_);
+  if (!machine_ || generation_ != process_generation()) return;  // a forked child's copy
+  machine_->give(rank_, offset_, bytes_);
 }
 
 std::byte* SharedBlock::data() const noexcept { return machine_->window(rank_) + offset_; }
@@ -111,21 +114,28 @@ std::shared_ptr<Machine> Machine::of_threads(int size) {
   return std::shared_ptr<Machine>(new Machine(std::move(files), -1));
 }
 
-void Machine::retire(std::shared_ptr<SharedBlock> block, std::function<bool()> unused) {
+void Machine::give(int rank, std::size_t offset, std::size_t bytes) noexcept {
+  Segment& segment = segments_[static_cast<std::size_t>(rank)];
+  discard(segment.file, offset, in_pages(bytes));
+  segment.heap->give(offset, bytes);
+}
+
+void Machine::retire(const std::shared_ptr<SharedBlock>& block, std::function<bool()> unused) {
   {
     const std::lock_guard lock(retired_mutex_);
-    retired_.push_back({std::move(block), std::move(unused)});
+    retired_.push_back({block->rank_, block->offset_, block->bytes_, std::move(unused)});
+    block->machine_.reset();
   }
   sweep();
 }
 
 void Machine::sweep() {
-  std::vector<Retired> done;  // their destructors run without the lock
   const std::lock_guard lock(retired_mutex_);
-  const auto kept = std::partition(retired_.begin(), retired_.end(),
-                                   [](const Retired& r) { return !r.unused(); });
-  std::move(kept, retired_.end(), std::back_inserter(done));
-  retired_.erase(kept, retired_.end());
+  std::erase_if(retired_, [this](const Retired& r) {
+    if (!r.unused()) return false;
+    give(r.rank, r.offset, r.bytes);
+    return true;
+  });
 }
 
 bool Machine::is_alive(int rank) const noexcept {

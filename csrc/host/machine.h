@@ -43,7 +43,8 @@ class SharedBlock {
   [[nodiscard]] std::byte* data() const noexcept;
 
  private:
-  std::shared_ptr<Machine> machine_;
+  friend class Machine;
+  std::shared_ptr<Machine> machine_;  // null once retired
   int rank_;
   std::size_t bytes_;
   std::size_t offset_;
@@ -63,8 +64,10 @@ class Machine {
     return segments_[static_cast<std::size_t>(rank)].mapping.data();
   }
   [[nodiscard]] std::size_t window_bytes() const noexcept { return segments_[0].mapping.size(); }
-  // Keeps `block` until `unused` says that no rank reads it any more; asked now and at later calls.
-  void retire(std::shared_ptr<SharedBlock> block, std::function<bool()> unused);
+  // Takes the range of `block` over, and gives it back when `unused` says that no rank reads it any
+  // more; asked now and at later calls. Where the machine goes first, the range stays as it is for
+  // peers that have it mapped.
+  void retire(const std::shared_ptr<SharedBlock>& block, std::function<bool()> unused);
 
   // False once the process of that rank has ended.
   [[nodiscard]] bool is_alive(int rank) const noexcept;
@@ -84,11 +87,15 @@ class Machine {
 
   Machine(std::vector<FileDescriptor> files, int self);
 
+  // A range, not the block: a block would keep the machine, and the machine the block, for ever.
   struct Retired {
-    std::shared_ptr<SharedBlock> block;
+    int rank;
+    std::size_t offset;
+    std::size_t bytes;
     std::function<bool()> unused;
   };
   void sweep();
+  void give(int rank, std::size_t offset, std::size_t bytes) noexcept;
 
   std::vector<Segment> segments_;
   std::mutex retired_mutex_;

@@ -44,12 +44,25 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
           });
     }
   }
-  exchange(header, signature);
+  try {
+    exchange(header, signature);
+    pull_announced(plan, has_readers && location == 0 && !small);
+    if (location == 0) return;
+    for (int p = 0; p < size(); ++p) {
+      if (p == rank_ || gives_[static_cast<std::size_t>(p)].size() == 0) continue;
+      await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
+    }
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+}
 
+void HostCommunicator::pull_announced(const PullPlan& plan, bool gives_staged) {
   // Less than a reduction's, which reads its results' lines before it writes them.
   const bool stream = plan.target.bytes() >= tuning_.stream_bytes / 4;
-  bool any_staged = has_readers && location == 0 && !small;
-  const bool gives_staged = any_staged;
+  bool any_staged = gives_staged;
+  bool touches = false;
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
     const Range take = takes_[q];
@@ -72,6 +85,11 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
       any_staged = true;
       continue;
     }
+    if (their_input != 0) {
+      if (!touches) begin_touching();
+      touches = true;
+      check_here(p);
+    }
     plan.target.for_each_piece(
         take.begin, take.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
@@ -82,14 +100,9 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
           copy(plan.target.arrays()[i].data + at, src, length, stream);
         });
   }
+  if (touches) end_touching();
   if (any_staged) pull_staged(plan, gives_staged, stream);
-
   publish(me().control->consumed, progress(sequence_, kAllRounds));
-  if (location == 0) return;
-  for (int p = 0; p < size(); ++p) {
-    if (p == rank_ || gives_[static_cast<std::size_t>(p)].size() == 0) continue;
-    await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
-  }
 }
 
 // Bytes of a source that are exposed per round to each reader. Several rounds even for what would

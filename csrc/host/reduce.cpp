@@ -23,9 +23,6 @@
 namespace fastdist::host {
 namespace {
 
-// Work on what fits the first-level cache.
-constexpr std::size_t kBlock = std::size_t{16} << 10;
-
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
@@ -131,8 +128,16 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
           host::copy(payload + run_at, call.in.arrays()[i].data + at, length, false);
         });
   }
-  exchange(header, signature);
+  try {
+    exchange(header, signature);
+    reduce_announced(call, small);
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+}
 
+void HostCommunicator::reduce_announced(const ReduceCall& call, bool small) {
   bool all_reachable = true;
   bool none_reachable = true;
   for (int p = 0; p < size(); ++p) {
@@ -183,6 +188,10 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   const std::size_t begin = std::min(bytes, r * share);
   const std::size_t end = std::min(bytes, begin + share);
   std::byte* scratch = result_of(rank_, 0);
+  begin_touching();
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) check_here(p);
+  }
 
   const auto reduce_block = [&](std::size_t i, std::size_t at, std::size_t run_at,
                                 std::size_t length) {
@@ -204,10 +213,12 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   };
   call.in.for_each_piece(
       begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kBlock) {
-          reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
+        for (std::size_t done = 0; done < length; done += kReduceBlock) {
+          reduce_block(i, at + done, run_at + done, std::min(kReduceBlock, length - done));
         }
       });
+
+  end_touching();
 
   // Peers read this rank's input and write its output until they say so.
   publish(me().control->consumed, progress(sequence_, kAllRounds));
@@ -291,8 +302,8 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
   call.in.for_each_piece(
       s.run.begin, s.run.end,
       [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kBlock) {
-          const std::size_t part = std::min(kBlock, length - done);
+        for (std::size_t done = 0; done < length; done += kReduceBlock) {
+          const std::size_t part = std::min(kReduceBlock, length - done);
           const std::size_t offset = run_at + done - s.run.begin;
           for (int p = 0; p < size(); ++p) {
             sources_[static_cast<std::size_t>(p)] = p == rank_

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <string>
 #include <utility>
 
@@ -64,6 +65,8 @@ void grow(const FileDescriptor& file, std::size_t bytes) {
   if (::fstat(file.get(), &status) != 0) throw system_error("fstat on shared memory");
   if (static_cast<std::size_t>(status.st_size) >= bytes) return;
   if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) {
+    // Another thread has made it larger in between, and it cannot shrink.
+    if (errno == EPERM) return;
     throw system_error("growing shared memory to " + std::to_string(bytes) + " bytes");
   }
 }

@@ -90,27 +90,27 @@ inline int run_cases(int argc, char** argv) {
 
 }  // namespace fastdist::test
 
-#define CASE(name)                                                                    \
-  static void case_##name();                                                          \
+#define CASE(name)                                                                     \
+  static void case_##name();                                                           \
   static const ::fastdist::test::Registration registration_##name{#name, case_##name}; \
   static void case_##name()
 
-#define CHECK(condition)                                                         \
-  do {                                                                           \
-    if (!(condition)) ::fastdist::test::fail(__FILE__, __LINE__, #condition);     \
+#define CHECK(condition)                                                      \
+  do {                                                                        \
+    if (!(condition)) ::fastdist::test::fail(__FILE__, __LINE__, #condition); \
   } while (false)
 
 // `detail` is streamed into the message: CHECK_THAT(a == b, "at " << i).
-#define CHECK_THAT(condition, detail)                                                         \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
-      std::ostringstream detail_;                                                             \
-      detail_ << #condition << ": " << detail;                                                \
-      ::fastdist::test::fail(__FILE__, __LINE__, detail_.str());                              \
-    }                                                                                         \
+#define CHECK_THAT(condition, detail)                            \
+  do {                                                           \
+    if (!(condition)) {                                          \
+      std::ostringstream detail_;                                \
+      detail_ << #condition << ": " << detail;                   \
+      ::fastdist::test::fail(__FILE__, __LINE__, detail_.str()); \
+    }                                                            \
   } while (false)
 
-#define CHECK_THROWS(code, expression)                                              \
+#define CHECK_THROWS(code, expression) \
   ::fastdist::test::check_throws(code, __FILE__, __LINE__, #expression, [&] { expression; })
 
 int main(int argc, char** argv) { return fastdist::test::run_cases(argc, argv); }

@@ -1,7 +1,7 @@
 // Random sequences of collectives that every rank derives from one seed, with fresh data in every
 // call and every result checked. This is the hunt for races: sizes fall on both sides of every
-// threshold, ranks are held up at random, and calls follow each other at once. The sequences are the
-// same in every run; FASTDIST_TEST_SEED gives others.
+// threshold, ranks are held up at random, and calls follow each other at once. The sequences are
+// the same in every run; FASTDIST_TEST_SEED gives others.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,8 @@ class Schedule {
     for (int i = 0; i < calls; ++i) {
       ++call_;
       if (alone_() % 8 == 0) std::this_thread::yield();
-      if (alone_() % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(alone_() % 200));
+      if (alone_() % 64 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(alone_() % 200));
       step();
     }
   }
@@ -150,7 +151,8 @@ class Schedule {
     std::size_t first = 0;
     for (std::size_t k = 0; k < arrays; ++k) {
       const std::size_t count = size(3);
-      ins.push_back(mixed && k % 2 == 1 ? input<double>(count, first) : input<std::int32_t>(count, first));
+      ins.push_back(mixed && k % 2 == 1 ? input<double>(count, first)
+                                        : input<std::int32_t>(count, first));
       views.push_back(ins.back().view());
       firsts.push_back(first);
       first += count;
@@ -249,7 +251,8 @@ class Schedule {
     const std::size_t from = root();
     const Array in = input<std::uint64_t>(me_ == from ? count * n_ : 0);
     const Array out = output<std::uint64_t>(count);
-    c_.scatter(me_ == from ? in.view() : TensorView{}, out.view(), static_cast<int>(from), patient());
+    c_.scatter(me_ == from ? in.view() : TensorView{}, out.view(), static_cast<int>(from),
+               patient());
     for (std::size_t i = 0; i < count; ++i) {
       check(out, i, value(from, me_ * count + i), "scatter");
     }

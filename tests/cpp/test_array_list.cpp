@@ -28,18 +28,19 @@ CASE(pieces_cover_every_range_once_and_in_order) {
     const std::size_t end = begin + (total == begin ? 0 : random() % (total - begin + 1));
     std::size_t at = begin;
     std::size_t last = 0;
-    list.for_each_piece(begin, end, [&](std::size_t i, std::size_t in_array, std::size_t in_run,
-                                        std::size_t bytes) {
-      CHECK(bytes > 0);
-      CHECK(in_run == at);
-      CHECK(i >= last && i < arrays.size());
-      CHECK(in_array + bytes <= arrays[i].bytes());
-      std::size_t start = 0;
-      for (std::size_t k = 0; k < i; ++k) start += arrays[k].bytes();
-      CHECK(start + in_array == in_run);
-      at += bytes;
-      last = i;
-    });
+    list.for_each_piece(
+        begin, end,
+        [&](std::size_t i, std::size_t in_array, std::size_t in_run, std::size_t bytes) {
+          CHECK(bytes > 0);
+          CHECK(in_run == at);
+          CHECK(i >= last && i < arrays.size());
+          CHECK(in_array + bytes <= arrays[i].bytes());
+          std::size_t start = 0;
+          for (std::size_t k = 0; k < i; ++k) start += arrays[k].bytes();
+          CHECK(start + in_array == in_run);
+          at += bytes;
+          last = i;
+        });
     CHECK(at == end);
   }
 }

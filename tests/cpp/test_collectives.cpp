@@ -29,7 +29,8 @@ bool is_defined(ReduceOp op, DType dtype) {
 // Bytes of rank r's element, free of NaN, whose bits may differ between loops.
 void fill(DType dtype, std::byte* data, std::size_t count, std::uint64_t call, std::uint64_t rank) {
   const std::size_t item = size_of(dtype);
-  for (std::size_t i = 0; i < count * item; ++i) data[i] = static_cast<std::byte>(mix(call, rank, i));
+  for (std::size_t i = 0; i < count * item; ++i)
+    data[i] = static_cast<std::byte>(mix(call, rank, i));
   const auto clear = [&](std::size_t width, std::byte mask) {  // keeps the exponent's top bit clear
     for (std::size_t i = width - 1; i < count * item; i += width) data[i] &= mask;
   };
@@ -60,7 +61,8 @@ void fill(DType dtype, std::byte* data, std::size_t count, std::uint64_t call, s
   }
 }
 
-std::vector<std::byte> reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t call, int n) {
+std::vector<std::byte> reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t call,
+                               int n) {
   std::vector<std::vector<std::byte>> inputs;
   std::vector<const std::byte*> sources;
   for (int r = 0; r < n; ++r) {
@@ -73,7 +75,8 @@ std::vector<std::byte> reduced(DType dtype, ReduceOp op, std::size_t count, std:
   return result;
 }
 
-void check_same(const Array& got, const std::byte* expected, const char* what, DType dtype, ReduceOp op) {
+void check_same(const Array& got, const std::byte* expected, const char* what, DType dtype,
+                ReduceOp op) {
   const std::size_t bytes = got.view().bytes();
   CHECK_THAT(bytes == 0 || std::memcmp(got.view().data, expected, bytes) == 0,
              what << " " << name_of(op) << " of " << name_of(dtype) << " × " << got.count());
@@ -167,7 +170,8 @@ CASE(lists_give_the_bits_of_single_calls) {
         }
         c.all_reduce(views, views, ReduceOp::kMean, patient());
         for (std::size_t k = 0; k < 6; ++k) {
-          check_same(listed[k], single[k].view().data, "list", listed[k].view().dtype, ReduceOp::kMean);
+          check_same(listed[k], single[k].view().data, "list", listed[k].view().dtype,
+                     ReduceOp::kMean);
         }
       });
     }
@@ -204,13 +208,14 @@ CASE(a_communicator_of_some_ranks_of_a_machine) {
   std::vector<std::size_t> offsets;
   const SharedBlock first(machine, 1, 5000);  // so that the blocks lie at different offsets
   for (const int m : members) {
-    blocks.push_back(std::make_shared<SharedBlock>(machine, m, HostCommunicator::block_bytes(2, tuning)));
+    blocks.push_back(
+        std::make_shared<SharedBlock>(machine, m, HostCommunicator::block_bytes(2, tuning)));
     offsets.push_back(blocks.back()->offset());
   }
   Ranks ranks;
   for (int r = 0; r < 2; ++r) {
-    ranks.push_back(std::make_unique<HostCommunicator>(machine, members, r, offsets,
-                                                       blocks[static_cast<std::size_t>(r)], tuning));
+    ranks.push_back(std::make_unique<HostCommunicator>(
+        machine, members, r, offsets, blocks[static_cast<std::size_t>(r)], tuning));
   }
   with_ranks(ranks, [](HostCommunicator& c) {
     const Array a(DType::kInt32, 500);

@@ -31,7 +31,8 @@ CASE(sums_are_close_and_the_same_everywhere) {
           arrays.emplace_back(DType::kFloat32, counts[k]);
           views.push_back(arrays.back().view());
           for (std::size_t i = 0; i < counts[k]; ++i) {
-            arrays[k].as<float>()[i] = static_cast<float>(mix(k, static_cast<std::uint64_t>(c.rank()), i) % 1000) / 100.0F;
+            arrays[k].as<float>()[i] =
+                static_cast<float>(mix(k, static_cast<std::uint64_t>(c.rank()), i) % 1000) / 100.0F;
           }
         }
         all_reduce_compressed(c, views, views, ReduceOp::kSum, wire, patient());
@@ -42,8 +43,9 @@ CASE(sums_are_close_and_the_same_everywhere) {
               exact += static_cast<float>(mix(k, static_cast<std::uint64_t>(r), i) % 1000) / 100.0F;
             }
             const double error = std::fabs(arrays[k].as<float>()[i] - exact);
-            CHECK_THAT(error <= exact * 2.1 * relative_step(wire) + 0.1 * relative_step(wire) * 16 * n,
-                       name_of(wire) << " " << arrays[k].as<float>()[i] << " for " << exact);
+            CHECK_THAT(
+                error <= exact * 2.1 * relative_step(wire) + 0.1 * relative_step(wire) * 16 * n,
+                name_of(wire) << " " << arrays[k].as<float>()[i] << " for " << exact);
             results[static_cast<std::size_t>(c.rank())].push_back(arrays[k].as<float>()[i]);
           }
         }
@@ -59,8 +61,10 @@ CASE(doubles_and_means_and_separate_outputs) {
     const Array in(DType::kFloat64, 100);
     const Array out(DType::kFloat64, 100);
     std::fill_n(in.as<double>(), 100, 8.0);
-    all_reduce_compressed(c, in.views(), out.views(), ReduceOp::kMean, DType::kFloat8E4M3FN, patient());
-    for (std::size_t i = 0; i < 100; ++i) CHECK(out.as<double>()[i] == 8.0 && in.as<double>()[i] == 8.0);
+    all_reduce_compressed(c, in.views(), out.views(), ReduceOp::kMean, DType::kFloat8E4M3FN,
+                          patient());
+    for (std::size_t i = 0; i < 100; ++i)
+      CHECK(out.as<double>()[i] == 8.0 && in.as<double>()[i] == 8.0);
   });
 }
 
@@ -72,7 +76,8 @@ CASE(more_elements_than_a_bucket) {
     std::fill_n(b.as<float>(), 10, 3.0F);
     const std::vector<TensorView> views{a.view(), b.view()};
     all_reduce_compressed(c, views, views, ReduceOp::kSum, DType::kBFloat16, patient());
-    for (std::size_t i = 0; i < a.count(); ++i) CHECK(a.as<float>()[i] == static_cast<float>(2 * (i % 64)));
+    for (std::size_t i = 0; i < a.count(); ++i)
+      CHECK(a.as<float>()[i] == static_cast<float>(2 * (i % 64)));
     CHECK(b.as<float>()[9] == 6.0F);
   });
 }
@@ -94,7 +99,8 @@ class Equals final : public Communicator {
   void gather(TensorView, TensorView, int, const CallOptions&) override {}
   void scatter(TensorView, TensorView, int, const CallOptions&) override {}
   void reduce_scatter(TensorView, TensorView, ReduceOp, const CallOptions&) override {}
-  void all_to_all(TensorView, TensorView, std::span<const std::size_t>, const CallOptions&) override {}
+  void all_to_all(TensorView, TensorView, std::span<const std::size_t>,
+                  const CallOptions&) override {}
   void send(TensorView, int, const CallOptions&) override {}
   void recv(TensorView, int, const CallOptions&) override {}
   void barrier(const CallOptions&) override {}
@@ -110,7 +116,8 @@ CASE(float8_sums_stay_in_range) {
       const float v = std::exp2(static_cast<float>(step) / 500.0F);
       Array a(DType::kFloat32, 1);
       *a.as<float>() = v;
-      all_reduce_compressed(c, a.views(), a.views(), ReduceOp::kSum, DType::kFloat8E4M3FN, patient());
+      all_reduce_compressed(c, a.views(), a.views(), ReduceOp::kSum, DType::kFloat8E4M3FN,
+                            patient());
       CHECK_THAT(std::isfinite(*a.as<float>()), n << " ranks of " << v);
       CHECK(std::fabs(*a.as<float>() / (v * static_cast<float>(n)) - 1.0F) < 0.15F);
     }
@@ -123,7 +130,8 @@ CASE(float8_takes_huge_and_tiny_values) {
     Array a(DType::kFloat32, 1);
     *a.as<float>() = v;
     all_reduce_compressed(c, a.views(), a.views(), ReduceOp::kSum, DType::kFloat8E4M3FN, patient());
-    CHECK_THAT(std::fabs(*a.as<float>() - 4 * v) <= 0.15F * 4 * v, v << " gives " << *a.as<float>());
+    CHECK_THAT(std::fabs(*a.as<float>() - 4 * v) <= 0.15F * 4 * v,
+               v << " gives " << *a.as<float>());
   }
 }
 
@@ -143,10 +151,11 @@ CASE(what_cannot_be_compressed_is_refused) {
   Equals c(2);
   const Array ints(DType::kInt32, 4);
   const Array floats(DType::kFloat32, 4);
-  CHECK_THROWS(ErrorCode::kType, all_reduce_compressed(c, ints.views(), ints.views(), ReduceOp::kSum,
-                                                       DType::kFloat16, patient()));
-  CHECK_THROWS(ErrorCode::kValue, all_reduce_compressed(c, floats.views(), floats.views(),
-                                                        ReduceOp::kMax, DType::kFloat16, patient()));
+  CHECK_THROWS(ErrorCode::kType, all_reduce_compressed(c, ints.views(), ints.views(),
+                                                       ReduceOp::kSum, DType::kFloat16, patient()));
+  CHECK_THROWS(ErrorCode::kValue,
+               all_reduce_compressed(c, floats.views(), floats.views(), ReduceOp::kMax,
+                                     DType::kFloat16, patient()));
 }
 
 }  // namespace

@@ -47,27 +47,29 @@ CASE(ranks_that_disagree_all_throw_and_go_on) {
           const Array out(DType::kFloat32, count * static_cast<std::size_t>(n));
           std::fill_n(a.as<float>(), count, 5.0F);
           const std::vector<TensorView> list{a.view(), a.view()};
-          const Error error = CHECK_THROWS(ErrorCode::kMismatch, ([&] {
-            if (!is_odd) return c.all_reduce(a.views(), a.views(), ReduceOp::kSum, options);
-            switch (round % 7) {
-              case 0:
-                return c.all_reduce(a.views(), a.views(), ReduceOp::kMax, options);
-              case 1:
-                return c.all_reduce(b.views(), b.views(), ReduceOp::kSum, options);
-              case 2:
-                return c.all_reduce(longer.views(), longer.views(), ReduceOp::kSum, options);
-              case 3:
-                return c.barrier(options);
-              case 4:
-                return c.all_gather(a.view(), out.view(), options);
-              case 5:
-                return c.all_reduce(list, list, ReduceOp::kSum, options);
-              default:
-                return c.broadcast(a.views(), 0, options);
-            }
-          }()));
+          const Error error = CHECK_THROWS(
+              ErrorCode::kMismatch, ([&] {
+                if (!is_odd) return c.all_reduce(a.views(), a.views(), ReduceOp::kSum, options);
+                switch (round % 7) {
+                  case 0:
+                    return c.all_reduce(a.views(), a.views(), ReduceOp::kMax, options);
+                  case 1:
+                    return c.all_reduce(b.views(), b.views(), ReduceOp::kSum, options);
+                  case 2:
+                    return c.all_reduce(longer.views(), longer.views(), ReduceOp::kSum, options);
+                  case 3:
+                    return c.barrier(options);
+                  case 4:
+                    return c.all_gather(a.view(), out.view(), options);
+                  case 5:
+                    return c.all_reduce(list, list, ReduceOp::kSum, options);
+                  default:
+                    return c.broadcast(a.views(), 0, options);
+                }
+              }()));
           CHECK(contains(error, "all_reduce(float32 × " + std::to_string(count)));
-          for (int r = 0; r < n; ++r) CHECK(contains(error, "at train.py:" + std::to_string(10 + r)));
+          for (int r = 0; r < n; ++r)
+            CHECK(contains(error, "at train.py:" + std::to_string(10 + r)));
           CHECK(is_odd ? error.ranks().size() == static_cast<std::size_t>(n - 1)
                        : error.ranks() == std::vector<int>{odd});
           for (std::size_t i = 0; i < count; ++i) CHECK(a.as<float>()[i] == 5.0F);  // nothing moved
@@ -134,7 +136,8 @@ CASE(a_late_rank_is_named) {
     const Array a(DType::kInt32, 200);
     // Whoever comes too late hears of it at once, and not after a timeout of its own.
     const auto start = std::chrono::steady_clock::now();
-    CHECK_THROWS(ErrorCode::kTimeout, ranks[2]->all_reduce(a.views(), a.views(), ReduceOp::kSum, patient()));
+    CHECK_THROWS(ErrorCode::kTimeout,
+                 ranks[2]->all_reduce(a.views(), a.views(), ReduceOp::kSum, patient()));
     CHECK(std::chrono::steady_clock::now() - start < 5s);
   }
 }
@@ -156,8 +159,8 @@ CASE(a_rank_that_closes_is_named) {
     });
     const auto start = std::chrono::steady_clock::now();
     in_threads(n - 1, [&](int r) {
-      const Error error =
-          CHECK_THROWS(ErrorCode::kPeerFailure, ranks[static_cast<std::size_t>(r)]->barrier(patient()));
+      const Error error = CHECK_THROWS(ErrorCode::kPeerFailure,
+                                       ranks[static_cast<std::size_t>(r)]->barrier(patient()));
       CHECK(error.ranks() == std::vector<int>{n - 1});
       CHECK_THAT(contains(error, "closed"), error.what());  // it has not died
     });
@@ -170,7 +173,9 @@ CASE(a_rank_that_closes_is_named) {
 // What was agreed before a rank closed is still delivered.
 CASE(closing_right_after_a_call_harms_nobody) {
   for (int trial = 0; trial < (kSanitized ? 100 : 300); ++trial) {
-    const Tuning tuning = trial % 3 == 0 ? staged_tuning() : trial % 3 == 1 ? tiny_tuning() : in_place_tuning();
+    const Tuning tuning = trial % 3 == 0   ? staged_tuning()
+                          : trial % 3 == 1 ? tiny_tuning()
+                                           : in_place_tuning();
     with_threads(3, tuning, [trial](HostCommunicator& c) {
       const Array a(DType::kInt32, 600);
       std::fill_n(a.as<std::int32_t>(), a.count(), c.rank() == trial % 3 ? trial : -1);
@@ -185,7 +190,8 @@ CASE(own_calls_end_when_another_thread_closes) {
   Ranks ranks = make_thread_ranks(2, tiny_tuning());
   const Array a(DType::kInt32, 1);
   std::jthread waiting([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->barrier(patient())); });
-  std::jthread receiving([&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->recv(a.view(), 1, patient())); });
+  std::jthread receiving(
+      [&] { CHECK_THROWS(ErrorCode::kState, ranks[0]->recv(a.view(), 1, patient())); });
   std::this_thread::sleep_for(20ms);
   const auto start = std::chrono::steady_clock::now();
   ranks[0]->close();

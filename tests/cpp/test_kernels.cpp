@@ -258,8 +258,8 @@ bool fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i, const
         const bool next = load_as<std::uint8_t>(sources[s] + i) != 0;
         const bool is_and = op == ReduceOp::kAnd || op == ReduceOp::kProd || op == ReduceOp::kMin;
         expected = op == ReduceOp::kXor ? expected != next
-                   : is_and            ? expected && next
-                                       : expected || next;
+                   : is_and             ? expected && next
+                                        : expected || next;
       }
       return load_as<std::uint8_t>(got + i) == static_cast<std::uint8_t>(expected);
     }
@@ -299,10 +299,14 @@ bool fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i, const
 // Random elements: all patterns of the narrow formats, and for floats a share of special values.
 template <class F>
 F any_float(std::uint64_t random) {
-  constexpr F kSpecial[] = {0, static_cast<F>(-0.0), 1, std::numeric_limits<F>::infinity(),
+  constexpr F kSpecial[] = {0,
+                            static_cast<F>(-0.0),
+                            1,
+                            std::numeric_limits<F>::infinity(),
                             -std::numeric_limits<F>::infinity(),
                             std::numeric_limits<F>::quiet_NaN(),
-                            std::numeric_limits<F>::denorm_min(), std::numeric_limits<F>::max()};
+                            std::numeric_limits<F>::denorm_min(),
+                            std::numeric_limits<F>::max()};
   if (random % 16 == 0) return kSpecial[random / 16 % 8];
   return static_cast<F>(static_cast<double>(static_cast<std::int64_t>(random)) * 0x1p-60);
 }
@@ -352,8 +356,9 @@ void check_reduce(const Kernels& kernels, DType dtype, ReduceOp op, std::size_t 
     originals.push_back(memory.back().get());
   }
   auto result = std::make_unique<std::byte[]>(bytes + skip);
-  std::byte* dst = in_place >= 0 ? const_cast<std::byte*>(sources[static_cast<std::size_t>(in_place)])
-                                 : result.get() + skip;
+  std::byte* dst = in_place >= 0
+                       ? const_cast<std::byte*>(sources[static_cast<std::size_t>(in_place)])
+                       : result.get() + skip;
   kernels.reduce(dtype, op)(dst, sources.data(), n, count);
   for (std::size_t i = 0; i < count; ++i) {
     CHECK_THAT(fits(dtype, op, originals, i, dst),
@@ -450,8 +455,10 @@ CASE(widening_is_exact_for_every_pattern) {
                        codes.data(), count, 1.0F);
       for (std::size_t c = 0; c < count; ++c) {
         const double expected = format.value(static_cast<std::uint32_t>(c));
-        CHECK_THAT(same_float<double>(floats[c], expected), kernels->name << " " << name_of(dtype) << " " << c);
-        CHECK_THAT(same_float(doubles[c], expected), kernels->name << " " << name_of(dtype) << " " << c);
+        CHECK_THAT(same_float<double>(floats[c], expected),
+                   kernels->name << " " << name_of(dtype) << " " << c);
+        CHECK_THAT(same_float(doubles[c], expected),
+                   kernels->name << " " << name_of(dtype) << " " << c);
         CHECK(std::isnan(expected) || std::signbit(floats[c]) == std::signbit(expected));
         float alone = 0;  // the plain loop
         kernels->convert(DType::kFloat32, reinterpret_cast<std::byte*>(&alone), dtype,
@@ -493,7 +500,8 @@ std::vector<float> hard_floats(DType dtype) {
 }
 
 template <class F>
-void check_narrowing(const Kernels& kernels, DType dtype, DType from, const std::vector<F>& values) {
+void check_narrowing(const Kernels& kernels, DType dtype, DType from,
+                     const std::vector<F>& values) {
   const Narrower& narrow = narrower(dtype);
   const std::size_t item = size_of(dtype);
   std::vector<std::byte> codes(values.size() * item);
@@ -505,9 +513,8 @@ void check_narrowing(const Kernels& kernels, DType dtype, DType from, const std:
     kernels.convert(dtype, reinterpret_cast<std::byte*>(&alone), from,
                     reinterpret_cast<const std::byte*>(&values[i]), 1, 1.0F);
     for (const std::uint32_t got : {code_at(codes.data() + i * item, item), alone}) {
-      const bool same = is_nan_code(narrow.format(), expected)
-                            ? is_nan_code(narrow.format(), got)
-                            : got == expected;
+      const bool same = is_nan_code(narrow.format(), expected) ? is_nan_code(narrow.format(), got)
+                                                               : got == expected;
       CHECK_THAT(same, kernels.name << " " << values[i] << " (element " << i << ") to "
                                     << name_of(dtype) << " gives " << got << ", expected "
                                     << expected);
@@ -561,7 +568,8 @@ CASE(conversion_scales) {
 
 CASE(largest_magnitude_finds_nan_and_sign) {
   const auto of = [](const std::vector<double>& v) {
-    return host::largest_magnitude(DType::kFloat64, reinterpret_cast<const std::byte*>(v.data()), v.size());
+    return host::largest_magnitude(DType::kFloat64, reinterpret_cast<const std::byte*>(v.data()),
+                                   v.size());
   };
   CHECK(of({}) == 0.0);
   CHECK(of({1.0, -3.0, 2.0}) == 3.0);
@@ -574,8 +582,8 @@ CASE(largest_magnitude_finds_nan_and_sign) {
 // --- copies -------------------------------------------------------------------------------------
 
 CASE(stream_copy_at_every_alignment) {
-  constexpr std::size_t kLengths[] = {0, 1, 15, 63, 64, 65, 255, 256, 257, 318, 319, 320, 321, 511,
-                                      512, 513, 1000, 1024, 2047};
+  constexpr std::size_t kLengths[] = {0,   1,   15,  63,  64,  65,  255,  256,  257, 318,
+                                      319, 320, 321, 511, 512, 513, 1000, 1024, 2047};
   constexpr std::size_t kRoom = 2300;
   const auto guard = std::byte{0xA5};
   std::vector<std::byte> from(kRoom);
@@ -589,8 +597,10 @@ CASE(stream_copy_at_every_alignment) {
           kernels->stream_copy(to.data() + 64 + d, from.data() + s, bytes);
           CHECK(std::memcmp(to.data() + 64 + d, from.data() + s, bytes) == 0);
           const auto is_guard = [&](std::byte b) { return b == guard; };
-          CHECK(std::all_of(to.begin(), to.begin() + static_cast<std::ptrdiff_t>(64 + d), is_guard));
-          CHECK(std::all_of(to.begin() + static_cast<std::ptrdiff_t>(64 + d + bytes), to.end(), is_guard));
+          CHECK(
+              std::all_of(to.begin(), to.begin() + static_cast<std::ptrdiff_t>(64 + d), is_guard));
+          CHECK(std::all_of(to.begin() + static_cast<std::ptrdiff_t>(64 + d + bytes), to.end(),
+                            is_guard));
         }
       }
     }

@@ -1,5 +1,8 @@
 // Segments, the heap that cuts them up, and when memory comes back.
 
+#include <fcntl.h>
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -7,9 +10,6 @@
 #include <memory>
 #include <random>
 #include <vector>
-
-#include <fcntl.h>
-#include <sys/stat.h>
 
 #include "check.h"
 #include "host/communicator.h"
@@ -60,7 +60,8 @@ CASE(heap_ranges_never_overlap) {
 }
 
 CASE(heap_joins_what_is_given_back) {
-  for (const auto& order : std::vector<std::vector<int>>{{0, 1, 2}, {2, 1, 0}, {0, 2, 1}, {1, 0, 2}}) {
+  for (const auto& order :
+       std::vector<std::vector<int>>{{0, 1, 2}, {2, 1, 0}, {0, 2, 1}, {1, 0, 2}}) {
     Heap heap(3 * kPage);
     std::size_t offsets[3];
     for (auto& o : offsets) o = heap.take(kPage);
@@ -211,8 +212,8 @@ CASE(a_machine_goes_although_peers_are_open) {
   views.ranks[0].reset();
   views.machines[0].reset();
   CHECK(gone.expired());
-  const Error error =
-      CHECK_THROWS(ErrorCode::kPeerFailure, views.ranks[1]->barrier(impatient(std::chrono::seconds(10))));
+  const Error error = CHECK_THROWS(ErrorCode::kPeerFailure,
+                                   views.ranks[1]->barrier(impatient(std::chrono::seconds(10))));
   CHECK(error.ranks() == std::vector<int>{0});
   CHECK(std::string(error.what()).find("closed") != std::string::npos);
 }
@@ -261,7 +262,8 @@ CASE(blocks_are_kept_while_a_closed_rank_still_works) {
   std::memset(next.data(), 0xFF, bytes);
   held.may_go = true;
   first.join();
-  CHECK(std::all_of(next.data(), next.data() + bytes, [](std::byte x) { return x == std::byte{0xFF}; }));
+  CHECK(std::all_of(next.data(), next.data() + bytes,
+                    [](std::byte x) { return x == std::byte{0xFF}; }));
 }
 
 CASE(closing_at_once_from_many_threads_counts_once) {

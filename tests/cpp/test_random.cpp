@@ -20,13 +20,6 @@ CASE(random_calls_on_all_paths) { run_worlds(tiny_tuning(), kCalls, 100); }
 
 CASE(random_calls_staged) { run_worlds(staged_tuning(), kCalls, 200); }
 
-// Rounds of pulls that are smaller than those of reductions.
-CASE(random_calls_pulled_in_many_rounds) {
-  Tuning tuning = staged_tuning();
-  tuning.pull_bytes = 64;
-  run_worlds(tuning, kCalls / 4, 800);
-}
-
 CASE(random_calls_in_place) { run_worlds(in_place_tuning(), kCalls / 2, 300); }
 
 CASE(random_calls_with_payloads) { run_worlds(payload_tuning(), kCalls / 2, 400); }

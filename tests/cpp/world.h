@@ -151,8 +151,8 @@ void in_threads(int n, Body&& body) {
 template <class Body>
 void with_ranks(Ranks& ranks, Body&& body) {
   const auto of = [&](int r) -> HostCommunicator& { return *ranks[static_cast<std::size_t>(r)]; };
-  in_threads(static_cast<int>(ranks.size()), [&](int r) { body(of(r)); },
-             [&](int r) { of(r).close(); });
+  in_threads(
+      static_cast<int>(ranks.size()), [&](int r) { body(of(r)); }, [&](int r) { of(r).close(); });
 }
 template <class Body>
 void with_threads(int n, const Tuning& tuning, Body&& body) {
@@ -309,7 +309,8 @@ inline void with_processes(int n, const Tuning& tuning,
 class Array {
  public:
   Array(DType dtype, std::size_t count, std::size_t skip = 0)
-      : own_(new std::byte[count * size_of(dtype) + skip]), view_{own_.get() + skip, count, dtype, 0} {}
+      : own_(new std::byte[count * size_of(dtype) + skip]),
+        view_{own_.get() + skip, count, dtype, 0} {}
   // In the communicator's shared memory, which other processes reach.
   Array(HostCommunicator& c, DType dtype, std::size_t count)
       : shared_(std::make_shared<SharedBlock>(c.machine(),

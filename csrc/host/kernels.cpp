@@ -29,9 +29,9 @@ const Kernels& kernels() {
 
 }  // namespace
 
-void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte* const> sources,
-            std::size_t count) {
-  kernels().reduce(dtype, op)(dst, sources.data(), sources.size(), count);
+void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
+            std::span<const std::byte* const> sources, std::size_t count) {
+  kernels().reduce(dtype, op)(dst, also, sources.data(), sources.size(), count);
 }
 
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {

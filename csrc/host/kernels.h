@@ -10,10 +10,11 @@
 
 namespace fastdist::host {
 
-// dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources.
+// dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources. `also` gets
+// the same, unless it is null.
 // float16, bfloat16 and float8 accumulate in float32. The operation must be defined for the dtype.
-void reduce(DType dtype, ReduceOp op, std::byte* dst, std::span<const std::byte* const> sources,
-            std::size_t count);
+void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
+            std::span<const std::byte* const> sources, std::size_t count);
 
 // Copies; with `stream` by stores that bypass the caches, for data that nobody reads again soon. A
 // release does not order such stores, an atomic exchange does (on x86 a locked instruction drains

@@ -267,13 +267,14 @@ struct Divide {
 
 // kSources: the number of sources where it is worth knowing it, else 0.
 template <class Format, class Operation, class Finish, std::size_t kSources>
-void reduce_loop(std::byte* dst_bytes, const std::byte* const* source_bytes, std::size_t n_sources,
-                 std::size_t count) {
+void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* const* source_bytes,
+                 std::size_t n_sources, std::size_t count) {
   using T = typename Format::Storage;
   using V = decltype(Format::read_vector(nullptr));
   constexpr std::size_t kLanes = kVector / sizeof(typename Format::Value);
   const std::size_t n = kSources != 0 ? kSources : n_sources;
   T* dst = reinterpret_cast<T*>(dst_bytes);
+  T* also = reinterpret_cast<T*>(also_bytes);
   const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);
 
   std::size_t i = 0;
@@ -287,38 +288,43 @@ void reduce_loop(std::byte* dst_bytes, const std::byte* const* source_bytes, std
       }
     }
     for (std::size_t u = 0; u < kUnroll; ++u) {
-      Format::write_vector(dst + i + u * kLanes, Finish::finish(acc[u], n));
+      acc[u] = Finish::finish(acc[u], n);
+      Format::write_vector(dst + i + u * kLanes, acc[u]);
+      if (also != nullptr) Format::write_vector(also + i + u * kLanes, acc[u]);
     }
   }
   for (; i < count; ++i) {
+    using Value = typename Format::Value;
     auto acc = Format::read(sources[0] + i);
     for (std::size_t s = 1; s < n; ++s) {
-      acc =
-          static_cast<typename Format::Value>(Operation::apply(acc, Format::read(sources[s] + i)));
+      acc = static_cast<Value>(Operation::apply(acc, Format::read(sources[s] + i)));
     }
-    Format::write(dst + i, static_cast<typename Format::Value>(Finish::finish(acc, n)));
+    acc = static_cast<Value>(Finish::finish(acc, n));
+    Format::write(dst + i, acc);
+    if (also != nullptr) Format::write(also + i, acc);
   }
 }
 
 template <class Format, class Operation, class Finish = Keep>
-void reduce_any(std::byte* dst, const std::byte* const* sources, std::size_t n, std::size_t count) {
+void reduce_any(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
+                std::size_t count) {
   if (n == 2) {
-    reduce_loop<Format, Operation, Finish, 2>(dst, sources, n, count);
+    reduce_loop<Format, Operation, Finish, 2>(dst, also, sources, n, count);
   } else {
-    reduce_loop<Format, Operation, Finish, 0>(dst, sources, n, count);
+    reduce_loop<Format, Operation, Finish, 0>(dst, also, sources, n, count);
   }
 }
 
 // Sums and means of complex numbers are those of their parts.
 template <class T, class Operation, class Finish = Keep>
-void reduce_parts(std::byte* dst, const std::byte* const* sources, std::size_t n,
+void reduce_parts(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
                   std::size_t count) {
-  reduce_any<Native<T>, Operation, Finish>(dst, sources, n, 2 * count);
+  reduce_any<Native<T>, Operation, Finish>(dst, also, sources, n, 2 * count);
 }
 
 template <class T>
-void multiply_complex(std::byte* dst, const std::byte* const* sources, std::size_t n,
-                      std::size_t count) {
+void multiply_complex(std::byte* dst, std::byte* also, const std::byte* const* sources,
+                      std::size_t n, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t at = i * sizeof(Complex<T>);
     auto acc = load<Complex<T>>(sources[0] + at);
@@ -326,6 +332,7 @@ void multiply_complex(std::byte* dst, const std::byte* const* sources, std::size
       acc = Prod::apply(acc, load<Complex<T>>(sources[s] + at));
     }
     store(dst + at, acc);
+    if (also != nullptr) store(also + at, acc);
   }
 }
 

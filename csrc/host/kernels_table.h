@@ -7,7 +7,8 @@
 
 namespace fastdist::host {
 
-using ReduceFunction = void (*)(std::byte* dst, const std::byte* const* sources,
+// `also` gets what dst gets; it may be null.
+using ReduceFunction = void (*)(std::byte* dst, std::byte* also, const std::byte* const* sources,
                                 std::size_t n_sources, std::size_t count);
 
 struct Kernels {

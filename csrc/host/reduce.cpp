@@ -174,7 +174,8 @@ void HostCommunicator::reduce_payloads(const ReduceCall& call) {
         for (int p = 0; p < size(); ++p) {
           sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + run_at;
         }
-        host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, sources_, length / item);
+        host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, nullptr, sources_,
+                     length / item);
       });
 }
 
@@ -204,12 +205,14 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
       targets_[n_targets++] = data_of(p, theirs.output.load(std::memory_order_relaxed), i) + at;
     }
     if (own) targets_[n_targets++] = call.out.arrays()[0].data + (run_at - begin);
-    if (!call.stream && n_targets == 1) {
-      host::reduce(call.dtype, call.op, targets_[0], sources_, length / item);
-      return;
+    if (call.stream) {
+      host::reduce(call.dtype, call.op, scratch, nullptr, sources_, length / item);
+      for (std::size_t t = 0; t < n_targets; ++t) copy(targets_[t], scratch, length, true);
+    } else if (n_targets != 0) {
+      host::reduce(call.dtype, call.op, targets_[0], n_targets > 1 ? targets_[1] : nullptr,
+                   sources_, length / item);
+      for (std::size_t t = 2; t < n_targets; ++t) copy(targets_[t], targets_[0], length, false);
     }
-    host::reduce(call.dtype, call.op, scratch, sources_, length / item);
-    for (std::size_t t = 0; t < n_targets; ++t) copy(targets_[t], scratch, length, call.stream);
   };
   call.in.for_each_piece(
       begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
@@ -310,11 +313,12 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
                                                         ? call.in.arrays()[i].data + at + done
                                                         : input_of(p, round) + s.staged + offset;
           }
-          host::reduce(call.dtype, call.op, result + offset, sources_, part / item);
-          if (!keeps) continue;
           const std::size_t out_at =
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
-          copy(call.out.arrays()[i].data + out_at, result + offset, part, call.stream);
+          std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
+          host::reduce(call.dtype, call.op, result + offset, call.stream ? nullptr : out, sources_,
+                       part / item);
+          if (keeps && call.stream) copy(out, result + offset, part, true);
         }
       });
 }

@@ -71,7 +71,7 @@ std::vector<std::byte> reduced(DType dtype, ReduceOp op, std::size_t count, std:
   }
   for (const auto& input : inputs) sources.push_back(input.data());
   std::vector<std::byte> result(count * size_of(dtype) + 1);
-  host::reduce(dtype, op, result.data(), sources, count);
+  host::reduce(dtype, op, result.data(), nullptr, sources, count);
   return result;
 }
 

@@ -91,7 +91,7 @@ class Equals final : public Communicator {
   [[nodiscard]] int size() const noexcept override { return size_; }
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override {
     const std::vector<const std::byte*> same(static_cast<std::size_t>(size_), in[0].data);
-    host::reduce(in[0].dtype, op, out[0].data, same, in[0].count);
+    host::reduce(in[0].dtype, op, out[0].data, nullptr, same, in[0].count);
   }
   void reduce(TensorViews, TensorViews, ReduceOp, int, const CallOptions&) override {}
   void broadcast(TensorViews, int, const CallOptions&) override {}

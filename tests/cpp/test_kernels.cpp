@@ -359,7 +359,10 @@ void check_reduce(const Kernels& kernels, DType dtype, ReduceOp op, std::size_t 
   std::byte* dst = in_place >= 0
                        ? const_cast<std::byte*>(sources[static_cast<std::size_t>(in_place)])
                        : result.get() + skip;
-  kernels.reduce(dtype, op)(dst, sources.data(), n, count);
+  auto second = std::make_unique<std::byte[]>(bytes + skip);
+  std::byte* also = count % 2 == 0 ? second.get() + skip : nullptr;
+  kernels.reduce(dtype, op)(dst, also, sources.data(), n, count);
+  CHECK(also == nullptr || std::memcmp(also, dst, bytes) == 0);
   for (std::size_t i = 0; i < count; ++i) {
     CHECK_THAT(fits(dtype, op, originals, i, dst),
                kernels.name << " " << name_of(op) << " of " << name_of(dtype) << ", " << n
@@ -420,12 +423,12 @@ CASE(bits_do_not_depend_on_the_place) {
         }
         std::vector<std::byte> whole(kCount * item);
         std::vector<std::byte> one(item);
-        kernels->reduce(dtype, op)(whole.data(), sources.data(), 3, kCount);
+        kernels->reduce(dtype, op)(whole.data(), nullptr, sources.data(), 3, kCount);
         const Format format = format_of(dtype);
         for (std::size_t i = 0; i < kCount; ++i) {
           Sources at;
           for (const std::byte* s : sources) at.push_back(s + i * item);
-          kernels->reduce(dtype, op)(one.data(), at.data(), 3, 1);
+          kernels->reduce(dtype, op)(one.data(), nullptr, at.data(), 3, 1);
           if (std::memcmp(one.data(), whole.data() + i * item, item) == 0) continue;
           // Only what kind of NaN it is may differ.
           const bool nan = is_narrow(dtype) ? is_nan_code(format, code_at(one.data(), item))

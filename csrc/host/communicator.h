@@ -93,7 +93,7 @@ class HostCommunicator final : public Communicator {
   struct PullPlan;
   struct Transfer;
 
-  // communicator.cpp: announcing a call, waiting, giving up.
+  // communicator.cpp: announcing a call, waiting, using arrays in place.
   [[nodiscard]] Header& announce(const Signature& signature, const CallOptions& options);
   void exchange(Header& header, const Signature& signature);
   void compare_headers(const Signature& signature);
@@ -111,19 +111,8 @@ class HostCommunicator final : public Communicator {
   void withdraw() noexcept;
   void await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept;
   void check_usable() const;
-  void check_interrupt(const Wait& wait);
-  void check_departures(const Wait& wait);
-  void check_timeout(const Wait& wait, int p);
   void publish_facts() noexcept;
   void learn_cores() noexcept;
-  [[nodiscard]] bool is_gone(int p) const noexcept;
-  [[nodiscard]] std::string how_gone(int p) const;
-  [[noreturn]] void give_up_on(int p, const Wait& wait);
-  [[noreturn]] void depart(Departure why, int blamed, const Error& error);
-  void leave(Departure why, int blamed) noexcept;
-  void wake_everyone() noexcept;
-  [[nodiscard]] std::uint64_t last_sequence(int p) const noexcept;
-  [[nodiscard]] std::string last_calls() const;
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
   [[nodiscard]] Peer& peer(int p) noexcept { return peers_[static_cast<std::size_t>(p)]; }
   [[nodiscard]] Header& header_of(int p) noexcept { return *peer(p).slots[sequence_ & 1]; }
@@ -144,6 +133,19 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] std::uint64_t reach() const noexcept;
   // Array `i` of a run that rank p located.
   [[nodiscard]] std::byte* data_of(int p, std::uint64_t location, std::size_t i) const noexcept;
+
+  // departures.cpp: peers that left, leaving, and saying why.
+  void check_interrupt(const Wait& wait);
+  void check_departures(const Wait& wait);
+  void check_timeout(const Wait& wait, int p);
+  [[nodiscard]] bool is_gone(int p) const noexcept;
+  [[nodiscard]] std::string how_gone(int p) const;
+  [[noreturn]] void give_up_on(int p, const Wait& wait);
+  [[noreturn]] void depart(Departure why, int blamed, const Error& error);
+  void leave(Departure why, int blamed) noexcept;
+  void wake_everyone() noexcept;
+  [[nodiscard]] std::uint64_t last_sequence(int p) const noexcept;
+  [[nodiscard]] std::string last_calls() const;
 
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,

@@ -171,6 +171,7 @@ class HostCommunicator final : public Communicator {
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
   void compare(Transfer& transfer);
+  void fill(Transfer& transfer, std::uint64_t round);
   void push(Transfer& transfer);
   void take(Transfer& transfer);
 

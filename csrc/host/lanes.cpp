@@ -41,6 +41,11 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                     reach ? locate({&in, 1}) : 0,
                     Wait{&options, signature, &half.bell, {}}};
   try {
+    check_usable();
+    if (transfer.location == 0) {  // travels with the header
+      fill(transfer, 0);
+      half.chunks.store(progress(transfer.number, 1), std::memory_order_relaxed);
+    }
     open(transfer);
     push(transfer);
   } catch (...) {
@@ -112,16 +117,20 @@ void HostCommunicator::compare(Transfer& transfer) {
               {transfer.other});
 }
 
+void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {
+  const std::size_t at = std::min(transfer.array.bytes(), round * tuning_.lane_bytes);
+  host::copy(me().block + layout_.lane_buffer(transfer.other, round & 1), transfer.array.data + at,
+             std::min(tuning_.lane_bytes, transfer.array.bytes() - at), false);
+}
+
 void HostCommunicator::push(Transfer& transfer) {
   const std::size_t bytes = transfer.array.bytes();
   const std::uint64_t number = transfer.number;
   const std::size_t chunk = tuning_.lane_bytes;
   const std::uint64_t rounds = transfer.location != 0 ? 0 : (bytes + chunk - 1) / chunk;
-  for (std::uint64_t k = 0; k < rounds; ++k) {
+  for (std::uint64_t k = 1; k < rounds; ++k) {
     if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
-    const std::size_t at = k * chunk;
-    host::copy(me().block + layout_.lane_buffer(transfer.other, k & 1), transfer.array.data + at,
-               std::min(chunk, bytes - at), false);
+    fill(transfer, k);
     publish(transfer, transfer.own->chunks, progress(number, k + 1));
   }
   await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));

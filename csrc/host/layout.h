@@ -86,8 +86,8 @@ struct Lane {
   LaneHalf from;  // this rank receives
 };
 
-// What reductions work on at a time: fits the first-level cache.
-inline constexpr std::size_t kReduceBlock = std::size_t{16} << 10;
+// What loops work on at a time: fits the first-level cache.
+inline constexpr std::size_t kBlock = std::size_t{16} << 10;
 
 // Sizes of the parts and where they lie.
 struct Layout {
@@ -114,7 +114,7 @@ struct Layout {
   // One slice of a chunk, rounded up to whole lines; also the scratch of `reduce_in_place`.
   [[nodiscard]] std::size_t result_bytes() const noexcept {
     const std::size_t slice = chunk_bytes / static_cast<std::size_t>(ranks) + kCacheLine;
-    return align(std::max(kReduceBlock, slice));
+    return align(std::max(kBlock, slice));
   }
 
  private:

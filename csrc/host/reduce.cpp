@@ -216,8 +216,8 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   };
   call.in.for_each_piece(
       begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kReduceBlock) {
-          reduce_block(i, at + done, run_at + done, std::min(kReduceBlock, length - done));
+        for (std::size_t done = 0; done < length; done += kBlock) {
+          reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
         }
       });
 
@@ -305,8 +305,8 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
   call.in.for_each_piece(
       s.run.begin, s.run.end,
       [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kReduceBlock) {
-          const std::size_t part = std::min(kReduceBlock, length - done);
+        for (std::size_t done = 0; done < length; done += kBlock) {
+          const std::size_t part = std::min(kBlock, length - done);
           const std::size_t offset = run_at + done - s.run.begin;
           for (int p = 0; p < size(); ++p) {
             sources_[static_cast<std::size_t>(p)] = p == rank_

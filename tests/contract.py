@@ -6,6 +6,7 @@ The functions run on each rank; they check against numpy and return what the tes
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -200,6 +201,19 @@ def check_layouts(comm: Communicator) -> None:
     t = torch.full((2, 8, 4, 4), float(comm.rank)).to(memory_format=torch.channels_last)
     comm.all_reduce(t, "max")
     assert (t == comm.world_size - 1).all()
+    with pytest.raises(ValueError, match="resolve_conj"):
+        comm.all_gather(torch.ones(2, dtype=torch.complex64).conj())
+    released = torch.ones(4)
+    released.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        comm.all_reduce(released)
+    with pytest.raises(TypeError, match="cannot be read in place"):
+        comm.all_reduce(torch.ones(2, 2).to_sparse())
+    kept = torch.full((2,), float(comm.rank))
+    out = torch.full((2,), 9.0)
+    assert comm.broadcast(kept, 0, out=out) is out
+    assert (kept == comm.rank).all()
+    assert (out == 0).all()
     weight = torch.nn.Parameter(torch.ones(7))
     comm.all_reduce(weight)
     assert (weight == comm.world_size).all()
@@ -260,7 +274,8 @@ def check_bad_arguments(comm: Communicator) -> None:
         odd = np.zeros(comm.world_size + 1, np.float32)
         wrong += [
             (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
-            (ValueError, "cannot be split", lambda: comm.all_to_all(odd)),
+            (ValueError, "multiple of", lambda: comm.all_to_all(odd)),
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd, out=odd[:1])),
             (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
         ]
         if comm.rank != 0:
@@ -347,6 +362,24 @@ def check_async(comm: Communicator) -> None:
     comm.barrier()
 
 
+def check_lists_in_flight(comm: Communicator) -> None:
+    """The caller may do with the list what it likes; arrays go when the call has ended."""
+    bucket = [np.full(200_000, comm.rank, np.float32) for _ in range(20)]
+    alive = [weakref.ref(x) for x in bucket]
+    work = comm.all_reduce(bucket, "max", async_op=True)
+    bucket.clear()
+    work.wait(30)
+    del work
+    assert all(reference() is None for reference in alive)
+    x = np.ones(1000, np.float32)
+    for wrong in ([x, x], [x, x[500:]], [x[:600], x[500:]]):
+        with pytest.raises(ValueError, match="share memory"):
+            comm.all_reduce(wrong)
+    a, b = np.ones(3), np.ones(3)
+    with pytest.raises(ValueError, match="shares memory"):
+        comm.all_reduce([a, b], out=[b, a])
+
+
 def check_groups(comm: Communicator) -> None:
     n, r = comm.world_size, comm.rank
     for _ in range(3):
@@ -368,6 +401,15 @@ def check_groups(comm: Communicator) -> None:
         assert (ends.all_gather(np.array([r])) == ([n - 1, 0] if n > 1 else [0])).all()
         inner = ends.subgroup([0])
         assert (inner is not None) == (ends.rank == 0)
+    if n > 1:
+        with pytest.raises(CollectiveMismatchError, match=r"different ranks"):
+            comm.subgroup([0] if r == 0 else [0, 1])
+    if r == n - 1:
+        with pytest.raises((TypeError, AttributeError), match="pickle"):
+            comm.broadcast_object(lambda: 1, n - 1)
+    else:
+        with pytest.raises(FastdistError, match="could not pickle"):
+            comm.broadcast_object(None, n - 1)
     value = {"rank": r, "data": list(range(1000 * r))}
     assert comm.all_gather_object(value)[n - 1]["rank"] == n - 1
     assert comm.broadcast_object(value, n - 1) == {"rank": n - 1, "data": [*range(1000 * (n - 1))]}
@@ -497,6 +539,9 @@ class CommunicatorContract:
 
     def test_async(self, ranks: Any) -> None:
         ranks.run(check_async)
+
+    def test_lists_in_flight(self, ranks: Any) -> None:
+        ranks.run(check_lists_in_flight)
 
     def test_groups_and_objects(self, ranks: Any) -> None:
         ranks.run(check_groups)

@@ -318,6 +318,42 @@ comm.all_reduce(x); assert (x == 2).all(); print("met")
     assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
 
 
+def test_forked_child_after_async_calls(job: str) -> None:
+    code = """
+comm = fd.init()
+x = comm.empty(100); x[:] = 1
+comm.all_reduce(np.ones(4), async_op=True).wait()
+child = os.fork()
+if child == 0:
+    for call in (lambda: comm.all_reduce(np.ones(4), async_op=True), lambda: comm.empty(5), fd.init):
+        try: call(); os._exit(1)
+        except fd.errors.FastdistError as e: assert "parent process" in str(e)
+    sys.exit(9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+y = comm.empty(100); y[:] = 2
+comm.all_reduce(x); assert (x == 2).all() and (y == 2).all(); print("met")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
+def test_daemon_thread_in_a_call_at_exit(job: str) -> None:
+    code = """
+import threading
+comm = fd.init()
+group = comm.split(0)
+def forever():
+    while True: group.barrier()
+threading.Thread(target=forever, daemon=True).start()
+time.sleep(0.3); print("end")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    for rank in ranks:
+        returncode, output = finish(rank)
+        assert returncode == 0, output
+        assert "terminate called" not in output
+
+
 def test_little_address_space(job: str) -> None:
     code = """
 import resource

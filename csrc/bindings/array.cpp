@@ -8,6 +8,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bindings/dlpack.h"
 #include "core/error.h"
@@ -204,6 +205,18 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* a
   if (!order) throw_strided(argument, object);
   std::size_t count = 1;
   for (int i = 0; i < t.ndim; ++i) count *= static_cast<std::size_t>(t.shape[i]);
+  if (t.data == nullptr && count != 0) {
+    throw Error(ErrorCode::kValue, std::string(argument) + " has no memory (" + type_name(object) +
+                                       " of " + std::to_string(count) + " elements)");
+  }
+  // torch keeps complex conjugation as a bit, and the memory as it was.
+  if (t.dtype.code == 5 && py::hasattr(object, "is_conj") &&
+      (object.attr("is_conj")().cast<bool>() || object.attr("is_neg")().cast<bool>())) {
+    throw Error(ErrorCode::kValue,
+                std::string(argument) +
+                    " is a view that torch conjugates or negates when read; call "
+                    "x.resolve_conj().resolve_neg() first");
+  }
   return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order};
 }
 
@@ -277,7 +290,13 @@ TensorView view_array(py::handle object, Access access, const char* argument, py
   if (type == reinterpret_cast<PyTypeObject*>(ndarray)) return view_numpy(object, access, argument);
   if (const auto* api = exchange_api(type)) {
     dlpack::Tensor tensor;
-    if (api->tensor_from_object(object.ptr(), &tensor) != 0) throw py::error_already_set();
+    if (api->tensor_from_object(object.ptr(), &tensor) != 0) {
+      const py::error_already_set error;  // its message carries a stack trace after the first line
+      const std::string text = error.what();
+      throw Error(ErrorCode::kType, std::string(argument) + " cannot be read in place (" +
+                                        type_name(object) +
+                                        "): " + text.substr(0, text.find('\n')));
+    }
     return view_dlpack(tensor, object, argument);
   }
   if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray)) != 0) {
@@ -294,6 +313,36 @@ TensorView view_array(py::handle object, Access access, const char* argument, py
                                     type_name(object));
 }
 
+// Throws unless arrays that are written share memory neither with each other nor with `read`.
+void check_disjoint(TensorViews written, TensorViews read, const char* argument) {
+  struct Extent {
+    const std::byte* begin;
+    const std::byte* end;
+    bool is_written;
+  };
+  std::vector<Extent> extents;
+  extents.reserve(written.size() + read.size());
+  for (const TensorView& a : written) extents.push_back({a.data, a.data + a.bytes(), true});
+  for (const TensorView& a : read) extents.push_back({a.data, a.data + a.bytes(), false});
+  std::erase_if(extents, [](const Extent& e) { return e.begin == e.end; });
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const std::byte* written_until = nullptr;
+  const std::byte* used_until = nullptr;
+  for (const Extent& e : extents) {
+    if (e.begin < (e.is_written ? used_until : written_until)) {
+      throw Error(
+          ErrorCode::kValue,
+          std::string(argument) + (read.empty() ? " holds arrays that share memory; pass each "
+                                                  "of them once"
+                                                : " shares memory with the input or within "
+                                                  "itself; give it memory of its own"));
+    }
+    if (e.is_written) written_until = std::max(written_until, e.end);
+    used_until = std::max(used_until, e.end);
+  }
+}
+
 bool overlap(const TensorView& a, const TensorView& b) {
   return a.count != 0 && b.count != 0 && a.data < b.data + b.bytes() && b.data < a.data + a.bytes();
 }
@@ -306,14 +355,19 @@ Arrays::Arrays(py::handle object, Access access, const char* argument) {
     one_ = view_array(object, access, argument, holder_);
     return;
   }
+  // The arrays themselves are held, not only the list, which the caller may change meanwhile.
   py::list holders;
-  list_.reserve(py::len(object));
-  for (const py::handle item : object) {
+  const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
+  if (!items) throw py::error_already_set();
+  list_.reserve(items.size());
+  for (const py::handle item : items) {
     py::object holder;
     list_.push_back(view_array(item, access, argument, holder));
     if (holder) holders.append(std::move(holder));
   }
+  holders.append(items);
   holder_ = std::move(holders);
+  if (access == Access::kWrite) check_disjoint(list_, {}, argument);
 }
 
 void check_fits(const Arrays& in, const Arrays& out) {
@@ -332,8 +386,12 @@ void check_fits(const Arrays& in, const Arrays& out) {
                       ", got " + std::string(name_of(b[i].dtype)) + " × " +
                       std::to_string(b[i].count));
     }
-    if (a[i].data != b[i].data) check_apart(a[i], b[i]);
   }
+  std::vector<TensorView> others;  // inputs that are not the memory of their own output
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (a[i].data != b[i].data) others.push_back(a[i]);
+  }
+  if (!others.empty()) check_disjoint(b, others, "out");
 }
 
 void check_apart(const TensorView& in, const TensorView& out) {

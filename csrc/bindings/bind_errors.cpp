@@ -3,6 +3,7 @@
 
 #include <exception>
 #include <new>
+#include <string>
 
 #include "bindings/bind.h"
 #include "core/error.h"
@@ -13,20 +14,25 @@ namespace fastdist::bindings {
 namespace {
 
 void raise(const Error& error) {
+  // Parts of a message may be cut anywhere, also within a character.
+  const std::string message = error.what();
+  const auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
+  if (!text) return;
   const auto fastdist_error = [&](const char* name) {
     const py::object type = py::module_::import("fastdist.errors").attr(name);
-    const py::object value = type(error.what(), py::tuple(py::cast(error.ranks())));
+    const py::object value = type(text, py::tuple(py::cast(error.ranks())));
     PyErr_SetObject(type.ptr(), value.ptr());
   };
   switch (error.code()) {
     case ErrorCode::kValue:
-      return PyErr_SetString(PyExc_ValueError, error.what());
+      return PyErr_SetObject(PyExc_ValueError, text.ptr());
     case ErrorCode::kType:
-      return PyErr_SetString(PyExc_TypeError, error.what());
+      return PyErr_SetObject(PyExc_TypeError, text.ptr());
     case ErrorCode::kMemory:
-      return PyErr_SetString(PyExc_MemoryError, error.what());
+      return PyErr_SetObject(PyExc_MemoryError, text.ptr());
     case ErrorCode::kSystem:
-      return PyErr_SetString(PyExc_OSError, error.what());
+      return PyErr_SetObject(PyExc_OSError, text.ptr());
     case ErrorCode::kMismatch:
       return fastdist_error("CollectiveMismatchError");
     case ErrorCode::kPeerFailure:

@@ -21,6 +21,7 @@ using host::Tuning;
 // An array of bytes in this rank's shared memory; the memory goes back when the array does.
 py::array empty(Host& self, std::size_t bytes) {
   HostCommunicator& c = self.communicator();
+  c.check_usable();
   const int machine_rank = c.members()[static_cast<std::size_t>(c.rank())];
   auto* block = new std::shared_ptr<SharedBlock>(
       std::make_shared<SharedBlock>(c.machine(), machine_rank, bytes));

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings/bind.h"
+#include "bindings/caller.h"
 #include "bindings/work.h"
 #include "core/error.h"
 
@@ -27,7 +28,7 @@ bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout) {
   for (;;) {
     const std::chrono::nanoseconds left = deadline - Clock::now();
     {
-      const py::gil_scoped_release release;
+      const GilRelease release;
       if (work.wait(std::clamp(left, std::chrono::nanoseconds(0), kSlice))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -42,11 +43,14 @@ void bind_work(py::module_& m) {
           "wait",
           [](const PendingCall& call, const py::object& timeout) {
             const double seconds = timeout.is_none() ? 1e9 : timeout.cast<double>();
-            if (!wait_interruptibly(*call.work, to_duration(seconds))) {
+            const bool ended = seconds == 0 ? call.work->wait(std::chrono::nanoseconds(0))
+                                            : wait_interruptibly(*call.work, to_duration(seconds));
+            if (!ended) {
               throw Error(ErrorCode::kTimeout, "the call has not ended after " +
                                                    std::to_string(seconds) +
                                                    " s; it goes on, wait again");
             }
+            *call.kept = py::none();
             return call.result;
           },
           py::arg("timeout") = py::none());

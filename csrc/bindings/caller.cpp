@@ -1,20 +1,44 @@
 #include "bindings/caller.h"
 
+#include <unistd.h>
+
 namespace py = pybind11;
 
 namespace fastdist::bindings {
+
+namespace {
+
+bool is_finalizing() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// As UTF-8 whatever it holds: file names may hold bytes that are no text.
+std::string to_utf8(const py::object& text) {
+  return py::bytes(text.attr("encode")("utf-8", "backslashreplace")).cast<std::string>();
+}
+
+}  // namespace
+
+void retake_gil(PyThreadState* state) noexcept {
+  while (is_finalizing()) ::pause();
+  PyEval_RestoreThread(state);
+}
 
 std::string python_location() {
   py::object frame =
       py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none()) {
     const std::string module =
-        py::str(frame.attr("f_globals").attr("get")("__name__", "")).cast<std::string>();
+        to_utf8(py::str(frame.attr("f_globals").attr("get")("__name__", "")));
     if (module != "fastdist" && module.rfind("fastdist.", 0) != 0) {
       const py::object code = frame.attr("f_code");
-      return py::str("{}:{} in {}")
-          .format(code.attr("co_filename"), frame.attr("f_lineno"), code.attr("co_name"))
-          .cast<std::string>();
+      return to_utf8(
+          py::str("{}:{} in {}")
+              .format(code.attr("co_filename"), frame.attr("f_lineno"), code.attr("co_name")));
     }
     frame = frame.attr("f_back");
   }
@@ -22,15 +46,17 @@ std::string python_location() {
 }
 
 std::string PythonCaller::location() const {
+  if (is_finalizing()) return "";
   const py::gil_scoped_acquire gil;
   try {
     return python_location();
-  } catch (const py::error_already_set&) {
+  } catch (...) {
     return "";  // peers wait for this rank to say where it is; saying nothing is better than late
   }
 }
 
 void PythonCaller::check_interrupt() const {
+  if (is_finalizing()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }

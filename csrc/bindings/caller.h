@@ -14,13 +14,30 @@ namespace fastdist::bindings {
 // Needs the GIL.
 [[nodiscard]] std::string python_location();
 
+// Takes the GIL back. Where the interpreter is shutting down it would end the thread by unwinding
+// it, through destructors that may not throw; a thread that comes that late waits here for the end
+// of the process.
+void retake_gil(PyThreadState* state) noexcept;
+
+// Lets go of the GIL for a while.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+  ~GilRelease() { retake_gil(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
 // The thread that waits is the one that called. It holds the GIL until the call may block, and
 // again when this object is gone: a small collective ends before it is worth letting go.
 class PythonCaller final : public Caller {
  public:
   PythonCaller() = default;
   ~PythonCaller() override {
-    if (released_ != nullptr) PyEval_RestoreThread(released_);
+    if (released_ != nullptr) retake_gil(released_);
   }
   [[nodiscard]] std::string location() const override;
   void check_interrupt() const override;

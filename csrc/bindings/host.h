@@ -36,7 +36,7 @@ class Host {
   // The queues end before the communicator does; closing it makes their calls fail at once.
   ~Host() {
     communicator_.close();
-    const py::gil_scoped_release release;
+    const GilRelease release;
     lanes_.clear();
   }
 
@@ -76,14 +76,14 @@ class Host {
     return lanes_[{peer, sends}];
   }
   // Keeps what a call works on until it has ended; lets go of what earlier calls worked on.
-  void keep_until_done(const std::shared_ptr<Work>& work, py::handle kept) {
-    std::vector<py::object> dropped;  // may run Python code, so not under the lock
+  void keep_until_done(const PendingCall& call) {
+    std::vector<std::shared_ptr<py::object>> dropped;  // may run Python code: not under the lock
     const std::lock_guard lock(mutex_);
     while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
       dropped.push_back(std::move(in_flight_.front().second));
       in_flight_.pop_front();
     }
-    in_flight_.emplace_back(work, py::reinterpret_borrow<py::object>(kept));
+    in_flight_.emplace_back(call.work, call.kept);
   }
   template <class Call>
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
@@ -98,12 +98,14 @@ class Host {
     if (!async && run_now_in(queue, call, timeout)) {
       return py::reinterpret_borrow<py::object>(result);
     }
+    communicator_.check_usable();
     const auto caller = std::make_shared<RecordedCaller>(python_location());
     PendingCall pending{queue.submit([this, call = std::move(call), caller, timeout] {
                           call(communicator_, CallOptions{timeout, caller.get()});
                         }),
-                        py::reinterpret_borrow<py::object>(result)};
-    keep_until_done(pending.work, kept);
+                        py::reinterpret_borrow<py::object>(result),
+                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept))};
+    keep_until_done(pending);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
     return pending.result;
@@ -111,7 +113,7 @@ class Host {
 
   HostCommunicator communicator_;
   std::mutex mutex_;  // guards in_flight_ and the map of lanes
-  std::deque<std::pair<std::shared_ptr<Work>, py::object>> in_flight_;
+  std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;
 };

@@ -14,6 +14,7 @@
 #include "bindings/host.h"
 #include "core/error.h"
 #include "host/compress.h"
+#include "host/kernels.h"
 
 namespace fastdist::bindings {
 namespace {
@@ -132,15 +133,27 @@ py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py
       async);
 }
 
-py::object broadcast(Host& self, py::handle array, int root, double timeout_s, bool async) {
+py::object broadcast(Host& self, py::handle array, int root, py::handle out, double timeout_s,
+                     bool async) {
   self.check_root(root);
   const bool is_root = self.communicator().rank() == root;
-  const auto in = make_arrays(array, is_root ? Access::kRead : Access::kWrite, "array");
+  const bool in_place = out.is_none();
+  const auto from = is_root ? make_arrays(array, Access::kRead, "array") : nullptr;
+  const auto to = is_root && in_place ? from
+                                      : make_arrays(in_place ? array : out, Access::kWrite,
+                                                    in_place ? "array" : "out");
+  if (is_root) check_fits(*from, *to);
   return self.run(
-      [in, root](HostCommunicator& c, const CallOptions& options) {
-        c.broadcast(in->views(), root, options);
+      [from, to, root](HostCommunicator& c, const CallOptions& options) {
+        c.broadcast(from ? from->views() : to->views(), root, options);
+        if (!from) return;
+        for (std::size_t i = 0; i < to->views().size(); ++i) {
+          const TensorView& view = to->views()[i];
+          host::copy(view.data, from->views()[i].data, view.bytes(), false);
+        }
       },
-      keep(array, in->take_holder()), array, timeout_s, async);
+      keep(array, out, from ? from->take_holder() : py::none(), to->take_holder()),
+      in_place ? array : out, timeout_s, async);
 }
 
 py::object all_gather(Host& self, py::handle array, py::handle out, double timeout_s, bool async) {

@@ -15,6 +15,8 @@ namespace fastdist::bindings {
 struct PendingCall {
   std::shared_ptr<Work> work;
   pybind11::object result;
+  // Shared with the communicator, and emptied by whoever first sees that the call has ended.
+  std::shared_ptr<pybind11::object> kept;
 };
 
 // Seconds from Python; a huge value means forever.

@@ -30,31 +30,35 @@ void Work::run() noexcept {
 }
 
 WorkQueue::~WorkQueue() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-    submitted_.notify_all();
+  if (generation_ != process_generation()) {
+    (void)state_.release();
+    return;
   }
-  if (thread_.joinable()) thread_.join();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+    state_->submitted.notify_all();
+  }
+  if (state_->thread.joinable()) state_->thread.join();
 }
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
   auto work = std::make_shared<Work>(std::move(task));
   pending_.fetch_add(1, std::memory_order_acquire);
-  const std::lock_guard lock(mutex_);
-  queue_.push_back(work);
-  if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
-  submitted_.notify_all();
+  const std::lock_guard lock(state_->mutex);
+  state_->queue.push_back(work);
+  if (!state_->thread.joinable()) state_->thread = std::thread([this] { loop(); });
+  state_->submitted.notify_all();
   return work;
 }
 
 void WorkQueue::loop() {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(state_->mutex);
   for (;;) {
-    submitted_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    const auto work = std::move(queue_.front());
-    queue_.pop_front();
+    state_->submitted.wait(lock, [this] { return state_->stopping || !state_->queue.empty(); });
+    if (state_->queue.empty()) return;
+    const auto work = std::move(state_->queue.front());
+    state_->queue.pop_front();
     lock.unlock();
     for (int seen; (seen = pending_.load(std::memory_order_acquire)) >= kRunningHere;) {
       pending_.wait(seen, std::memory_order_acquire);  // a call that came before runs elsewhere

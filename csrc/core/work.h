@@ -10,6 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
+
+#include "core/process.h"
 
 namespace fastdist {
 
@@ -67,12 +70,19 @@ class WorkQueue {
 
   static constexpr int kRunningHere = 1 << 24;
 
+  // What the thread shares with those who submit. A forked child has no such thread, and can
+  // neither join it nor destroy what it waits on: the child's copy is left alone.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable submitted;
+    std::deque<std::shared_ptr<Work>> queue;
+    bool stopping = false;
+    std::thread thread;
+  };
+
   std::atomic<int> pending_{0};  // calls submitted and not ended, plus kRunningHere
-  std::mutex mutex_;             // guards what follows
-  std::condition_variable submitted_;
-  std::deque<std::shared_ptr<Work>> queue_;
-  bool stopping_ = false;
-  std::thread thread_;
+  std::unique_ptr<State> state_ = std::make_unique<State>();
+  int generation_ = process_generation();
 };
 
 }  // namespace fastdist

@@ -47,6 +47,8 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] const std::vector<int>& members() const noexcept { return members_; }
   [[nodiscard]] const Tuning& tuning() const noexcept { return tuning_; }
 
+  // Throws kState when no call can be made any more: closed, lost, or a forked child's copy.
+  void check_usable() const;
   // Leaves: peers that wait for this rank throw kPeerFailure. Wakes own calls of other threads.
   void close() noexcept;
 
@@ -110,7 +112,6 @@ class HostCommunicator final : public Communicator {
   void check_here(int p);
   void withdraw() noexcept;
   void await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept;
-  void check_usable() const;
   void publish_facts() noexcept;
   void learn_cores() noexcept;
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }

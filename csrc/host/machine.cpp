@@ -69,6 +69,11 @@ void Heap::give(std::size_t offset, std::size_t bytes) {
 
 SharedBlock::SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t bytes)
     : machine_(std::move(machine)), rank_(rank), bytes_(bytes) {
+  if (machine_->generation_ != process_generation()) {
+    throw Error(ErrorCode::kState,
+                "shared memory belongs to the parent process; a forked child "
+                "cannot allocate it");
+  }
   machine_->sweep();
   Machine::Segment& segment = machine_->segments_[static_cast<std::size_t>(rank)];
   offset_ = segment.heap->take(bytes);

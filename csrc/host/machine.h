@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/process.h"
 #include "host/segment.h"
 
 namespace fastdist::host {
@@ -100,6 +101,7 @@ class Machine {
   std::vector<Segment> segments_;
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
+  int generation_ = process_generation();
   int self_;  // this process's rank; -1 where all ranks are threads of it
 };
 

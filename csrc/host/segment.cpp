@@ -1,12 +1,10 @@
 #include "host/segment.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <string>
 #include <utility>
@@ -14,16 +12,6 @@
 #include "core/error.h"
 
 namespace fastdist::host {
-
-namespace {
-std::atomic<int> generation{0};
-}
-
-int process_generation() noexcept {
-  static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++generation; });
-  (void)registered;
-  return generation.load(std::memory_order_relaxed);
-}
 
 FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
   std::swap(fd_, other.fd_);

@@ -5,10 +5,6 @@
 
 namespace fastdist::host {
 
-// Counts the forks between the first process and this one: what was made under another number
-// belongs to an ancestor and must be left alone.
-[[nodiscard]] int process_generation() noexcept;
-
 // Owns a file descriptor.
 class FileDescriptor {
  public:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastdist import errors
 from fastdist._version import __version__
 from fastdist.communicator import Communicator, Work
+from fastdist.default import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_object,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
 from fastdist.world import default_communicator, init, local_group
 
-_COLLECTIVES = (
+__all__ = [
+    "Communicator",
+    "Work",
+    "__version__",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -17,28 +33,14 @@ _COLLECTIVES = (
     "barrier",
     "broadcast",
     "broadcast_object",
+    "default_communicator",
+    "errors",
     "gather",
+    "init",
+    "local_group",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
-)
-
-__all__ = [
-    "Communicator",
-    "Work",
-    "__version__",
-    "default_communicator",
-    "errors",
-    "init",
-    "local_group",
-    *_COLLECTIVES,
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """`fastdist.all_reduce(x)` and its siblings: methods of the default communicator."""
-    if name in _COLLECTIVES:
-        return getattr(default_communicator(), name)
-    raise AttributeError(f"module 'fastdist' has no attribute {name!r}")

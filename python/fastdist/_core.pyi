@@ -56,8 +56,8 @@ class _Calls(TypedDict):
     all_reduce: Callable[[Any, str, Any | None, str | None, float, bool], Any]
     # arrays, op, root, out or None to work in place
     reduce: Callable[[Any, str, int, Any | None, float, bool], Any]
-    # arrays, root
-    broadcast: Callable[[Any, int, float, bool], Any]
+    # arrays, root, out or None to work in place
+    broadcast: Callable[[Any, int, Any | None, float, bool], Any]
     # array, out
     all_gather: Callable[[Any, Any, float, bool], Any]
     # array, root, out (read on the root only)

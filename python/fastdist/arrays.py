@@ -22,7 +22,14 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
 def shape_of(array: Any) -> tuple[int, ...]:
     """The shape of any array that collectives take."""
     shape = getattr(array, "shape", None)
-    return tuple(shape) if shape is not None else np.asarray(memoryview(array)).shape
+    if shape is not None:
+        return tuple(shape)
+    try:
+        return np.asarray(memoryview(array)).shape
+    except TypeError:
+        raise TypeError(
+            f"array must be a numpy, torch or other DLPack array, got {type(array).__name__}"
+        ) from None
 
 
 def view_bytes(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from operator import index
+from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -11,6 +14,7 @@ import numpy as np
 
 from fastdist import _core
 from fastdist.arrays import item_bytes, new_like, shape_of, view_bytes
+from fastdist.errors import CollectiveMismatchError, FastdistError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
@@ -44,7 +48,10 @@ class _Works:
         return all(work.is_done() for work in self._works)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        return [work.wait(timeout) for work in self._works]
+        if timeout is None:
+            return [work.wait() for work in self._works]
+        deadline = monotonic() + timeout
+        return [work.wait(max(0.0, deadline - monotonic())) for work in self._works]
 
 
 class Communicator:
@@ -131,7 +138,7 @@ class Communicator:
         Returns:
             `array`, or `out` where it is given.
         """
-        if bucket_bytes != "auto" and not (isinstance(bucket_bytes, int) and bucket_bytes > 0):
+        if bucket_bytes != "auto" and index(bucket_bytes) <= 0:
             raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
         seconds = self._timeout_s if timeout is None else timeout
         return self._all_reduce(array, op, out, compress, seconds, async_op)
@@ -166,12 +173,8 @@ class Communicator:
 
         With `out`, the copy goes there, on every rank, and `array` is read on the root only.
         """
-        if out is not None:
-            if self.rank == root:
-                _copy_into(out, array)
-            array = out
         seconds = self._timeout_s if timeout is None else timeout
-        return self._broadcast(array, root, seconds, async_op)
+        return self._broadcast(array, root, out, seconds, async_op)
 
     def all_gather(
         self,
@@ -250,12 +253,14 @@ class Communicator:
             array = [None] * len(out)
         if isinstance(array, (list, tuple)):
             return _each(self.scatter, array, out, root=root, async_op=async_op, timeout=timeout)
+        if self.rank == root and array is not None:
+            shape = _part(shape_of(array), self.world_size, "scatter")
         if out is None:
             if self.rank != root or array is None:
                 raise ValueError(
                     f"scatter: rank {self.rank} needs out=, only the root knows the shape"
                 )
-            out = new_like(array, _part(shape_of(array), self.world_size, "scatter"))
+            out = new_like(array, shape)
         seconds = self._timeout_s if timeout is None else timeout
         return self._scatter(array, root, out, seconds, async_op)
 
@@ -283,8 +288,9 @@ class Communicator:
 
         if isinstance(array, (list, tuple)):
             return _each(self.reduce_scatter, array, out, op=op, async_op=async_op, timeout=timeout)
+        shape = _part(shape_of(array), self.world_size, "reduce_scatter")
         if out is None:
-            out = new_like(array, _part(shape_of(array), self.world_size, "reduce_scatter"))
+            out = new_like(array, shape)
         seconds = self._timeout_s if timeout is None else timeout
         return self._reduce_scatter(array, op, out, seconds, async_op)
 
@@ -315,14 +321,16 @@ class Communicator:
                 self.all_to_all, array, out, splits=splits, async_op=async_op, timeout=timeout
             )
         counts: list[int] = []
+        shape = shape_of(array)
         if splits is not None:
-            shape = shape_of(array)
             table = self._exchange_splits(shape, splits, timeout)
             counts = (table.ravel() * int(np.prod(shape[1:], dtype=np.int64))).tolist()
             if out is None:
                 out = new_like(array, (int(table[:, self.rank].sum()), *shape[1:]))
-        elif out is None:
-            out = new_like(array, shape_of(array))
+        else:
+            _part(shape, self.world_size, "all_to_all")
+            if out is None:
+                out = new_like(array, shape)
         seconds = self._timeout_s if timeout is None else timeout
         return self._all_to_all(array, out, counts, seconds, async_op)
 
@@ -356,9 +364,18 @@ class Communicator:
 
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
         """Give every rank the root's object, by pickle. Every rank must call."""
-        data = pickle.dumps(value) if self.rank == root else b""
-        size = np.array([len(data)], np.int64)
+        data, failure = b"", None
+        if self.rank == root:
+            try:
+                data = pickle.dumps(value)
+            except Exception as error:  # raised below, once the others know
+                failure = error
+        size = np.array([-1 if failure else len(data)], np.int64)
         self.broadcast(size, root, timeout=timeout)
+        if failure is not None:
+            raise failure
+        if size[0] < 0:
+            raise FastdistError(f"rank {root} could not pickle its object", (root,))
         buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
         self.broadcast(buffer, root, timeout=timeout)
         return value if self.rank == root else pickle.loads(buffer.data)
@@ -385,10 +402,11 @@ class Communicator:
         Returns:
             The new communicator, or None where `color` is None.
         """
+        color = None if color is None else index(color)
         if color is not None and color < 0:
             raise ValueError(f"color must not be negative, got {color}")
         table = self.all_gather(
-            np.array([[-1 if color is None else color, key]], np.int64), timeout=timeout
+            np.array([[-1 if color is None else color, index(key)]], np.int64), timeout=timeout
         )
         mine = -1 if color is None else color
         ranks = sorted(
@@ -405,10 +423,17 @@ class Communicator:
         Returns:
             The new communicator, or None on ranks that are not in it.
         """
-        ranks = list(ranks)
+        ranks = [index(rank) for rank in ranks]
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
             raise ValueError(
                 f"ranks must be different numbers from 0 to {self.world_size - 1}, got {ranks}"
+            )
+        everyone = self.all_gather_object(ranks, timeout=timeout)
+        if any(theirs != ranks for theirs in everyone):
+            raise CollectiveMismatchError(
+                f"ranks called subgroup with different ranks, seen from rank {self.rank}:"
+                + "".join(f"\n  rank {r}: {theirs}" for r, theirs in enumerate(everyone)),
+                tuple(r for r, theirs in enumerate(everyone) if theirs != ranks),
             )
         return self._make(ranks if self.rank in ranks else [], timeout)
 
@@ -419,8 +444,12 @@ class Communicator:
             shape: its shape.
             dtype: of numpy, or of torch, which makes it a torch tensor.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = int(np.prod(shape, dtype=np.int64))
+        shape = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
+        if any(length < 0 for length in shape):
+            raise ValueError(f"shape must not be negative, got {shape}")
+        count = prod(shape)
+        if count * item_bytes(dtype) >= 1 << 62:
+            raise MemoryError(f"no machine has memory for an array of shape {shape}")
         return view_bytes(self._host.empty(count * item_bytes(dtype)), shape, dtype)
 
     def _make(self, ranks: list[int], timeout: float | None) -> Communicator | None:
@@ -442,11 +471,12 @@ class Communicator:
     def _exchange_splits(
         self, shape: tuple[int, ...], splits: Sequence[int], timeout: float | None
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        row = np.array([list(splits)], np.int64)
-        if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != shape[0]:
+        row = np.array([[index(rows) for rows in splits]], np.int64)
+        rows = shape[0] if shape else 0
+        if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
             raise ValueError(
                 f"splits must be {self.world_size} numbers that add up to the array's "
-                f"{shape[0]} rows, got {list(splits)}"
+                f"{rows} rows, got {list(splits)}"
             )
         table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
         return table
@@ -482,11 +512,3 @@ def _part(shape: tuple[int, ...], n: int, name: str) -> tuple[int, ...]:
             f"{name}: axis 0 must be a multiple of the {n} ranks, got an array of shape {shape}"
         )
     return (shape[0] // n, *shape[1:])
-
-
-def _copy_into(out: Arrays, array: Arrays) -> None:
-    if isinstance(array, (list, tuple)):
-        for target, source in zip(out, array, strict=True):
-            _core.copy(target, source)
-    else:
-        _core.copy(out, array)

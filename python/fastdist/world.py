@@ -33,6 +33,7 @@ class _World:
 
     communicator: Communicator | None = None
     meetings = 0
+    process = 0  # the one that called init
 
 
 def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) -> Communicator:
@@ -50,7 +51,9 @@ def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) ->
         ClusterConfigError: the launcher's variables make no sense, or not all ranks came.
     """
     if _World.communicator is not None:
-        return _World.communicator
+        return default_communicator()
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
     config = settings()
     launch = _from_bootstrap(bootstrap) if bootstrap is not None else detect_launch()
     if launch is None:
@@ -60,10 +63,14 @@ def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) ->
             f"ranks on several machines are not supported yet: {launch.launcher} started "
             f"{launch.world_size} ranks, {launch.local_world_size} of them on this machine"
         )
-    _World.meetings += 1
     tuning = _core.tuning_for(launch.world_size)
     own_fd = _core.create_segment_file(launch.world_size, tuning)
-    fds = meet(launch, _World.meetings, own_fd, config.rendezvous_timeout_s)
+    try:
+        fds = meet(launch, _World.meetings, own_fd, config.rendezvous_timeout_s)
+    except BaseException:
+        os.close(own_fd)
+        raise
+    _World.meetings += 1
     machine = _core.Machine.of_processes(fds, launch.rank)
     block = _core.SharedBlock(machine, launch.rank, launch.world_size, tuning)
     ranks = list(range(launch.world_size))
@@ -72,6 +79,7 @@ def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) ->
     )
     communicator = _DefaultCommunicator(host, config.timeout_s if timeout is None else timeout)
     _World.communicator = communicator
+    _World.process = os.getpid()
     atexit.register(communicator.close)
     return communicator
 
@@ -107,6 +115,10 @@ def default_communicator() -> Communicator:
     """
     if _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")
+    if _World.process != os.getpid():
+        raise FastdistError(
+            "the communicator belongs to the parent process; start ranks by a launcher, not by fork"
+        )
     return _World.communicator
 
 

@@ -257,7 +257,7 @@ def check_bad_arguments(comm: Communicator) -> None:
         (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
         (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
         (ValueError, "shares memory", lambda: comm.all_reduce(x[:2], out=x[1:3])),
-        (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x])),
+        (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x.copy()])),
         (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
         (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
         (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),

@@ -325,7 +325,8 @@ x = comm.empty(100); x[:] = 1
 comm.all_reduce(np.ones(4), async_op=True).wait()
 child = os.fork()
 if child == 0:
-    for call in (lambda: comm.all_reduce(np.ones(4), async_op=True), lambda: comm.empty(5), fd.init):
+    late = lambda: comm.all_reduce(np.ones(4), async_op=True)
+    for call in (late, lambda: comm.empty(5), fd.init):
         try: call(); os._exit(1)
         except fd.errors.FastdistError as e: assert "parent process" in str(e)
     sys.exit(9)

@@ -1,5 +1,6 @@
 #include "bindings/caller.h"
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 namespace py = pybind11;
@@ -24,7 +25,9 @@ std::string to_utf8(const py::object& text) {
 }  // namespace
 
 void retake_gil(PyThreadState* state) noexcept {
-  while (is_finalizing()) ::pause();
+  // It is the main thread that shuts the interpreter down, and it may go on.
+  const bool is_main = ::syscall(SYS_gettid) == ::getpid();
+  while (!is_main && is_finalizing()) ::pause();
   PyEval_RestoreThread(state);
 }
 

@@ -33,6 +33,7 @@ LAYERS = (
         "fastdist.values",
         "fastdist.variables",
     ),
+    ("fastdist.default",),
     ("fastdist.world",),
     ("fastdist.communicator",),
     ("fastdist.engines", "fastdist.rendezvous"),

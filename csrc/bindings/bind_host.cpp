@@ -40,6 +40,7 @@ void bind_host(py::module_& m) {
       .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
       .def_readwrite("lane_bytes", &Tuning::lane_bytes)
       .def_readwrite("stream_bytes", &Tuning::stream_bytes);
+  m.def("begin_exit", &begin_exit);
   m.def("tuning_for", &host::tuning_for);
 
   // Big enough for the first block of every rank: peers may look at it before it is taken.

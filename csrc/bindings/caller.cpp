@@ -3,13 +3,18 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
 namespace py = pybind11;
 
 namespace fastdist::bindings {
 
 namespace {
 
+std::atomic<bool> exiting{false};
+
 bool is_finalizing() noexcept {
+  if (exiting.load(std::memory_order_relaxed)) return true;
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;
 #else
@@ -23,6 +28,8 @@ std::string to_utf8(const py::object& text) {
 }
 
 }  // namespace
+
+void begin_exit() noexcept { exiting.store(true, std::memory_order_relaxed); }
 
 void retake_gil(PyThreadState* state) noexcept {
   // It is the main thread that shuts the interpreter down, and it may go on.

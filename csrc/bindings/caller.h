@@ -14,6 +14,9 @@ namespace fastdist::bindings {
 // Needs the GIL.
 [[nodiscard]] std::string python_location();
 
+// Told when the interpreter is about to shut down.
+void begin_exit() noexcept;
+
 // Takes the GIL back. Where the interpreter is shutting down it would end the thread by unwinding
 // it, through destructors that may not throw; a thread that comes that late waits here for the end
 // of the process.

@@ -31,6 +31,7 @@ class Tuning:
     lane_bytes: int
     stream_bytes: int
 
+def begin_exit() -> None: ...
 def tuning_for(ranks: int, /) -> Tuning: ...
 
 class Machine:

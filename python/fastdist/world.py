@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import threading
+import time
 from typing import Any, Protocol
 
 from fastdist import _core
@@ -130,6 +132,16 @@ class _DefaultCommunicator(Communicator):
             _World.communicator = None
             atexit.unregister(self.close)
         super().close()
+
+
+def _let_threads_go() -> None:
+    """At exit: daemon threads stay in their calls, since the interpreter would unwind them."""
+    _core.begin_exit()
+    if threading.active_count() > 1:
+        time.sleep(0.05)  # those on their way back into Python get there first
+
+
+atexit.register(_let_threads_go)
 
 
 def _from_bootstrap(bootstrap: Bootstrap) -> Launch:

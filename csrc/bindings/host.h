@@ -108,6 +108,7 @@ class Host {
     keep_until_done(pending);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
+    *pending.kept = py::none();
     return pending.result;
   }
 

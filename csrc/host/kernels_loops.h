@@ -219,22 +219,23 @@ ReduceFunction find_reduce(DType dtype, ReduceOp op) {
 }
 
 #if FASTDIST_VECTOR_BYTES == 64
-inline void stream_store(std::byte* p, const Vector<float>& v) {
+inline void store_past_caches(std::byte* p, const Vector<float>& v) {
   _mm512_stream_ps(reinterpret_cast<float*>(p), bits<__m512>(v));
 }
 #elif FASTDIST_VECTOR_BYTES == 32
-inline void stream_store(std::byte* p, const Vector<float>& v) {
+inline void store_past_caches(std::byte* p, const Vector<float>& v) {
   _mm256_stream_ps(reinterpret_cast<float*>(p), bits<__m256>(v));
 }
 #elif defined(__x86_64__)
-inline void stream_store(std::byte* p, const Vector<float>& v) {
+inline void store_past_caches(std::byte* p, const Vector<float>& v) {
   _mm_stream_ps(reinterpret_cast<float*>(p), bits<__m128>(v));
 }
 #else
-inline void stream_store(std::byte* p, const Vector<float>& v) { store(p, v); }
+inline void store_past_caches(std::byte* p, const Vector<float>& v) { store(p, v); }
 #endif
 
-void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
+template <bool kPastCaches>
+void copy_loop(std::byte* dst, const std::byte* src, std::size_t bytes) {
   constexpr std::size_t kStep = 4 * 64;
   // Stores that bypass the caches must be aligned, and fill whole lines to be worth it.
   const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
@@ -249,9 +250,23 @@ void stream_copy(std::byte* dst, const std::byte* src, std::size_t bytes) {
     for (std::size_t u = 0; u < kStep / kVector; ++u) {
       v[u] = load<Vector<float>>(src + i + u * kVector);
     }
-    for (std::size_t u = 0; u < kStep / kVector; ++u) stream_store(dst + i + u * kVector, v[u]);
+    for (std::size_t u = 0; u < kStep / kVector; ++u) {
+      if constexpr (kPastCaches) {
+        store_past_caches(dst + i + u * kVector, v[u]);
+      } else {
+        store(dst + i + u * kVector, v[u]);
+      }
+    }
   }
   __builtin_memcpy(dst + i, src + i, bytes - i);
+}
+
+void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
+  if (stream) {
+    copy_loop<true>(dst, src, bytes);
+  } else {
+    copy_loop<false>(dst, src, bytes);
+  }
 }
 
 // --- conversion ---------------------------------------------------------------------------------
@@ -362,7 +377,7 @@ void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* 
 #define FASTDIST_STRING_(x) #x
 #define FASTDIST_STRING(x) FASTDIST_STRING_(x)
 extern const Kernels kKernels;
-const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), find_reduce, stream_copy, convert};
+const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), find_reduce, copy, convert};
 #undef FASTDIST_STRING
 #undef FASTDIST_STRING_
 

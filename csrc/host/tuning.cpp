@@ -1,20 +1,35 @@
 #include "host/tuning.h"
 
-#include <unistd.h>
-
 #include <algorithm>
+#include <fstream>
+#include <string>
 
 namespace fastdist::host {
+namespace {
+
+// What one core sees of the last-level cache, 0 where the kernel doesn't tell. sysconf is not
+// asked: on AMD it gives all caches of a socket together, eight times too much.
+std::size_t last_level_cache_bytes() {
+  std::size_t largest_kib = 0;
+  for (int index = 0;; ++index) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) +
+                       "/size");
+    std::size_t kib = 0;
+    if (!(file >> kib)) return largest_kib << 10;  // the kernel prints "32768K"
+    largest_kib = std::max(largest_kib, kib);
+  }
+}
+
+}  // namespace
+
 Tuning tuning_for(int ranks) {
   Tuning tuning;
   // All lanes of a rank together take no more than 2 MiB.
   const std::size_t share = (std::size_t{1} << 20) / static_cast<std::size_t>(ranks);
   tuning.lane_bytes = std::clamp(share, std::size_t{16} << 10, tuning.lane_bytes);
   // Arrays that the last-level cache cannot hold are not worth keeping there.
-  const long last_level = ::sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (last_level > 0) {
-    tuning.stream_bytes = std::max(std::size_t{16} << 20, static_cast<std::size_t>(last_level));
-  }
+  const std::size_t last_level = last_level_cache_bytes();
+  if (last_level > 0) tuning.stream_bytes = std::max(std::size_t{16} << 20, last_level);
   return tuning;
 }
 

@@ -44,3 +44,34 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+# These need torch, which `import fastdist` does not load.
+_NEEDS_TORCH = {
+    "CommunicationOptions": "fastdist.strategies",
+    "DefaultStrategy": "fastdist.strategies",
+    "MirroredStrategy": "fastdist.strategies",
+    "OneDeviceStrategy": "fastdist.strategies",
+    "ReplicaContext": "fastdist.context",
+    "Strategy": "fastdist.strategies",
+    "get_replica_context": "fastdist.context",
+    "get_strategy": "fastdist.context",
+    "has_strategy": "fastdist.context",
+    "in_cross_replica_context": "fastdist.context",
+    "PerReplica": "fastdist.values",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
+    import importlib
+
+    try:
+        importlib.import_module("fastdist.strategies")
+        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"fastdist.{name} needs torch: pip install 'fastdist[torch]'", name="torch"
+        ) from error

@@ -8,23 +8,24 @@ other are an error, never a world of one.
 
 import ipaddress
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fastdist.cluster.environ import (
+    Environ,
+    count,
+    first_set,
+    index,
+    index_of_size,
+    require_rank_of_world_size,
+)
+from fastdist.cluster.mpi import is_hydra, is_openmpi
+from fastdist.cluster.slurm import step_of, task_runs
 from fastdist.errors import ClusterConfigError
 
 JOB_VARIABLE = "FASTDIST_JOB"
 """Set by `fastdist run` to a random string, the same for all ranks of a job."""
 
-_Environ = Mapping[str, str]
-
-# Slurm numbers a job's steps from 0; ids from here on mean its batch script, an interactive shell
-# and the like.
-_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-_SLURM_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-# int() alone would also take "1_0", other alphabets' digits, and any length.
-_COUNT = re.compile(r"\s*[0-9]{1,10}\s*")
 _START_TIME_FIELD = 19
 
 
@@ -58,7 +59,7 @@ class Launch:
             )
 
 
-def detect_launch(environ: _Environ = os.environ) -> Launch | None:
+def detect_launch(environ: Environ = os.environ) -> Launch | None:
     """Finds out which launcher started this process.
 
     Args:
@@ -75,15 +76,11 @@ def detect_launch(environ: _Environ = os.environ) -> Launch | None:
         launch = detect(environ)
         if launch is not None:
             return launch
-    if environ.get("WORLD_SIZE", "1") != "1":
-        raise ClusterConfigError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not; "
-            "expected both, or neither for a world of one"
-        )
+    require_rank_of_world_size(environ)
     return None
 
 
-def _fastdist_run(environ: _Environ) -> Launch | None:
+def _fastdist_run(environ: Environ) -> Launch | None:
     job = environ.get(JOB_VARIABLE)
     if job is None:
         return None
@@ -92,7 +89,7 @@ def _fastdist_run(environ: _Environ) -> Launch | None:
     return _torch_launch(environ, "fastdist run", job)
 
 
-def _torchrun(environ: _Environ) -> Launch | None:
+def _torchrun(environ: Environ) -> Launch | None:
     run = environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
@@ -103,13 +100,13 @@ def _torchrun(environ: _Environ) -> Launch | None:
     return _torch_launch(environ, "torchrun", job)
 
 
-def _by_hand(environ: _Environ) -> Launch | None:
+def _by_hand(environ: Environ) -> Launch | None:
     if "RANK" not in environ:
         return None
     if not _on_one_machine(environ) and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys():
         # Scripts under mpiexec or srun often set RANK for torch from the launcher's variables,
         # which then say the rest.
-        place = _index_of_size(environ, "RANK", "WORLD_SIZE")
+        place = index_of_size(environ, "RANK", "WORLD_SIZE")
         for detect in (_openmpi, _hydra, _srun):
             launch = detect(environ)
             if launch is not None and (launch.rank, launch.world_size) == place:
@@ -117,53 +114,54 @@ def _by_hand(environ: _Environ) -> Launch | None:
     return _torch_launch(environ, "environment", _master(environ))
 
 
-def _openmpi(environ: _Environ) -> Launch | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
+def _openmpi(environ: Environ) -> Launch | None:
+    if not is_openmpi(environ):
         return None
     job = environ.get("PMIX_NAMESPACE") or _launcher_process("OMPI_COMM_WORLD_RANK")
     return Launch(
         "openmpi",
-        *_index_of_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *_index_of_size(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        *index_of_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *index_of_size(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         f"openmpi/{job}",
     )
 
 
-def _hydra(environ: _Environ) -> Launch | None:
-    # PMI_RANK alone is also set by `srun --mpi=pmi2`, whose own variables say more.
-    if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
+def _hydra(environ: Environ) -> Launch | None:
+    if not is_hydra(environ):
         return None
     return Launch(
         "hydra",
-        *_index_of_size(environ, "PMI_RANK", "PMI_SIZE"),
-        *_index_of_size(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        *index_of_size(environ, "PMI_RANK", "PMI_SIZE"),
+        *index_of_size(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         f"hydra/{_launcher_process('PMI_RANK')}",
     )
 
 
-def _srun(environ: _Environ) -> Launch | None:
-    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
-        return None
-    step = _count(environ, "SLURM_STEP_ID")
-    if step >= _FIRST_SPECIAL_SLURM_STEP:
+def _srun(environ: Environ) -> Launch | None:
+    step = step_of(environ)
+    if step is None:
         return None
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not job:
         raise ClusterConfigError("SLURM_JOB_ID is not set; expected the number of the Slurm job")
-    node = _count(environ, "SLURM_NODEID")
-    tasks = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    tasks_per_node = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    local_world_size = _slurm_tasks_on(environ, tasks_per_node, node)
+    node = count(environ, "SLURM_NODEID")
+    tasks = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks_per_node, local_world_size = _slurm_tasks_on(environ, node)
     return Launch(
         "srun",
-        *_index_of_size(environ, "SLURM_PROCID", tasks),
-        _index(environ, "SLURM_LOCALID", tasks_per_node, local_world_size),
+        *index_of_size(environ, "SLURM_PROCID", tasks),
+        index(
+            environ,
+            "SLURM_LOCALID",
+            local_world_size,
+            f"{tasks_per_node}={environ[tasks_per_node]!r}",
+        ),
         local_world_size,
         f"srun/{job}.{step}/{node}/{environ.get('SLURM_RESTART_COUNT', '0')}",
     )
 
 
-_LAUNCHERS: tuple[Callable[[_Environ], Launch | None], ...] = (
+_LAUNCHERS: tuple[Callable[[Environ], Launch | None], ...] = (
     _fastdist_run,
     _torchrun,
     _by_hand,
@@ -173,13 +171,13 @@ _LAUNCHERS: tuple[Callable[[_Environ], Launch | None], ...] = (
 )
 
 
-def _torch_launch(environ: _Environ, launcher: str, job: str) -> Launch:
+def _torch_launch(environ: Environ, launcher: str, job: str) -> Launch:
     """Reads torchrun's variables; LOCAL_* may be absent where all ranks share a machine."""
-    rank, world_size = _index_of_size(environ, "RANK", "WORLD_SIZE")
+    rank, world_size = index_of_size(environ, "RANK", "WORLD_SIZE")
     local_rank, local_world_size = rank, world_size
     if not _on_one_machine(environ) or "LOCAL_WORLD_SIZE" in environ:
-        local_rank, local_world_size = _index_of_size(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "LOCAL_RANK" in environ and _count(environ, "LOCAL_RANK") != rank:
+        local_rank, local_world_size = index_of_size(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    elif "LOCAL_RANK" in environ and count(environ, "LOCAL_RANK") != rank:
         raise ClusterConfigError(
             f"LOCAL_RANK={environ['LOCAL_RANK']!r} with RANK={rank} but no LOCAL_WORLD_SIZE; "
             "expected LOCAL_WORLD_SIZE, the number of ranks on this machine"
@@ -187,11 +185,11 @@ def _torch_launch(environ: _Environ, launcher: str, job: str) -> Launch:
     return Launch(launcher, rank, world_size, local_rank, local_world_size, f"{launcher}/{job}")
 
 
-def _master(environ: _Environ) -> str:
+def _master(environ: Environ) -> str:
     return f"{environ.get('MASTER_ADDR', 'localhost')}:{environ.get('MASTER_PORT', '29500')}"
 
 
-def _on_one_machine(environ: _Environ) -> bool:
+def _on_one_machine(environ: Environ) -> bool:
     address = environ.get("MASTER_ADDR", "localhost")
     try:
         return ipaddress.ip_address(address).is_loopback
@@ -199,49 +197,16 @@ def _on_one_machine(environ: _Environ) -> bool:
         return address in ("localhost", "")
 
 
-def _index_of_size(environ: _Environ, variable: str, size_variable: str) -> tuple[int, int]:
-    """Reads a rank and the number of ranks that it is one of."""
-    _count(environ, variable)  # named first if both are malformed
-    size = _count(environ, size_variable, least=1)
-    return _index(environ, variable, size_variable, size), size
-
-
-def _index(environ: _Environ, variable: str, size_variable: str, size: int) -> int:
-    index = _count(environ, variable)
-    if index >= size:
-        raise ClusterConfigError(
-            f"{variable}={environ[variable]!r}; expected an integer from 0 to {size - 1}, "
-            f"as {size_variable}={environ[size_variable]!r}"
-        )
-    return index
-
-
-def _count(environ: _Environ, variable: str, *, least: int = 0) -> int:
-    text = environ.get(variable)
-    if text is None:
-        raise ClusterConfigError(f"{variable} is not set; expected an integer of at least {least}")
-    if _COUNT.fullmatch(text) is None or int(text) < least:
-        raise ClusterConfigError(f"{variable}={text!r}; expected an integer of at least {least}")
-    return int(text)
-
-
-def _first_set(environ: _Environ, variable: str, fallback: str) -> str:
-    return variable if variable in environ else fallback
-
-
-def _slurm_tasks_on(environ: _Environ, variable: str, node: int) -> int:
-    """Takes a node's entry from a list such as "4(x2),3": 4 tasks on each of 2 nodes, then 3."""
-    text = environ.get(variable, "")
+def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
+    """The variable that says how many tasks each node has, and how many this one has."""
+    variable, runs = task_runs(environ)
     nodes = 0
-    for entry in text.split(","):
-        match = _SLURM_TASKS.fullmatch(entry.strip())
-        if match is None:
-            raise ClusterConfigError(f"{variable}={text!r}; expected tasks per node, as '4(x2),3'")
-        nodes += int(match[2] or 1)
+    for tasks, repeated in runs:
+        nodes += repeated
         if node < nodes:
-            return int(match[1])
+            return variable, tasks
     raise ClusterConfigError(
-        f"{variable}={text!r}, for {nodes} nodes; expected more, as SLURM_NODEID={node}"
+        f"{variable}={environ[variable]!r}, for {nodes} nodes; expected more, as SLURM_NODEID={node}"
     )
 
 

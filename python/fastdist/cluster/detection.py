@@ -1,0 +1,37 @@
+"""Picks the resolver for what the environment says."""
+
+import os
+
+from fastdist.cluster.environ import Environ, require_rank_of_world_size
+from fastdist.cluster.mpi import MPIClusterResolver
+from fastdist.cluster.resolver import ClusterResolver
+from fastdist.cluster.slurm import SlurmClusterResolver
+from fastdist.cluster.tf_config import TFConfigClusterResolver
+from fastdist.cluster.torchrun import TorchrunClusterResolver
+
+
+def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
+    """The resolver for how this process was started.
+
+    TF_CONFIG is looked at first, as somebody wrote it for this job; then the launchers in
+    `detect_launch`'s order: torchrun, `fastdist run` and RANK set by hand, mpiexec, srun.
+
+    Args:
+        environ: the environment to read.
+
+    Returns:
+        A resolver; None when nothing says that there is a cluster: a world of one.
+
+    Raises:
+        ClusterConfigError: variables are incomplete, malformed or contradict each other.
+    """
+    if TFConfigClusterResolver.is_available(environ):
+        return TFConfigClusterResolver(environ)
+    if TorchrunClusterResolver.is_available(environ):
+        return TorchrunClusterResolver(environ)
+    if MPIClusterResolver.is_available(environ):
+        return MPIClusterResolver(environ=environ)
+    if SlurmClusterResolver.is_available(environ):
+        return SlurmClusterResolver(environ=environ)
+    require_rank_of_world_size(environ)
+    return None

@@ -1,0 +1,65 @@
+"""Reads counts, indexes and addresses from a launcher's environment variables."""
+
+import re
+from collections.abc import Mapping
+
+from fastdist.cluster.address import join_address
+from fastdist.errors import ClusterConfigError
+
+Environ = Mapping[str, str]
+
+# int() alone would also take "1_0", other alphabets' digits, and any length.
+_COUNT = re.compile(r"\s*[0-9]{1,10}\s*")
+
+
+def index_of_size(environ: Environ, variable: str, size_variable: str) -> tuple[int, int]:
+    """Reads a rank and the number of ranks that it is one of."""
+    count(environ, variable)  # named first if both are malformed
+    size = count(environ, size_variable, least=1)
+    return index(environ, variable, size, f"{size_variable}={environ[size_variable]!r}"), size
+
+
+def index(environ: Environ, variable: str, size: int, reason: str) -> int:
+    """Reads an index below a size, for the reason given, such as "WORLD_SIZE='4'"."""
+    value = count(environ, variable)
+    if value >= size:
+        raise ClusterConfigError(
+            f"{variable}={environ[variable]!r}; expected an integer from 0 to {size - 1}, "
+            f"as {reason}"
+        )
+    return value
+
+
+def count(environ: Environ, variable: str, *, least: int = 0) -> int:
+    """Reads an integer that is not negative."""
+    text = environ.get(variable)
+    if text is None:
+        raise ClusterConfigError(f"{variable} is not set; expected an integer of at least {least}")
+    if _COUNT.fullmatch(text) is None or int(text) < least:
+        raise ClusterConfigError(f"{variable}={text!r}; expected an integer of at least {least}")
+    return int(text)
+
+
+def first_set(environ: Environ, *variables: str) -> str:
+    """The first of the variables that is set; the last where none is."""
+    return next((variable for variable in variables if variable in environ), variables[-1])
+
+
+def master_address(environ: Environ) -> str | None:
+    """Where rank 0 listens, from MASTER_ADDR and MASTER_PORT; None where one is not set."""
+    host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
+    if not host or not port:
+        return None
+    try:
+        return join_address(host, port)
+    except ValueError as error:
+        raise ClusterConfigError(f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: {error}") from None
+
+
+def require_rank_of_world_size(environ: Environ) -> None:
+    """Refuses a WORLD_SIZE without RANK: the rest of a job that this process was to belong to."""
+    if environ.get("WORLD_SIZE", "1") != "1":
+        raise ClusterConfigError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not; "
+            "expected both, or neither for a world of one"
+        )

@@ -1,0 +1,179 @@
+"""Clusters of pods: found through Kubernetes' API, or named by an indexed Job."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Protocol, final
+
+from fastdist.cluster.environ import Environ, index
+from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from fastdist.cluster.spec import ClusterSpec
+from fastdist.errors import ClusterConfigError
+
+
+class PodLister(Protocol):
+    """What is used of `kubernetes.client.CoreV1Api`."""
+
+    def list_pod_for_all_namespaces(self, *, label_selector: str) -> Any:  # noqa: D102
+        ...
+
+    def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:  # noqa: D102
+        ...
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks Kubernetes which pods carry a job's labels; each is one task, at its pod's IP address.
+
+    Pods are ordered by name, numbers in it as numbers, so that the pods of a StatefulSet have
+    their ordinals as task ids. Kubernetes is asked once, when the cluster is first needed, and all
+    pods must be running then.
+
+    Follows tf.distribute.cluster_resolver.KubernetesClusterResolver. Differences: the task's place
+    is an argument, and addresses are those of the pods, not of the machines they run on.
+    """
+
+    __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec", "_task_id", "_task_type")
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]],
+        *,
+        task_type: str,
+        task_id: int,
+        port: int = 8470,
+        namespace: str | None = None,
+        override_client: PodLister | None = None,
+    ) -> None:
+        """Gets ready to ask.
+
+        Args:
+            job_to_label_mapping: label selectors for each job, such as {"worker": ["app=train"]}.
+            task_type: this process's job.
+            task_id: this process's index in its job.
+            port: the port that every task listens on.
+            namespace: where to look; in all namespaces if None, which needs the right to do so.
+            override_client: asks Kubernetes, instead of a client with the pod's service account or,
+                outside of a cluster, the user's kubeconfig.
+
+        Raises:
+            ImportError: the package kubernetes is needed and not installed.
+        """
+        self._labels = {job: tuple(labels) for job, labels in job_to_label_mapping.items()}
+        self._task_type = task_type
+        self._task_id = task_id
+        self._port = port
+        self._namespace = namespace
+        self._client = _default_client() if override_client is None else override_client
+        self._spec: ClusterSpec | None = None
+
+    @final
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the cluster, as Kubernetes listed them when first asked.
+
+        Raises:
+            ClusterConfigError: a pod is not running yet or any more, or pods make no cluster.
+        """
+        if self._spec is None:
+            spec = ClusterSpec(
+                {job: self._addresses(selectors) for job, selectors in self._labels.items()}
+            )
+            SimpleClusterResolver(spec, self._task_type, self._task_id)  # checks the task
+            self._spec = spec
+        return self._spec
+
+    @property
+    @final
+    def task_type(self) -> str:
+        """This process's job."""
+        return self._task_type
+
+    @property
+    @final
+    def task_id(self) -> int:
+        """This process's index among the tasks of its job."""
+        return self._task_id
+
+    def _addresses(self, selectors: Sequence[str]) -> list[str]:
+        addresses = []
+        for selector in selectors:
+            pods = self._pods(selector)
+            for pod in sorted(pods, key=lambda pod: _numbers_as_numbers(pod.metadata.name)):
+                if pod.status.phase != "Running" or not pod.status.pod_ip:
+                    raise ClusterConfigError(
+                        f"pod {pod.metadata.name!r} of {selector!r} is in phase "
+                        f"{pod.status.phase!r}; expected 'Running'"
+                    )
+                ip = pod.status.pod_ip
+                addresses.append(f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}")
+        return addresses
+
+    def _pods(self, selector: str) -> Sequence[Any]:
+        if self._namespace is None:
+            listed = self._client.list_pod_for_all_namespaces(label_selector=selector)
+        else:
+            listed = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
+        pods: Sequence[Any] = listed.items
+        return pods
+
+
+class IndexedJobClusterResolver(SimpleClusterResolver):
+    """The pods of a Kubernetes Job in Indexed completion mode, each of them a worker.
+
+    Needs no access to Kubernetes' API. The Job's pods must be given a `subdomain`, the name of a
+    headless service that selects them; then pod i has the host name `<job>-<i>.<subdomain>`.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        job_name: str,
+        subdomain: str,
+        completions: int,
+        *,
+        port: int = 8470,
+        environ: Environ = os.environ,
+    ) -> None:
+        """Reads this pod's index from JOB_COMPLETION_INDEX.
+
+        Args:
+            job_name: the Job's name.
+            subdomain: the headless service's name.
+            completions: the Job's `completions`, which its `parallelism` must equal.
+            port: the port that every task listens on.
+            environ: the environment to read.
+
+        Raises:
+            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, or the
+                names make no host name.
+        """
+        spec = ClusterSpec(
+            {"worker": [f"{job_name}-{task}.{subdomain}:{port}" for task in range(completions)]}
+        )
+        task_id = index(environ, "JOB_COMPLETION_INDEX", completions, f"{completions=}")
+        super().__init__(spec, "worker", task_id)
+
+
+def _default_client() -> PodLister:
+    try:
+        config = import_module("kubernetes.config")
+        client = import_module("kubernetes.client")
+    except ImportError as error:
+        raise ImportError(
+            "KubernetesClusterResolver needs Kubernetes' client: pip install kubernetes"
+        ) from error
+    # Kubernetes sets it in every container.
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config()
+    else:
+        config.load_kube_config()
+    lister: PodLister = client.CoreV1Api()
+    return lister
+
+
+def _numbers_as_numbers(name: str) -> list[str | int]:
+    """A key that sorts "pod-2" before "pod-10"."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

@@ -1,0 +1,60 @@
+"""The ranks that mpiexec started, from its environment variables; needs no MPI library."""
+
+import os
+
+from fastdist.cluster.environ import Environ, index_of_size, master_address
+from fastdist.cluster.resolver import SimpleClusterResolver
+from fastdist.cluster.spec import ClusterSpec
+from fastdist.errors import ClusterConfigError
+
+
+class MPIClusterResolver(SimpleClusterResolver):
+    """Reads the variables of Open MPI, or of MPICH's and Intel MPI's Hydra; every rank is a worker.
+
+    No mpiexec tells where its ranks run. For ranks on several machines, give the address of rank 0,
+    either here or as MASTER_ADDR and MASTER_PORT (`mpiexec -x` or `-genv`).
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self, coordinator_address: str | None = None, *, environ: Environ = os.environ
+    ) -> None:
+        """Reads the variables.
+
+        Args:
+            coordinator_address: a "host:port" on the machine of rank 0 where it can listen;
+                from MASTER_ADDR and MASTER_PORT if None.
+            environ: the environment to read.
+
+        Raises:
+            ClusterConfigError: mpiexec did not start this process, or a variable is malformed.
+        """
+        if is_openmpi(environ):
+            place = index_of_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        elif is_hydra(environ):
+            place = index_of_size(environ, "PMI_RANK", "PMI_SIZE")
+        else:
+            raise ClusterConfigError(
+                "neither OMPI_COMM_WORLD_RANK nor PMI_RANK with MPI_LOCALRANKID is set; "
+                "expected a process that mpiexec started"
+            )
+        rank, world_size = place
+        address = master_address(environ) if coordinator_address is None else coordinator_address
+        super().__init__(ClusterSpec.of_ranks(world_size, address), "worker", rank)
+
+    @staticmethod
+    def is_available(environ: Environ = os.environ) -> bool:
+        """Whether mpiexec started this process."""
+        return is_openmpi(environ) or is_hydra(environ)
+
+
+def is_openmpi(environ: Environ) -> bool:
+    """Whether Open MPI's mpiexec started this process."""
+    return "OMPI_COMM_WORLD_RANK" in environ
+
+
+def is_hydra(environ: Environ) -> bool:
+    """Whether Hydra started this process."""
+    # PMI_RANK alone is also set by `srun --mpi=pmi2`, whose own variables say more.
+    return "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ

@@ -1,0 +1,145 @@
+"""The tasks of a Slurm job step, as srun started them."""
+
+import itertools
+import os
+from collections.abc import Mapping
+
+from fastdist.cluster.environ import (
+    Environ,
+    count,
+    first_set,
+    index_of_size,
+    master_address,
+)
+from fastdist.cluster.hostlist import expand_hostlist, parse_tasks_per_node
+from fastdist.cluster.resolver import SimpleClusterResolver
+from fastdist.cluster.spec import MOST_TASKS, ClusterSpec
+from fastdist.errors import ClusterConfigError
+
+# Slurm numbers a job's steps from 0; ids from here on mean its batch script, an interactive shell
+# and the like.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+class SlurmClusterResolver(SimpleClusterResolver):
+    """Gives the tasks of an srun step their jobs, hosts and ports.
+
+    A task listens on its node's name; the first task of a node at port_base, the next one port
+    further. Two steps that share a node need different port_base.
+
+    Follows tf.distribute.cluster_resolver.SlurmClusterResolver. Differences: jobs take their tasks
+    in the order given, not sorted by name; which GPU is whose is left to the strategy.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        *,
+        port_base: int = 8888,
+        environ: Environ = os.environ,
+    ) -> None:
+        """Reads the step's variables.
+
+        Args:
+            jobs: how many tasks each job gets, such as {"worker": 4, "ps": 2}: the first four by
+                SLURM_PROCID are workers. If None, all are workers, and MASTER_ADDR with
+                MASTER_PORT, where both are set, say where worker 0 listens.
+            port_base: the port of each node's first task.
+            environ: the environment to read.
+
+        Raises:
+            ClusterConfigError: srun did not start this process; a variable is missing, malformed or
+                contradicts another; jobs have another number of tasks than the step.
+        """
+        if step_of(environ) is None:
+            raise ClusterConfigError(
+                "SLURM_PROCID and SLURM_STEP_ID do not name a task of a step; "
+                "expected a process that srun started"
+            )
+        size_variable = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        rank, size = index_of_size(environ, "SLURM_PROCID", size_variable)
+        addresses = _addresses(environ, rank, size, port_base)
+        if jobs is None:
+            jobs = {"worker": size}
+            addresses[0] = master_address(environ) or addresses[0]
+        if sum(jobs.values()) != size or min(jobs.values()) < 0:
+            raise ClusterConfigError(
+                f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {size}, as "
+                f"{size_variable}={environ[size_variable]!r}"
+            )
+        cluster = {}
+        place = ("", 0)
+        first = 0
+        for job, tasks in jobs.items():
+            cluster[job] = addresses[first : first + tasks]
+            if first <= rank < first + tasks:
+                place = (job, rank - first)
+            first += tasks
+        super().__init__(ClusterSpec(cluster), *place)
+
+    @staticmethod
+    def is_available(environ: Environ = os.environ) -> bool:
+        """Whether srun started this process."""
+        return step_of(environ) is not None
+
+
+def step_of(environ: Environ) -> int | None:
+    """The number of the step that this process is a task of; None where srun did not start it."""
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+        return None
+    step = count(environ, "SLURM_STEP_ID")
+    return step if step < _FIRST_SPECIAL_STEP else None
+
+
+def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
+    """The variable that says how many tasks each node has, and its (tasks, nodes) in order."""
+    variable = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    text = environ.get(variable, "")
+    try:
+        return variable, parse_tasks_per_node(text)
+    except ValueError:
+        raise ClusterConfigError(
+            f"{variable}={text!r}; expected tasks per node, as '4(x2),3'"
+        ) from None
+
+
+def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[str]:
+    """Where each task of the step listens, by rank."""
+    hosts = _hosts(environ)
+    variable, runs = task_runs(environ)
+    nodes, tasks = sum(run[1] for run in runs), sum(run[0] * run[1] for run in runs)
+    if nodes != len(hosts) or tasks != size or size > MOST_TASKS:
+        raise ClusterConfigError(
+            f"{variable}={environ[variable]!r} is {tasks} tasks on {nodes} nodes; expected {size} "
+            f"tasks on the {len(hosts)} nodes that Slurm lists"
+        )
+    tasks_on = [each for each, repeated in runs for _ in range(repeated)]
+    distribution = environ.get("SLURM_DISTRIBUTION", "block")
+    places = _places(tasks_on, is_cyclic=distribution.startswith("cyclic"))
+    own = (count(environ, "SLURM_NODEID"), count(environ, "SLURM_LOCALID"))
+    if places[rank] != own:
+        raise ClusterConfigError(
+            f"task {rank} is number {own[1]} on node {own[0]}; expected number {places[rank][1]} "
+            f"on node {places[rank][0]}, as {variable}={environ[variable]!r} and "
+            f"SLURM_DISTRIBUTION={distribution!r}: start with srun --distribution=block or cyclic"
+        )
+    return [f"{hosts[node]}:{port_base + number}" for node, number in places]
+
+
+def _hosts(environ: Environ) -> list[str]:
+    variable = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    try:
+        return expand_hostlist(environ.get(variable, ""))
+    except ValueError as error:
+        raise ClusterConfigError(f"{variable}: {error}") from None
+
+
+def _places(tasks_on: list[int], *, is_cyclic: bool) -> list[tuple[int, int]]:
+    """The (node, number on that node) of each task: node by node, or one to each node in turn."""
+    blocks = [[(node, number) for number in range(tasks)] for node, tasks in enumerate(tasks_on)]
+    if not is_cyclic:
+        return list(itertools.chain.from_iterable(blocks))
+    rounds = itertools.zip_longest(*blocks)
+    return [place for places in rounds for place in places if place is not None]

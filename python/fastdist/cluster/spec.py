@@ -1,0 +1,218 @@
+"""The tasks of a cluster and their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fastdist.cluster.address import canonical_address
+from fastdist.errors import ClusterConfigError
+
+Tasks = Sequence[str | None] | Mapping[int, str | None]
+"""The addresses of a job's tasks, in order or by index; None where one is not known."""
+
+_JOBS = ("chief", "worker", "ps", "evaluator")
+# More than any cluster has; a wrong digit must not fill the memory.
+MOST_TASKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class ClusterSpec:
+    """Which tasks make up a cluster, and at which address each one listens.
+
+    The jobs are "chief" (at most one task), "worker", "ps" (parameter servers) and "evaluator".
+    Chief and workers train together and are ranked in this order; the evaluator never joins
+    training. Where there is no chief, worker 0 takes its part.
+
+    Follows tf.train.ClusterSpec. There, too, a job may be sparse, its addresses known for some
+    tasks only; here such tasks count, since launchers say how many ranks there are but not where.
+    """
+
+    _jobs: tuple[tuple[str, tuple[str | None, ...]], ...]
+
+    def __init__(self, cluster: Mapping[str, Tasks]) -> None:
+        """Checks and keeps a cluster.
+
+        Args:
+            cluster: for each job the addresses of its tasks, "host:port" or "[IPv6]:port": a list,
+                or a dict from index to address. In a list, None is a task whose address is not
+                known; so is an index that a dict leaves out below its last. A job without tasks
+                may as well be left out.
+
+        Raises:
+            ClusterConfigError: an unknown job, a malformed address, two tasks with one address,
+                two chiefs, neither chief nor worker. The message shows the spec.
+        """
+        object.__setattr__(self, "_jobs", _checked(cluster))
+
+    @classmethod
+    def of_ranks(cls, world_size: int, coordinator_address: str | None = None) -> ClusterSpec:
+        """The cluster of workers that a launcher started, who tells at most the first one's address.
+
+        Args:
+            world_size: number of workers.
+            coordinator_address: "host:port" of worker 0.
+        """
+        if world_size > MOST_TASKS:
+            raise ClusterConfigError(f"{world_size} ranks; expected at most {MOST_TASKS}")
+        return cls({"worker": [coordinator_address] + [None] * (world_size - 1)})
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({_shown(dict(self._jobs))})"
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """The jobs that have tasks, in the order chief, worker, ps, evaluator."""
+        return tuple(job for job, _ in self._jobs)
+
+    def job_tasks(self, job: str) -> tuple[str | None, ...]:
+        """The addresses of a job's tasks, None where one is not known; empty without such tasks.
+
+        Raises:
+            ClusterConfigError: there is no job of this name in any cluster.
+        """
+        if job not in _JOBS:
+            raise ClusterConfigError(f"unknown job {job!r}; expected {_one_of_jobs()}, in {self}")
+        return dict(self._jobs).get(job, ())
+
+    def num_tasks(self, job: str) -> int:
+        """How many tasks a job has, those whose address is not known included."""
+        return len(self.job_tasks(job))
+
+    def task_address(self, job: str, index: int) -> str:
+        """The address of a task.
+
+        Raises:
+            ClusterConfigError: there is no such task, or its address is not known.
+        """
+        self.require_task(job, index)
+        address = self.job_tasks(job)[index]
+        if address is None:
+            raise ClusterConfigError(f"the address of {job} {index} is not known in {self}")
+        return address
+
+    def as_dict(self) -> dict[str, list[str | None]]:
+        """The addresses of each job's tasks, from which an equal spec can be made; fit for JSON."""
+        return {job: list(tasks) for job, tasks in self._jobs}
+
+    @property
+    def num_training_tasks(self) -> int:
+        """How many tasks train together: chief and workers."""
+        return self.num_tasks("chief") + self.num_tasks("worker")
+
+    def training_rank(self, job: str, index: int) -> int | None:
+        """A task's rank among those that train together, chief first; None for other jobs.
+
+        Raises:
+            ClusterConfigError: there is no such task.
+        """
+        self.require_task(job, index)
+        if job == "chief":
+            return index
+        return self.num_tasks("chief") + index if job == "worker" else None
+
+    @property
+    def chief(self) -> tuple[str, int]:
+        """Job and index of the task of rank 0: the chief, or worker 0 where there is none."""
+        return ("chief", 0) if self.num_tasks("chief") else ("worker", 0)
+
+    def require_task(self, job: str, index: int) -> None:
+        """Checks that there is such a task.
+
+        Raises:
+            ClusterConfigError: there is none.
+        """
+        tasks = self.num_tasks(job)
+        if not tasks:
+            raise ClusterConfigError(f"job {job!r} has no tasks in {self}")
+        if not 0 <= index < tasks:
+            raise ClusterConfigError(
+                f"there is no {job} {index}; expected an index from 0 to {tasks - 1}, in {self}"
+            )
+
+    def require_parameter_servers(self) -> None:
+        """Checks that the cluster has what training with parameter servers needs.
+
+        Raises:
+            ClusterConfigError: it has no parameter server, or no worker.
+        """
+        for job in ("ps", "worker"):
+            if not self.num_tasks(job):
+                raise ClusterConfigError(
+                    f"no {job} task; training with parameter servers needs at least one, in {self}"
+                )
+
+
+def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+    if not isinstance(cluster, Mapping):
+        raise _refusal(
+            f"expected a dict from job to addresses, got {type(cluster).__name__}", cluster
+        )
+    for job in cluster:
+        if job not in _JOBS:
+            raise _refusal(f"unknown job {job!r}; expected {_one_of_jobs()}", cluster)
+    try:
+        jobs = {job: _addresses(job, cluster[job]) for job in _JOBS if job in cluster}
+        _check_addresses_differ(jobs)
+    except ValueError as error:
+        raise _refusal(str(error), cluster) from None
+    if not any(jobs.values()):
+        raise _refusal("no tasks", cluster)
+    if len(jobs.get("chief", ())) > 1:
+        raise _refusal(f"{len(jobs['chief'])} chiefs; expected at most one", cluster)
+    if not jobs.get("chief") and not jobs.get("worker"):
+        raise _refusal("no worker and no chief; expected at least one task that trains", cluster)
+    return tuple((job, addresses) for job, addresses in jobs.items() if addresses)
+
+
+def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
+    """Puts a job's addresses in order; ValueError where they are not addresses."""
+    if isinstance(tasks, Mapping):
+        for index in tasks:
+            if type(index) is not int or not 0 <= index < MOST_TASKS:
+                raise ValueError(f"task index {index!r} of job {job!r}; expected 0, 1, 2, …")
+        return _addresses(job, [tasks.get(index) for index in range(max(tasks, default=-1) + 1)])
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str | bytes):
+        raise ValueError(f"tasks of job {job!r}: {tasks!r}; expected a list of addresses")
+    if len(tasks) > MOST_TASKS:
+        raise ValueError(f"{len(tasks)} tasks of job {job!r}; expected at most {MOST_TASKS}")
+    for address in tasks:
+        if address is not None and not isinstance(address, str):
+            raise ValueError(f"address {address!r} of job {job!r}; expected 'host:port'")
+    return tuple(tasks)
+
+
+def _check_addresses_differ(jobs: Mapping[str, tuple[str | None, ...]]) -> None:
+    tasks: dict[tuple[str, int], str] = {}
+    for task, address in _known_addresses(jobs):
+        other = tasks.setdefault(canonical_address(address), task)
+        if other != task:
+            raise ValueError(f"{other} and {task} have the same address {address!r}")
+
+
+def _known_addresses(jobs: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
+    for job, addresses in jobs.items():
+        for index, address in enumerate(addresses):
+            if address is not None:
+                yield f"{job} {index}", address
+
+
+def _refusal(problem: str, cluster: object) -> ClusterConfigError:
+    return ClusterConfigError(f"{problem}, in the cluster spec {cluster!r}")
+
+
+def _one_of_jobs() -> str:
+    return ", ".join(_JOBS)
+
+
+def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:
+    """The dict that makes this spec, short where nothing is known of a job's last tasks."""
+    parts = []
+    for job, addresses in jobs.items():
+        known = list(addresses)
+        while known and known[-1] is None:
+            known.pop()
+        unknown = len(addresses) - len(known)
+        tail = f"[None] * {unknown}" if unknown else ""
+        parts.append(f"{job!r}: {' + '.join(filter(None, [known and repr(known), tail]))}")
+    return "{" + ", ".join(parts) + "}"

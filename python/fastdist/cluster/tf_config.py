@@ -1,0 +1,97 @@
+"""The cluster from TF_CONFIG, as TensorFlow programs and their launchers write it."""
+
+import json
+import os
+import re
+from typing import Any
+
+from fastdist.cluster.environ import Environ
+from fastdist.cluster.resolver import SimpleClusterResolver
+from fastdist.cluster.spec import ClusterSpec
+from fastdist.errors import ClusterConfigError
+
+VARIABLE = "TF_CONFIG"
+_EXAMPLE = '{"cluster": {"worker": ["host:port", …]}, "task": {"type": "worker", "index": 0}}'
+_INDEX = re.compile(r"[0-9]{1,9}")
+
+
+class TFConfigClusterResolver(SimpleClusterResolver):
+    """Reads the cluster and this process's task from the JSON in TF_CONFIG.
+
+    For example `{"cluster": {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}, "task": {"type":
+    "worker", "index": 0}}`. The task may be an evaluator that the cluster does not list.
+
+    Follows tf.distribute.cluster_resolver.TFConfigClusterResolver.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, environ: Environ = os.environ) -> None:
+        """Reads TF_CONFIG.
+
+        Args:
+            environ: the environment to read.
+
+        Raises:
+            ClusterConfigError: TF_CONFIG is not set, malformed, or the task is not in the cluster.
+        """
+        text = environ.get(VARIABLE, "")
+        if not text.strip():
+            raise ClusterConfigError(f"{VARIABLE} is not set; expected {_EXAMPLE}")
+        try:
+            config = json.loads(text, object_pairs_hook=_without_repetition)
+            spec, task_type, task_id = _parsed(config)
+        except (ValueError, RecursionError) as error:
+            raise ClusterConfigError(f"{error}; {VARIABLE}={text!r}, expected {_EXAMPLE}") from None
+        except ClusterConfigError as error:
+            raise ClusterConfigError(f"{VARIABLE}: {error}") from None
+        try:
+            super().__init__(spec, task_type, task_id)
+        except ClusterConfigError as error:
+            raise ClusterConfigError(f"the task of {VARIABLE}: {error}") from None
+
+    @staticmethod
+    def is_available(environ: Environ = os.environ) -> bool:
+        """Whether TF_CONFIG says anything."""
+        return bool(environ.get(VARIABLE, "").strip())
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key that comes twice would otherwise hide what came first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name that comes twice in {{{', '.join(name for name, _ in pairs)}}}")
+    return found
+
+
+def _parsed(config: object) -> tuple[ClusterSpec, str, int]:
+    fields = _object(config, "the whole")
+    cluster = _object(fields.get("cluster"), "cluster")
+    task = _object(fields.get("task"), "task")
+    task_type = task.get("type")
+    if not isinstance(task_type, str):
+        raise ValueError(f"task type: {task_type!r}; expected a string")
+    jobs = {
+        job: _indexed(tasks) if isinstance(tasks, dict) else tasks for job, tasks in cluster.items()
+    }
+    return ClusterSpec(jobs), task_type, _index(task.get("index"))
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {value!r}; expected an object")
+    return value
+
+
+def _indexed(tasks: dict[str, Any]) -> dict[int, Any]:
+    """A sparse job, whose indexes are strings as JSON has no other names."""
+    return {_index(index): address for index, address in tasks.items()}
+
+
+def _index(value: object) -> int:
+    # Like TensorFlow, which calls int() on it, this takes "0" for 0.
+    if isinstance(value, str) and _INDEX.fullmatch(value):
+        return int(value)
+    if type(value) is not int:
+        raise ValueError(f"task index: {value!r}; expected an integer")
+    return value

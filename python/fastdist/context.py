@@ -1,0 +1,159 @@
+"""Which strategy and which replica the running thread belongs to (tf.distribute's contexts).
+
+Cross-replica context: inside a strategy's scope, outside `run`; values of all replicas are at hand.
+Replica context: inside `run`, or outside any scope, where the default strategy has one replica.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastdist.collective_functions import all_gather, all_reduce
+from fastdist.communicator import Communicator, ReduceOp
+from fastdist.values import map_structure
+
+if TYPE_CHECKING:
+    from fastdist.strategies.base import Strategy
+
+MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class ReplicaContext:
+    """What one replica of a running `strategy.run` knows and can do (tf.distribute.ReplicaContext).
+
+    Attributes:
+        strategy: the strategy that runs.
+        replica_id_in_sync_group: from 0 to num_replicas_in_sync - 1, over all processes.
+        local_replica: from 0 on, among the replicas of this process.
+        device: where this replica computes.
+        examples: of the batch that `run` was given, for each replica of the job; None where it
+            was given no batch from `distribute_dataset`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        communicator: Communicator | None,
+        merge: MergeCall,
+        local_replica: int = 0,
+        examples: tuple[int, ...] | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.local_replica = local_replica
+        self.replica_id_in_sync_group: int = strategy.local_replica_ids[local_replica]
+        self.device: torch.device = strategy.devices[local_replica]
+        self.examples = examples
+        self._communicator = communicator
+        self._merge = merge
+
+    def __repr__(self) -> str:
+        return (
+            f"<fastdist.ReplicaContext {self.replica_id_in_sync_group} "
+            f"of {self.num_replicas_in_sync} on {self.device}>"
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of the whole job."""
+        return self.strategy.num_replicas_in_sync
+
+    def all_reduce(self, op: ReduceOp, value: Any) -> Any:
+        """Reduce over all replicas; every replica gets the result, in new tensors.
+
+        Every replica must call. Differentiable for sum and mean: the gradient is the all_reduce
+        of the gradients.
+
+        Args:
+            op: as for `Communicator.all_reduce`.
+            value: a tensor or number, or a structure of them, alike on all replicas.
+        """
+        return map_structure(lambda leaf: all_reduce(self._communicator, op, leaf), value)
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """Join the replicas' tensors along an axis, in replica order.
+
+        Every replica must call. Differentiable: the gradient is the all_reduce of the gradients,
+        cut to the own part.
+
+        Args:
+            value: a tensor of at least one dimension, or a structure of them; sizes may differ
+                between replicas in `axis` only.
+            axis: along which to join.
+
+        Raises:
+            ValueError: a scalar, or shapes that differ elsewhere.
+        """
+        return map_structure(lambda leaf: all_gather(self._communicator, leaf, axis), value)
+
+    def merge_call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `fn(strategy, *args, **kwargs)` once, in cross-replica context.
+
+        Every replica of this process must call. What differs between their arguments reaches `fn`
+        as per-replica values; each replica gets its own part of what `fn` returns.
+
+        Raises:
+            FastdistError: a replica ended without calling; the message names it.
+        """
+        return self._merge(fn, args, kwargs or {})
+
+
+class _ThreadState(threading.local):
+    """What a thread is in the middle of."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Strategy] = []
+        self.replica: ReplicaContext | None = None
+
+
+state = _ThreadState()
+
+
+class _Default:
+    """The strategy outside all scopes, made when first asked for."""
+
+    make: Callable[[], Strategy]
+    strategy: Strategy | None = None
+
+
+def set_default(make: Callable[[], Strategy]) -> None:
+    """Say how the strategy outside all scopes is made."""
+    _Default.make = staticmethod(make)
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the innermost scope or run; the default strategy outside. Never None."""
+    if state.replica is not None:
+        return state.replica.strategy
+    if state.scopes:
+        return state.scopes[-1]
+    if _Default.strategy is None:
+        _Default.strategy = _Default.make()
+    return _Default.strategy
+
+
+def has_strategy() -> bool:
+    """True inside the scope or run of a strategy other than the default one."""
+    return get_strategy() is not _Default.strategy
+
+
+def in_cross_replica_context() -> bool:
+    """True inside a scope and outside `run`."""
+    return state.replica is None and bool(state.scopes)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """This replica's context; None in cross-replica context."""
+    if state.replica is not None:
+        return state.replica
+    if state.scopes:
+        return None
+    return get_strategy().default_replica_context()

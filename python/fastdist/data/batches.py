@@ -1,0 +1,162 @@
+"""Batches as structures: made from examples, emptied, counted, and joined over replicas.
+
+Leaves are tensors, numpy arrays, and lists or tuples that hold one thing per example (a *column*:
+the strings that torch's default_collate leaves in a list, or images of different sizes).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from fastdist.values import PerReplica, leaves, map_structure
+
+Collate = Callable[[list[Any]], Any]
+
+
+def collate(examples: list[Any]) -> Any:
+    """torch's default_collate leaf by leaf, so that tuples stay tuples and dataclasses work.
+
+    Raises:
+        ValueError: the examples differ in structure.
+    """
+    try:
+        return map_structure(lambda *leaf: default_collate(list(leaf)), *examples)
+    except ValueError as error:
+        raise ValueError(
+            "the examples of one batch differ in structure; give collate_fn to join them, or "
+            f"make them alike ({error})"
+        ) from error
+
+
+def join(batches: Sequence[Any], sizes: Sequence[int], examples: tuple[int, ...]) -> Any:
+    """One structure of per-replica values from one batch per local replica.
+
+    Args:
+        batches: one per local replica.
+        sizes: how many examples each of them has.
+        examples: how many examples each replica of the job has.
+
+    Raises:
+        ValueError: the batches differ in structure.
+    """
+    return _walk(lambda values: PerReplica(tuple(values), examples), "", batches, sizes)
+
+
+def emptied(batch: Any, size: int) -> Any:
+    """The batch without its `size` examples: axis 0 of every array is 0, columns are empty.
+
+    What has no axis 0 (numbers, strings, tensors without axes) stays as it is.
+    """
+    return _walk(lambda values: _empty_leaf(values[0]), "", [batch], [size])
+
+
+def count_examples(batch: Any) -> int:
+    """How many examples a batch holds: axis 0 of its first array, else its first column's length.
+
+    Raises:
+        TypeError: it has neither.
+    """
+    for array in _arrays(batch):
+        if array.ndim:
+            return len(array)
+    inner = batch
+    while isinstance(inner, dict) and inner:
+        inner = next(iter(inner.values()))
+    if isinstance(inner, (list, tuple)):
+        return len(inner)
+    raise TypeError(
+        f"expected batches with an array or a list in them, got {type(batch).__name__}: it is not "
+        "known how many examples that is"
+    )
+
+
+def _walk(
+    leaf: Callable[[list[Any]], Any], place: str, nodes: Sequence[Any], sizes: Sequence[int]
+) -> Any:
+    """`map_structure` that also takes columns as leaves, so their lengths may differ."""
+    first = nodes[0]
+    kind = type(first)
+    for node in nodes:
+        if type(node) is not kind and (_is_branch(node) or _is_branch(first)):
+            raise ValueError(_different(place, first, node))
+    if isinstance(first, (list, tuple)):
+        named = hasattr(first, "_fields")
+        if not named and _are_columns(nodes, sizes):
+            return leaf(list(nodes))
+        for node in nodes:
+            if len(node) != len(first):
+                raise ValueError(_different(place, first, node))
+        items = [
+            _walk(leaf, f"{place}[{i}]", [node[i] for node in nodes], sizes)
+            for i in range(len(first))
+        ]
+        return kind(*items) if named else kind(items)
+    if isinstance(first, dict):
+        for node in nodes:
+            if node.keys() != first.keys():
+                raise ValueError(_different(place, first, node))
+        made = first.copy()
+        for key in first:
+            made[key] = _walk(leaf, f"{place}[{key!r}]", [node[key] for node in nodes], sizes)
+        return made
+    if _is_branch(first):
+        made = {
+            field.name: _walk(
+                leaf, f"{place}.{field.name}", [getattr(n, field.name) for n in nodes], sizes
+            )
+            for field in dataclasses.fields(first)
+            if field.init
+        }
+        return dataclasses.replace(first, **made)  # type: ignore[type-var]  # an instance
+    return leaf(list(nodes))
+
+
+def _is_branch(node: Any) -> bool:
+    return isinstance(node, (list, tuple, dict)) or (
+        dataclasses.is_dataclass(node) and not isinstance(node, type)
+    )
+
+
+def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists hold one thing per example, rather than a batch of each of several things.
+
+    [x, y] with 2 examples has the length of a column; what tells is that all arrays in it have
+    those 2 examples in axis 0.
+    """
+    if any(len(node) != size for node, size in zip(nodes, sizes, strict=True)):
+        return False
+    arrays = [(array, size) for n, size in zip(nodes, sizes, strict=True) for array in _arrays(n)]
+    batched = all(array.ndim and len(array) == size for array, size in arrays)
+    return not arrays or not batched or len({*map(len, nodes)}) > 1
+
+
+def _arrays(node: Any) -> list[Any]:
+    return [leaf for leaf in leaves(node) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+
+
+def _empty_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf[:0].copy() if leaf.ndim else leaf
+    return type(leaf)() if isinstance(leaf, (list, tuple)) else leaf
+
+
+def _different(place: str, one: Any, other: Any) -> str:
+    return (
+        f"the replicas' batches differ in structure at {place or 'the top'}: "
+        f"{_describe(one)} and {_describe(other)}"
+    )
+
+
+def _describe(node: Any) -> str:
+    kind = type(node).__name__
+    if isinstance(node, dict):
+        return f"{kind} with keys {sorted(map(str, node))}"
+    return f"{kind} of {len(node)}" if isinstance(node, (list, tuple)) else kind

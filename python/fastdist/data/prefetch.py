@@ -1,0 +1,101 @@
+"""A thread that reads ahead of the one that iterates."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+
+
+class Prefetcher(Generic[T]):
+    """Iterates in a background thread, at most `depth` items ahead.
+
+    An exception of the items is raised to the consumer, with its traceback, after the items before
+    it. The thread ends with the items, on `close`, when the prefetcher is dropped, and before the
+    interpreter exits; it is waited for, up to 5 s if it is amid an item.
+
+    Args:
+        items: used by the thread alone from now on.
+        depth: at least 1.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Semaphore(depth)
+        self._ended = False
+        stop = threading.Event()
+        # The thread holds no reference to self, or nobody could drop the prefetcher.
+        thread = threading.Thread(
+            target=_fill,
+            args=(items, self._ready, self._room, stop),
+            name="fastdist-prefetch",
+            daemon=True,
+        )
+        # A finalizer also runs at exit, before the interpreter takes modules and threads apart.
+        self._stop = weakref.finalize(self, _stop, thread, self._room, stop)
+        thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        item = self._ready.get()
+        if isinstance(item, _End):
+            self._ended = True
+            self.close()
+            if item.error is not None:
+                raise item.error
+            raise StopIteration
+        self._room.release()
+        value: T = item
+        return value
+
+    def close(self) -> None:
+        """End the thread; what it read ahead is lost. Closing twice is fine."""
+        self._ended = True
+        self._stop()
+
+
+class _End:
+    """Behind the last item: why there are no more."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+def _fill(
+    items: Iterator[Any],
+    ready: queue.SimpleQueue[Any],
+    room: threading.Semaphore,
+    stop: threading.Event,
+) -> None:
+    error: BaseException | None = None
+    try:
+        while True:
+            room.acquire()
+            if stop.is_set():
+                return
+            try:
+                ready.put(next(items))
+            except StopIteration:
+                return
+    except BaseException as caught:  # whatever it is, the consumer must not wait for ever
+        error = caught
+    finally:
+        ready.put(_End(error))
+
+
+def _stop(thread: threading.Thread, room: threading.Semaphore, stop: threading.Event) -> None:
+    stop.set()
+    room.release()
+    # The garbage collector may drop the prefetcher in any thread, also in its own.
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)

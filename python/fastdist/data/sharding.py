@@ -1,0 +1,95 @@
+"""Which examples of a global batch a replica gets, and which worker reads what."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+
+class AutoShardPolicy(enum.Enum):
+    """How the workers share a source (tf.data.experimental.AutoShardPolicy).
+
+    AUTO: FILE for `Files` with at least as many files as workers, else DATA.
+    FILE: file i belongs to worker i mod num_workers, which makes its own batches of it.
+    DATA: the source is cut into global batches, and each worker takes its part of every one.
+    OFF: each worker makes its own batches of the whole source.
+
+    Under FILE and OFF a worker's batches have the size of its part of a global batch, so that a
+    step takes a global batch of examples as long as every worker has data.
+    """
+
+    AUTO = "auto"
+    FILE = "file"
+    DATA = "data"
+    OFF = "off"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """One worker's part of a batch.
+
+    Attributes:
+        start, stop: the worker's examples, as positions in the batch.
+        sizes: examples of each local replica; they add up to stop - start.
+        examples: examples of each replica that the batch was cut for.
+    """
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    examples: tuple[int, ...]
+
+
+class Cutter:
+    """Cuts batches into consecutive parts, one per replica, for one worker's replicas.
+
+    Sizes differ by at most one, and the first replicas get the larger parts: 7 examples on 4
+    replicas are [2, 2, 2, 1].
+    """
+
+    def __init__(self, num_replicas: int, local_replicas: Sequence[int]) -> None:
+        self._num_replicas = num_replicas
+        self._local = slice(local_replicas[0], local_replicas[-1] + 1)
+        self._made: dict[int, Cut] = {}
+
+    def __call__(self, count: int) -> Cut:
+        """The cut of a batch of `count` examples."""
+        made = self._made.get(count)
+        if made is None:
+            examples = split_sizes(count, self._num_replicas)
+            start = sum(examples[: self._local.start])
+            sizes = examples[self._local]
+            made = self._made[count] = Cut(start, start + sum(sizes), sizes, examples)
+        return made
+
+
+def split_sizes(count: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `parts` parts of `count` examples: they differ by at most one, larger ones first."""
+    size, larger = divmod(count, parts)
+    return (size + 1,) * larger + (size,) * (parts - larger)
+
+
+def resolve_policy(
+    policy: AutoShardPolicy, num_files: int | None, num_workers: int
+) -> AutoShardPolicy:
+    """FILE, DATA or OFF for a source of that many files; None: for one that is not of files.
+
+    Raises:
+        ValueError: FILE, but there are no files, or fewer than workers.
+    """
+    if policy is AutoShardPolicy.AUTO:
+        enough = num_files is not None and num_files >= num_workers
+        return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA
+    if policy is AutoShardPolicy.FILE:
+        if num_files is None:
+            raise ValueError(
+                "AutoShardPolicy.FILE needs a source of files: give fastdist.data.Files(paths, "
+                "read), or use AutoShardPolicy.DATA"
+            )
+        if num_files < num_workers:
+            raise ValueError(
+                f"AutoShardPolicy.FILE needs a file for each worker, got {num_files} files for "
+                f"{num_workers} workers; write more files, or use AutoShardPolicy.DATA"
+            )
+    return policy

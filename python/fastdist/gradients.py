@@ -1,0 +1,257 @@
+"""Reduces the gradients of one replica with those of the others while backward still runs.
+
+Parameters are put into buckets, the last ones first, as backward reaches them. A hook at each
+parameter notes that its gradient is there; as soon as a bucket is complete, and all before it have
+gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward what is left
+is sent too, and all is waited for: when `backward()` returns, `.grad` is what one device would have
+computed on the global batch.
+
+The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0003, 0006).
+A parameter that took no part on this replica contributes zeros; each bucket carries a number per
+parameter that says how many replicas used it, so that one that nobody used keeps `grad` None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.autograd.variable import Variable
+
+from fastdist.communicator import Communicator, Compression, Work
+from fastdist.errors import FastdistError
+
+GradientReduction = Literal["mean", "sum"]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    indices: list[int]
+    used: torch.Tensor  # per parameter: how many replicas used it
+    waiting: int = 0  # for so many gradients
+    sent: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+
+
+class GradientSync:
+    """Keeps the gradients of one replica's parameters equal to those of all other replicas.
+
+    Args:
+        communicator: of all replicas, and for nothing else.
+        parameters: name and parameter, in the same order on all replicas; each only once.
+        buffers: written in forward, averaged over replicas when they were (BatchNorm).
+        reduction: "mean", weighted by the examples of each replica, or "sum".
+        bucket_bytes: gradients that travel together are at most so large, or a single one.
+        compress: as for `Communicator.all_reduce`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        buffers: Callable[[], Sequence[torch.Tensor]],
+        *,
+        reduction: GradientReduction = "mean",
+        bucket_bytes: int,
+        compress: Compression | None = None,
+    ) -> None:
+        self.enabled = True
+        self.examples: tuple[int, ...] | None = None
+        self._communicator = communicator
+        self._parameters = [parameter for _, parameter in parameters]
+        self._buffers = buffers
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._reduction = reduction
+        self._compress = compress
+        self._task = -1  # backward that is under way
+        self._arrived = [False] * len(self._parameters)
+        self._global: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bucket_bytes = bucket_bytes
+        self._trainable: list[bool] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._next = 0  # bucket to send
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: set[int] = set()
+        self.watch()
+        self._note_buffers()
+
+    def watch(self) -> None:
+        """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
+        for i, parameter in enumerate(self._parameters):
+            if i in self._hooked or not parameter.requires_grad:
+                continue
+            self._hooked.add(i)
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._on_gradient(i))
+            )
+            if self._reduction == "sum":
+                self._hooks.append(
+                    parameter.register_hook(lambda _, i=i: self._before_gradient(i))
+                )
+
+    @contextlib.contextmanager
+    def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
+        """While it is open, a replica computes on its part of a batch.
+
+        Args:
+            examples: in each replica's part; None where all weigh the same. A replica without
+                any leaves its buffers as they were.
+        """
+        self.examples = examples
+        if len(self._hooked) < len(self._parameters):
+            self.watch()
+        if examples is not None and examples[self._communicator.rank] == 0:
+            self._kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        try:
+            yield
+        finally:
+            self._restore_buffers()
+            self._kept = []
+            self.examples = None
+
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer, kept in self._kept:
+                buffer.copy_(kept)
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_gradient(self, i: int) -> None:
+        """A sum that is accumulated into: its parts on all replicas must add up to itself."""
+        grad = self._parameters[i].grad
+        known = self._global.pop(i, None)
+        if grad is not None and known is not None and known() is grad:
+            grad.div_(self._communicator.world_size)
+
+    def _on_gradient(self, i: int) -> None:
+        if not self.enabled:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        self._arrived[i] = True
+        bucket = self._bucket_of[i]
+        bucket.waiting -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self, task: int) -> None:
+        self._abandon()  # a backward that raised in the middle
+        self._task = task
+        self._next = 0
+        self._arrived = [False] * len(self._parameters)
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            self._make_buckets(trainable)
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.indices)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _abandon(self) -> None:
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                with contextlib.suppress(FastdistError):
+                    bucket.work.wait()
+            bucket.work = None
+            bucket.sent = []
+
+    def _send(self, bucket: _Bucket) -> None:
+        arrived = [self._arrived[i] for i in bucket.indices]
+        bucket.sent = [self._contribution(i) for i in bucket.indices]
+        if all(arrived):
+            bucket.used.fill_(1)
+        else:
+            bucket.used.copy_(torch.tensor(arrived))
+        op: GradientReduction = self._reduction
+        if op == "mean" and (weight := self._weight()) is not None:
+            op = "sum"
+            if weight == 0.0:
+                torch._foreach_zero_(bucket.sent)
+            else:
+                torch._foreach_mul_(bucket.sent, weight)
+        bucket.work = self._communicator.all_reduce(
+            [*bucket.sent, bucket.used], op, compress=self._compress, async_op=True
+        )
+
+    def _weight(self) -> float | None:
+        """This replica's share of the examples; None where all have the same."""
+        examples = self.examples
+        if examples is None or examples.count(examples[0]) == len(examples):
+            return None
+        return examples[self._communicator.rank] / sum(examples)
+
+    def _contribution(self, i: int) -> torch.Tensor:
+        parameter = self._parameters[i]
+        if parameter.grad is not None:
+            if self._reduction == "sum" and not self._arrived[i]:
+                self._before_gradient(i)
+            return parameter.grad
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def _finish(self) -> None:
+        for bucket in self._buckets[self._next :]:
+            self._send(bucket)
+        self._next = len(self._buckets)
+        self._task = -1
+        work = self._send_buffers()
+        for bucket in self._buckets:
+            self._receive(bucket)
+        if work is not None:
+            work.wait()
+            self._note_buffers()
+
+    def _receive(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None
+        bucket.work.wait()
+        for place, i in enumerate(bucket.indices):
+            parameter = self._parameters[i]
+            if parameter.grad is None and bucket.used[place] > 0:
+                parameter.grad = bucket.sent[place]
+            if self._reduction == "sum" and parameter.grad is not None:
+                self._global[i] = weakref.ref(parameter.grad)
+        bucket.work = None
+        bucket.sent = []
+
+    def _send_buffers(self) -> Work | None:
+        """Means of linear averages are averages of means: it may be done in each step."""
+        self._restore_buffers()
+        written = [buffer for buffer in self._buffers() if not self._is_noted(buffer)]
+        if not written:
+            return None
+        work: Work = self._communicator.all_reduce(written, "mean", async_op=True)
+        return work
+
+    def _is_noted(self, buffer: torch.Tensor) -> bool:
+        noted, version = self._versions.get(id(buffer), (None, -1))
+        return noted is buffer and version == buffer._version
+
+    def _note_buffers(self) -> None:
+        self._versions = {id(buffer): (buffer, buffer._version) for buffer in self._buffers()}
+
+    def _make_buckets(self, trainable: list[bool]) -> None:
+        self._trainable = trainable
+        groups: list[list[int]] = []
+        size = 0
+        for i in reversed(range(len(self._parameters))):
+            if not trainable[i]:
+                continue
+            bytes_ = self._parameters[i].numel() * self._parameters[i].element_size()
+            if not groups or size + bytes_ > self._bucket_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(i)
+            size += bytes_
+        self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}

@@ -1,0 +1,133 @@
+"""Modules made in a strategy's scope: found by torch's registration hooks, made equal everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fastdist.communicator import Communicator
+from fastdist.errors import FastdistError
+
+
+class ModuleRecorder:
+    """Notes every module that something is registered in while it is open (a `with` statement)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, nn.Module] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> ModuleRecorder:
+        self._handles = [
+            torch_module.register_module_parameter_registration_hook(self._note),
+            torch_module.register_module_buffer_registration_hook(self._note),
+            torch_module.register_module_module_registration_hook(self._note),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, module: nn.Module, name: str, value: object) -> None:
+        del name, value  # a hook must return None to change nothing
+        self._seen.setdefault(id(module), module)
+
+    def roots(self) -> list[nn.Module]:
+        """The modules that are part of no other, in the order in which they were made."""
+        inner = {
+            id(child) for module in self._seen.values() for child in module.modules()
+            if child is not module
+        }
+        return [module for key, module in self._seen.items() if key not in inner]
+
+
+def named_parameters(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter once, with a name that tells the module too where there are several."""
+    return list(_once((name, p) for name, p in _named(roots, "parameters")))  # type: ignore[misc]
+
+
+def named_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Every buffer once, as `named_parameters`."""
+    return list(_once(_named(roots, "buffers")))
+
+
+def _named(roots: Sequence[nn.Module], what: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, root in enumerate(roots):
+        prefix = f"{type(root).__name__}[{i}]" if len(roots) > 1 else ""
+        yield from getattr(root, f"named_{what}")(prefix=prefix)
+
+
+def _once(
+    named: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in named:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def is_materialized(tensor: torch.Tensor) -> bool:
+    """False for a lazy module's parameter or buffer that has no shape yet."""
+    return not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+
+
+def require_same_structure(
+    communicator: Communicator, named: Sequence[tuple[str, torch.Tensor]]
+) -> None:
+    """Check that all ranks have made the same tensors. Every rank must call.
+
+    Raises:
+        FastdistError: the first tensor that differs, with its name and shape on each rank.
+    """
+    own = [
+        f"{name}: {_describe(tensor)}" for name, tensor in named
+    ]
+    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    if len(set(communicator.all_gather_object(digest))) == 1:
+        return
+    everyone = communicator.all_gather_object(own)
+    for i in range(max(map(len, everyone))):
+        rows = [lines[i] if i < len(lines) else "nothing more" for lines in everyone]
+        if len(set(rows)) > 1:
+            raise FastdistError(
+                f"the model differs between replicas, first at tensor {i}, seen from rank "
+                f"{communicator.rank}:"
+                + "".join(f"\n  rank {rank}: {row}" for rank, row in enumerate(rows)),
+                tuple(rank for rank, row in enumerate(rows) if row != rows[0]),
+            )
+
+
+def broadcast_state(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
+    """Give every rank the values of rank 0. Every rank must call."""
+    ready = [tensor.detach() for tensor in tensors if is_materialized(tensor)]
+    dense = [tensor for tensor in ready if tensor.is_contiguous()]
+    if dense:
+        communicator.broadcast(dense)
+    for tensor in ready:
+        if not tensor.is_contiguous():
+            tensor.copy_(communicator.broadcast(tensor.contiguous()))
+
+
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """A hash of a tensor's bits."""
+    if not is_materialized(tensor):
+        return b""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    if not is_materialized(tensor):
+        return "not initialized yet"
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}".replace("torch.", "")

@@ -1,0 +1,15 @@
+"""The strategies: which replicas train together, and where they are."""
+
+from fastdist.strategies.base import Strategy
+from fastdist.strategies.default import DefaultStrategy
+from fastdist.strategies.mirrored import MirroredStrategy
+from fastdist.strategies.one_device import OneDeviceStrategy
+from fastdist.strategies.options import CommunicationOptions
+
+__all__ = [
+    "CommunicationOptions",
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "Strategy",
+]

@@ -1,0 +1,370 @@
+"""What all strategies share: replicas, scope, run, reduce, gather."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastdist.context import ReplicaContext, state
+from fastdist.gradients import GradientSync
+from fastdist.modules import (
+    broadcast_state,
+    is_materialized,
+    named_buffers,
+    named_parameters,
+    require_same_structure,
+)
+from fastdist.random_streams import draw_seed, replica_stream, shared_stream
+from fastdist.routing import Routing
+from fastdist.strategies.in_sync import require_in_sync
+from fastdist.strategies.links import Links
+from fastdist.strategies.options import CommunicationOptions
+from fastdist.strategies.reductions import CrossReplicaOp, gather_values, reduce_values
+from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
+from fastdist.strategies.scope import Scope
+from fastdist.strategies.uneven import UnevenResults
+from fastdist.values import PerReplica, leaves, local_results, map_structure, regroup, select
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Strategy:
+    """Replicas that train one model together (tf.distribute.Strategy).
+
+    Made by its subclasses, which say where the replicas are.
+
+    Args:
+        devices: of this process's replicas.
+        make_links: makes their communicators; called again after a replica has failed.
+        worker: this process's number, and `workers` how many there are.
+        options: how to communicate.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        make_links: Callable[[], Links],
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.options = options or CommunicationOptions()
+        self.num_replicas_in_sync: int = workers * len(self.devices)
+        first = worker * len(self.devices)
+        self.local_replica_ids = tuple(range(first, first + len(self.devices)))
+        self._worker = worker
+        self._workers = workers
+        self._make_links = make_links
+        self._links = make_links()
+        self._roots: list[nn.Module] = []
+        self._made: list[Any] = []
+        self._syncs: list[GradientSync] = []
+        self._uneven = UnevenResults()
+        self._routing: Routing | None = None
+        self._threads: ReplicaThreads | None = None
+        if len(self.devices) > 1:
+            self._routing = Routing(self.devices)
+            self._threads = ReplicaThreads(len(self.devices), self._enter_thread)
+
+    def __repr__(self) -> str:
+        places = ", ".join(map(str, self.devices))
+        return f"<fastdist.{type(self).__name__} {self.num_replicas_in_sync} replicas, here {places}>"
+
+    # --- making things --------------------------------------------------------------------------
+
+    def scope(self) -> Scope:
+        """A `with` statement: modules and optimizers made inside belong to this strategy.
+
+        When it ends their initial values are those of the chief on all replicas. Every worker
+        must make the same.
+
+        Raises:
+            RuntimeError: ("Mixing") another strategy's scope is open.
+            FastdistError: the modules differ between workers.
+        """
+        return Scope(self, self._adopt)
+
+    def mirror(self, module: M) -> M:
+        """Adopt a module that was made outside the scope; returns it. Every worker must call."""
+        self._adopt([module], [])
+        return module
+
+    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        for root in roots:
+            root.to(self.devices[0])
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        if self._links.workers is not None and named:
+            require_same_structure(self._links.workers, named)
+            broadcast_state(self._links.workers, [tensor for _, tensor in named])
+        if self._routing is not None:
+            self._routing.add_modules(roots)
+            for thing in made:
+                if isinstance(thing, torch.optim.Optimizer):
+                    self._routing.add_optimizer(thing)
+                else:
+                    self._routing.add_other(thing)
+        self._roots += roots
+        self._made += made
+        if roots:
+            self._sync_gradients()
+
+    def _sync_gradients(self) -> None:
+        for sync in self._syncs:
+            sync.close()
+        self._syncs = [
+            self._gradient_sync(replica, communicator)
+            for replica, communicator in enumerate(self._links.gradients)
+        ]
+
+    def _gradient_sync(self, replica: int, communicator: Any) -> GradientSync:
+        roots = self._replica_roots(replica)
+
+        def floating_buffers() -> list[torch.Tensor]:
+            return [
+                buffer
+                for _, buffer in named_buffers(roots)
+                if is_materialized(buffer) and buffer.is_floating_point()
+            ]
+
+        return GradientSync(
+            communicator,
+            named_parameters(roots),
+            floating_buffers,
+            reduction=self.options.gradient_reduction,
+            bucket_bytes=self.options.bucket_bytes,
+            compress=self.options.compress,
+        )
+
+    def _replica_roots(self, replica: int) -> list[nn.Module]:
+        if self._routing is None:
+            return self._roots
+        return [self._routing.twin(root, replica) for root in self._roots]
+
+    # --- running --------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn` once for each replica of this process, in replica context.
+
+        Args:
+            fn: what each replica does.
+            args: its arguments, a tuple or list; per-replica values inside become each
+                replica's own.
+            kwargs: as args.
+
+        Returns:
+            What fn returns; with several local replicas, a structure of per-replica values.
+
+        Raises:
+            ValueError: args is no tuple or list.
+            RuntimeError: called inside another run, or in another strategy's scope.
+            BaseException: what fn raised, in the first replica that failed.
+        """
+        if not isinstance(args, (tuple, list)):
+            raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
+        if state.replica is not None:
+            raise RuntimeError("run was called inside run; replicas cannot have replicas")
+        if state.scopes and state.scopes[-1] is not self:
+            raise RuntimeError(
+                f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, got run of {self!r}"
+            )
+        given = (tuple(args), kwargs or {})
+        examples = _examples_of(given)
+        seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
+        if self._threads is None:
+            results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
+        else:
+            results = self._run_threads(fn, given, examples, seed)
+        if examples is not None:
+            self._uneven.note(results, examples)
+        return results[0] if len(results) == 1 else regroup(results, examples)
+
+    def _run_threads(
+        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
+    ) -> list[Any]:
+        assert self._threads is not None and self._routing is not None
+        self._routing.refresh()
+        links = self._links
+
+        def body(replica: int, meeting: Meeting) -> Any:
+            def merge(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+                return meeting.merge(replica, (args, kwargs), lambda all_: self._merge(inner, all_))
+
+            return self._run_replica(replica, fn, given, examples, seed, merge)
+
+        def on_failure(replica: int) -> None:
+            links.context[replica].close()
+            links.gradients[replica].close()
+
+        try:
+            return self._threads.run(body, on_failure)
+        except BaseException:
+            links.close()
+            self._links = self._make_links()
+            self._sync_gradients()
+            raise
+
+    def _run_replica(
+        self,
+        replica: int,
+        fn: Callable[..., Any],
+        given: Any,
+        examples: tuple[int, ...] | None,
+        seed: int,
+        merge: Callable[[Callable[..., Any], Any, Any], Any],
+    ) -> Any:
+        communicator = self._links.context[replica] if self._links.context else None
+        context = ReplicaContext(self, communicator, merge, replica, examples)
+        sync = self._syncs[replica] if self._syncs else None
+        args, kwargs = select(given, replica)
+        state.replica = context
+        try:
+            if communicator is None:
+                return fn(*args, **kwargs)
+            shared = self._threads is not None and context.device.type == "cpu"
+            stream = shared_stream if shared else replica_stream
+            with stream(context, seed), sync.step(examples) if sync else nullcontext():
+                return fn(*args, **kwargs)
+        finally:
+            state.replica = None
+
+    def _enter_thread(self, replica: int) -> None:
+        device = self.devices[replica]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            threads = max(1, torch.get_num_threads() // len(self.devices))
+            torch.set_num_threads(threads)
+
+    def _merge(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
+        """What `merge_call` does once all replicas are there; in the caller's thread."""
+        args, kwargs = _joined(list(calls))
+        with self._cross_replica():
+            result = fn(self, *args, **kwargs)
+        return [select(result, replica) for replica in range(len(calls))]
+
+    def _call_merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._merge(fn, [(args, kwargs)])[0]
+
+    @contextlib.contextmanager
+    def _cross_replica(self) -> Iterator[None]:
+        replica, state.replica = state.replica, None
+        state.scopes.append(self)
+        try:
+            yield
+        finally:
+            state.scopes.pop()
+            state.replica = replica
+
+    def default_replica_context(self) -> ReplicaContext:
+        """The context outside all scopes and runs, where the default strategy has one replica."""
+        return ReplicaContext(self, None, self._call_merge)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A `with` statement: gradients of backward inside stay with their replica.
+
+        They are added to `.grad`, and reduced with those of the next backward outside.
+        """
+        replica = state.replica
+        syncs = self._syncs if replica is None else self._syncs[replica.local_replica :][:1]
+        for sync in syncs:
+            sync.enabled = False
+        try:
+            yield
+        finally:
+            for sync in syncs:
+                sync.enabled = True
+
+    # --- values of all replicas -----------------------------------------------------------------
+
+    def reduce(self, op: CrossReplicaOp, value: Any, axis: int | None = None) -> Any:
+        """Reduce per-replica values over all replicas. Every worker must call.
+
+        Args:
+            op: "sum", "mean", "min" or "max". A mean of what `run` returned for a batch of
+                `distribute_dataset` weighs each replica by its examples.
+            value: what `run` returned; a structure of it works too.
+            axis: reduce along this axis of each value too; lengths there may differ.
+        """
+        if op not in ("sum", "mean", "min", "max"):
+            raise ValueError(f'reduce: op must be "sum", "mean", "min" or "max", got {op!r}')
+        return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+        values = local_results(value)
+        if len(values) != len(self.devices):
+            values = values * len(self.devices)  # the same on every replica
+        weights = None
+        examples = self._uneven.examples_of(values[0])
+        if op == "mean" and axis is None and examples is not None:
+            total = sum(examples)
+            weights = [examples[i] / total for i in self.local_replica_ids]
+        return reduce_values(self._links.workers, op, values, axis, weights)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """Join the replicas' tensors along an axis, in replica order. Every worker must call.
+
+        Raises:
+            ValueError: a scalar, or shapes that differ elsewhere.
+        """
+
+        def gather_leaf(leaf: Any) -> torch.Tensor:
+            return gather_values(self._links.workers, local_results(leaf), axis)
+
+        return map_structure(gather_leaf, value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this process's replicas, in order (experimental_local_results)."""
+        return local_results(value)
+
+    def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
+        """Per-replica values made by `fn(context)`, called once for each local replica in turn."""
+        made = []
+        for replica in range(len(self.devices)):
+            made.append(fn(ReplicaContext(self, None, self._call_merge, replica)))
+        return regroup(made)
+
+    def check_in_sync(self) -> None:
+        """Check that parameters and buffers are the same bits on every replica.
+
+        Every worker must call, in cross-replica context.
+
+        Raises:
+            FastdistError: they differ; the message names the first tensor and the replicas.
+        """
+        replicas = []
+        for replica in range(len(self.devices)):
+            roots = self._replica_roots(replica)
+            replicas.append([*named_parameters(roots), *named_buffers(roots)])
+        require_in_sync(self._links.workers, replicas)
+
+
+def _examples_of(given: Any) -> tuple[int, ...] | None:
+    """Of the first batch among the arguments."""
+    for leaf in leaves(given):
+        if type(leaf) is PerReplica and leaf.examples is not None:
+            return leaf.examples
+    return None
+
+
+def _joined(calls: list[Any]) -> Any:
+    """What is the same object on all replicas stays one; what differs becomes per-replica."""
+
+    def join(*values: Any) -> Any:
+        return values[0] if all(v is values[0] for v in values) else PerReplica(values)
+
+    return map_structure(join, *calls)
+
+

@@ -1,0 +1,39 @@
+"""How a strategy communicates (tf.distribute.experimental.CommunicationOptions)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdist.communicator import Compression
+from fastdist.gradients import GradientReduction
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationOptions:
+    """Options of the collectives that a strategy calls.
+
+    Attributes:
+        bucket_bytes: gradients that are reduced together are at most so large in all.
+        timeout_s: seconds to wait for other replicas; the communicator's default if None.
+        compress: send gradients as "fp16", "bf16" or "fp8"; exact if None.
+        gradient_reduction: "mean" over the examples of the global batch, so that replicas train
+            as one device would, or "sum" over replicas (tf.distribute's convention; see
+            `fastdist.nn.compute_average_loss`).
+    """
+
+    bucket_bytes: int = 8 << 20
+    timeout_s: float | None = None
+    compress: Compression | None = None
+    gradient_reduction: GradientReduction = "mean"
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+        if self.compress not in (None, "fp16", "bf16", "fp8"):
+            raise ValueError(f'compress must be None, "fp16", "bf16" or "fp8", got {self.compress}')
+        if self.gradient_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'gradient_reduction must be "mean" or "sum", got {self.gradient_reduction!r}'
+            )

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from fastdist import _core
 from fastdist.arrays import item_bytes, new_like, shape_of, view_bytes
+from fastdist.engines.engine import Engine
 from fastdist.errors import CollectiveMismatchError, FastdistError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
@@ -70,12 +70,17 @@ class Communicator:
     `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
 
     A communicator is for one thread at a time; threads that work at once need one each (`split`).
+
+    Attributes:
+        rank: this rank, from 0.
+        world_size: the number of ranks.
+        engine: what moves the bytes; for other parts of fastdist.
     """
 
-    def __init__(self, host: _core.HostCommunicator, timeout_s: float) -> None:
-        self._host = host
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self.engine: Engine = engine
         self._timeout_s = timeout_s
-        calls = host.calls()
+        calls = engine.calls()
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]
         self._broadcast = calls["broadcast"]
@@ -87,8 +92,8 @@ class Communicator:
         self._send = calls["send"]
         self._recv = calls["recv"]
         self._barrier = calls["barrier"]
-        self.rank: int = host.rank
-        self.world_size: int = host.size
+        self.rank: int = engine.rank
+        self.world_size: int = engine.size
 
     def __repr__(self) -> str:
         return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
@@ -106,7 +111,7 @@ class Communicator:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this one get `PeerFailureError`."""
-        self._host.close()
+        self.engine.close()
 
     def all_reduce(
         self,
@@ -408,12 +413,9 @@ class Communicator:
         table = self.all_gather(
             np.array([[-1 if color is None else color, index(key)]], np.int64), timeout=timeout
         )
-        mine = -1 if color is None else color
-        ranks = sorted(
-            (r for r in range(self.world_size) if mine >= 0 and table[r, 0] == mine),
-            key=lambda r: (int(table[r, 1]), r),
-        )
-        return self._make(ranks, timeout)
+        by_key = sorted(range(self.world_size), key=lambda r: (int(table[r, 1]), r))
+        colors = sorted({int(c) for c in table[:, 0] if c >= 0})
+        return self._make([[r for r in by_key if table[r, 0] == c] for c in colors], timeout)
 
     def subgroup(
         self, ranks: Sequence[int], *, timeout: float | None = None
@@ -435,7 +437,7 @@ class Communicator:
                 + "".join(f"\n  rank {r}: {theirs}" for r, theirs in enumerate(everyone)),
                 tuple(r for r, theirs in enumerate(everyone) if theirs != ranks),
             )
-        return self._make(ranks if self.rank in ranks else [], timeout)
+        return self._make([ranks], timeout)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """An uninitialised array in memory that collectives use without a copy.
@@ -450,23 +452,11 @@ class Communicator:
         count = prod(shape)
         if count * item_bytes(dtype) >= 1 << 62:
             raise MemoryError(f"no machine has memory for an array of shape {shape}")
-        return view_bytes(self._host.empty(count * item_bytes(dtype)), shape, dtype)
+        return view_bytes(self.engine.empty(count * item_bytes(dtype)), shape, dtype)
 
-    def _make(self, ranks: list[int], timeout: float | None) -> Communicator | None:
-        host = self._host
-        block = None
-        if ranks:
-            machine_rank = host.members[self.rank]
-            block = _core.SharedBlock(host.machine, machine_rank, len(ranks), host.tuning)
-        offset = np.array([block.offset if block is not None else 0], np.int64)
-        offsets = self.all_gather(offset, timeout=timeout)
-        if block is None:
-            return None
-        members = [host.members[r] for r in ranks]
-        chosen = [int(offsets[r]) for r in ranks]
-        own = ranks.index(self.rank)
-        made = _core.HostCommunicator(host.machine, members, own, chosen, block, host.tuning)
-        return Communicator(made, self._timeout_s)
+    def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
+        engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
+        return None if engine is None else Communicator(engine, self._timeout_s)
 
     def _exchange_splits(
         self, shape: tuple[int, ...], splits: Sequence[int], timeout: float | None

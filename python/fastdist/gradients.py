@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch.autograd.variable import Variable
 
+from fastdist.buffers import BufferSync
 from fastdist.communicator import Communicator, Compression, Work
 from fastdist.errors import FastdistError
 
@@ -45,7 +46,7 @@ class GradientSync:
     Args:
         communicator: of all replicas, and for nothing else.
         parameters: name and parameter, in the same order on all replicas; each only once.
-        buffers: written in forward, averaged over replicas when they were (BatchNorm).
+        buffers: of the same modules; averaged at the end of backward where they were written.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: gradients that travel together are at most so large, or a single one.
         compress: as for `Communicator.all_reduce`.
@@ -55,7 +56,7 @@ class GradientSync:
         self,
         communicator: Communicator,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        buffers: Callable[[], Sequence[torch.Tensor]],
+        buffers: BufferSync,
         *,
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
@@ -65,9 +66,7 @@ class GradientSync:
         self.examples: tuple[int, ...] | None = None
         self._communicator = communicator
         self._parameters = [parameter for _, parameter in parameters]
-        self._buffers = buffers
-        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
         self._task = -1  # backward that is under way
@@ -81,7 +80,6 @@ class GradientSync:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: set[int] = set()
         self.watch()
-        self._note_buffers()
 
     def watch(self) -> None:
         """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
@@ -109,18 +107,12 @@ class GradientSync:
         if len(self._hooked) < len(self._parameters):
             self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
-            self._kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
+            self._buffer_sync.keep()
         try:
             yield
         finally:
-            self._restore_buffers()
-            self._kept = []
+            self._buffer_sync.restore()
             self.examples = None
-
-    def _restore_buffers(self) -> None:
-        with torch.no_grad():
-            for buffer, kept in self._kept:
-                buffer.copy_(kept)
 
     def close(self) -> None:
         """Take the hooks away."""
@@ -205,12 +197,11 @@ class GradientSync:
             self._send(bucket)
         self._next = len(self._buckets)
         self._task = -1
-        work = self._send_buffers()
+        work = self._buffer_sync.send()
         for bucket in self._buckets:
             self._receive(bucket)
         if work is not None:
             work.wait()
-            self._note_buffers()
 
     def _receive(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
@@ -223,22 +214,6 @@ class GradientSync:
                 self._global[i] = weakref.ref(parameter.grad)
         bucket.work = None
         bucket.sent = []
-
-    def _send_buffers(self) -> Work | None:
-        """Means of linear averages are averages of means: it may be done in each step."""
-        self._restore_buffers()
-        written = [buffer for buffer in self._buffers() if not self._is_noted(buffer)]
-        if not written:
-            return None
-        work: Work = self._communicator.all_reduce(written, "mean", async_op=True)
-        return work
-
-    def _is_noted(self, buffer: torch.Tensor) -> bool:
-        noted, version = self._versions.get(id(buffer), (None, -1))
-        return noted is buffer and version == buffer._version
-
-    def _note_buffers(self) -> None:
-        self._versions = {id(buffer): (buffer, buffer._version) for buffer in self._buffers()}
 
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable

@@ -38,9 +38,22 @@ class Routing:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._others: list[Any] = []
         self._states: dict[int, Any] = {}
+        self._tensors: list[torch.Tensor] = []  # of the modules, replica 0's
+        self._versions: list[tuple[type, int]] = []
 
     def add_modules(self, roots: Sequence[nn.Module]) -> None:
-        """Give modules twins, which share what the modules share among each other."""
+        """Give modules twins."""
+        self._make_twins(roots)
+        self._modules += roots
+        self.note_values()
+
+    def note_values(self) -> None:
+        """Take what replica 0 holds now as what all replicas hold: a run has ended."""
+        self._tensors = _tensors_of(self._modules)
+        self._versions = _versions_of(self._tensors)
+
+    def _make_twins(self, roots: Sequence[nn.Module]) -> None:
+        """Twins share among each other what the modules share among each other."""
         everything = {id(m): m for root in roots for m in root.modules()}
         twins: dict[int, list[nn.Module]] = {key: [] for key in everything}
         for device in self._devices[1:]:
@@ -52,15 +65,14 @@ class Routing:
                 twins[key].append(memo[key])
         for key, module in everything.items():
             _route(module, twins[key])
-        self._modules += roots
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer of routed modules twins that work on the twins' parameters."""
         twins = []
         for _ in self._devices[1:]:
             twin = _bare_copy(optimizer)
-            twin.__dict__.pop("step", None)  # the scheduler's wrapper, bound to the original
-            twin.__dict__["_opt_called"] = True
+            if "step" in twin.__dict__:  # a scheduler's wrapper, bound to the original
+                twin.__dict__["step"] = _tracked_step(twin)
             twins.append(twin)
         _route(optimizer, twins)
         self._optimizers.append(optimizer)
@@ -75,8 +87,13 @@ class Routing:
         found: nn.Module = module if replica == 0 else module.__dict__[_TWINS][replica - 1]
         return found
 
-    def refresh(self) -> None:
-        """Bring what was changed outside `run`, on replica 0's objects, to all twins."""
+    def refresh(self) -> bool:
+        """Bring what was changed outside `run`, on replica 0's objects, to all twins.
+
+        Returns:
+            Whether twins had to be made anew, because tensors of the modules were replaced.
+        """
+        remade = self._refresh_modules()
         for optimizer in self._optimizers:
             self._refresh_optimizer(optimizer)
         for thing in self._others:
@@ -85,6 +102,26 @@ class Routing:
                 if isinstance(thing, GradScaler):
                     fresh = copy.deepcopy(fresh)
                 twin.__dict__.update(fresh)
+        return remade
+
+    def _refresh_modules(self) -> bool:
+        tensors = _tensors_of(self._modules)
+        versions = _versions_of(tensors)
+        replaced = list(map(id, tensors)) != list(map(id, self._tensors)) or [
+            kind for kind, _ in versions
+        ] != [kind for kind, _ in self._versions]
+        if replaced:
+            self._make_twins(self._modules)
+            self._states.clear()
+        elif versions != self._versions:
+            changed = [i for i, v in enumerate(versions) if v != self._versions[i]]
+            for replica in range(1, len(self._devices)):
+                twins = _tensors_of([self.twin(root, replica) for root in self._modules])
+                with torch.no_grad():
+                    for i in changed:
+                        twins[i].copy_(tensors[i])
+        self._tensors, self._versions = tensors, versions
+        return replaced
 
     def parameter_twins(self, replica: int) -> dict[int, nn.Parameter]:
         """By the id of each parameter of the users' modules: the replica's own."""
@@ -134,10 +171,37 @@ class Routing:
                 twin.state[own] = _moved_copy(value, own.device)
 
 
+def _tensors_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for root in modules
+        for module in root.modules()
+        for named in (module._parameters, module._buffers)
+        for tensor in named.values()
+        if tensor is not None
+    ]
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[type, int]]:
+    return [(type(tensor), tensor._version) for tensor in tensors]
+
+
 def _bare_copy(thing: Any) -> Any:
     twin = object.__new__(type(thing))
     twin.__dict__.update(thing.__dict__)
     return twin
+
+
+def _tracked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """What schedulers make of `step`, to see whether it was called before their own."""
+    step = type(optimizer).step.__get__(optimizer)
+
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optimizer.__dict__["_opt_called"] = True
+        return step(*args, **kwargs)
+
+    tracked.__dict__["_wrapped_by_lr_sched"] = True
+    return tracked
 
 
 def _moved_copy(value: Any, device: torch.device) -> Any:
@@ -154,14 +218,14 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _route(thing: Any, twins: list[Any]) -> None:
+    is_routed = _TWINS in thing.__dict__
     thing.__dict__[_TWINS] = twins
-    object.__setattr__(thing, "__class__", _routed_class(type(thing)))
-
-
-def _routed_class(plain: type) -> type:
+    if is_routed:
+        return
+    plain = type(thing)
     if plain not in _classes:
         _classes[plain] = _make_routed_class(plain)
-    return _classes[plain]
+    object.__setattr__(thing, "__class__", _classes[plain])
 
 
 def _own_twin(thing: Any) -> Any:

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import os
 import secrets
+import socket
 import threading
 import time
 from typing import Any, Protocol
 
+import numpy as np
+
 from fastdist import _core
 from fastdist._config import settings
+from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.launch import Launch, detect_launch
 from fastdist.communicator import Communicator
-from fastdist.errors import FastdistError, UnsupportedError
+from fastdist.engines.engine import Engine
+from fastdist.engines.gloo import GlooEngine
+from fastdist.engines.hierarchical import HierarchicalEngine
+from fastdist.engines.host import HostEngine
+from fastdist.engines.machine_links import MachineLinks
+from fastdist.engines.machines import machine_id, meet_machines
+from fastdist.engines.replicas import engines_over_threads
+from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.rendezvous import meet
+
+_DEFAULT_PORT = 29500  # torch's
 
 
 class Bootstrap(Protocol):
@@ -30,6 +44,22 @@ class Bootstrap(Protocol):
         ...
 
 
+class Cluster(Protocol):
+    """What `init` needs of a cluster resolver."""
+
+    @property
+    def rank(self) -> int | None:
+        """This process's rank; None where it is no rank at all."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def coordinator_address(self) -> str:
+        """The "host:port" where rank 0 listens, and the others find it."""
+
+
 class _World:
     """The default communicator, and how many meetings this process has been to."""
 
@@ -38,48 +68,44 @@ class _World:
     process = 0  # the one that called init
 
 
-def init(*, bootstrap: Bootstrap | None = None, timeout: float | None = None) -> Communicator:
+def init(
+    *,
+    bootstrap: Bootstrap | None = None,
+    cluster: Cluster | None = None,
+    timeout: float | None = None,
+) -> Communicator:
     """The communicator of all ranks of this job; every rank must call.
 
     The ranks are those that `fastdist run`, torchrun, mpiexec or srun started; a process started
     alone is a world of one. Called again it returns the same communicator until that is closed.
+    Ranks of one machine share memory. Where there are several machines, the ranks find each other
+    at MASTER_ADDR:MASTER_PORT, and torch's Gloo connects the machines.
 
     Args:
         bootstrap: an mpi4py communicator to take the ranks from instead.
+        cluster: a cluster resolver to take the ranks from instead.
         timeout: seconds that each collective waits for other ranks by default; 600 if None, or
             FASTDIST_TIMEOUT_S.
 
     Raises:
         ClusterConfigError: the launcher's variables make no sense, or not all ranks came.
+        ImportError: there are several machines and torch is not installed.
     """
     if _World.communicator is not None:
         return default_communicator()
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if bootstrap is not None and cluster is not None:
+        raise ValueError("init takes bootstrap= or cluster=, got both")
     config = settings()
-    launch = _from_bootstrap(bootstrap) if bootstrap is not None else detect_launch()
-    if launch is None:
-        launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
-    if launch.local_world_size != launch.world_size:
-        raise UnsupportedError(
-            f"ranks on several machines are not supported yet: {launch.launcher} started "
-            f"{launch.world_size} ranks, {launch.local_world_size} of them on this machine"
-        )
-    tuning = _core.tuning_for(launch.world_size)
-    own_fd = _core.create_segment_file(launch.world_size, tuning)
-    try:
-        fds = meet(launch, _World.meetings, own_fd, config.rendezvous_timeout_s)
-    except BaseException:
-        os.close(own_fd)
-        raise
+    if bootstrap is not None:
+        engine = _from_bootstrap(bootstrap, config.rendezvous_timeout_s)
+    elif cluster is not None:
+        engine = _from_cluster(cluster, config.rendezvous_timeout_s)
+    else:
+        engine = _from_launch(config.rendezvous_timeout_s)
     _World.meetings += 1
-    machine = _core.Machine.of_processes(fds, launch.rank)
-    block = _core.SharedBlock(machine, launch.rank, launch.world_size, tuning)
-    ranks = list(range(launch.world_size))
-    host = _core.HostCommunicator(
-        machine, ranks, launch.rank, [block.offset] * len(ranks), block, tuning
-    )
-    communicator = _DefaultCommunicator(host, config.timeout_s if timeout is None else timeout)
+    communicator = _DefaultCommunicator(engine, config.timeout_s if timeout is None else timeout)
     _World.communicator = communicator
     _World.process = os.getpid()
     atexit.register(communicator.close)
@@ -96,16 +122,41 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     if size < 1:
         raise ValueError(f"a group needs at least 1 rank, got {size}")
     timeout_s = settings().timeout_s if timeout is None else timeout
-    machine = _core.Machine.of_threads(size)
-    tuning = _core.tuning_for(size)
-    blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
-    offsets = [block.offset for block in blocks]
-    ranks = list(range(size))
-    return [
-        Communicator(
-            _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning), timeout_s
+    return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
+
+
+def replica_group(
+    base: Communicator | None, local: int, *, timeout: float | None = None
+) -> list[Communicator]:
+    """Communicators for threads of this process that are ranks together with other processes'.
+
+    Every rank of `base` must call, with the same `local`. Thread i of the process with rank p in
+    `base` is rank p · local + i. `base` stays as it is and must outlive nothing of this.
+
+    Args:
+        base: the processes; None or a world of one: only this process.
+        local: threads of each process.
+        timeout: as for `init`.
+
+    Returns:
+        This process's communicators, one for each thread.
+
+    Raises:
+        ClusterConfigError: processes gave different numbers.
+    """
+    group = local_group(local, timeout=timeout)
+    if base is None or base.world_size == 1:
+        return group
+    timeout_s = settings().timeout_s if timeout is None else timeout
+    given = base.all_gather(np.array([local], np.int64), timeout=timeout).tolist()
+    if given != [local] * base.world_size:
+        raise ClusterConfigError(
+            "replica_group: every process must have as many replicas, got "
+            + ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(given))
         )
-        for rank in ranks
+    return [
+        Communicator(engine, timeout_s)
+        for engine in engines_over_threads(base.engine, local, timeout_s)
     ]
 
 
@@ -144,13 +195,107 @@ def _let_threads_go() -> None:
 atexit.register(_let_threads_go)
 
 
-def _from_bootstrap(bootstrap: Bootstrap) -> Launch:
+def _from_launch(timeout_s: float) -> Engine:
+    launch = detect_launch()
+    if launch is None:
+        launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
+    if launch.local_world_size == launch.world_size:
+        return _on_one_machine(launch, timeout_s)
+    if not os.environ.get("MASTER_ADDR"):
+        raise ClusterConfigError(
+            f"{launch.launcher} started {launch.world_size} ranks, {launch.local_world_size} of "
+            "them on this machine; expected MASTER_ADDR and MASTER_PORT, where rank 0 can be "
+            "reached"
+        )
+    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
+    try:
+        coordinator = join_address(host, port)
+    except ValueError as error:
+        raise ClusterConfigError(f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: {error}") from None
+    return _on_machines(launch.rank, launch.world_size, coordinator, timeout_s)
+
+
+def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
+    rank, size = cluster.rank, cluster.world_size
+    if rank is None:
+        raise ClusterConfigError("this task does not train: a parameter server or evaluator")
+    if size == 1:
+        alone = Launch("cluster", 0, 1, 0, 1, secrets.token_hex(8))
+        return _on_one_machine(alone, timeout_s)
+    coordinator = cluster.coordinator_address
+    if _is_loopback(coordinator):
+        launch = Launch("cluster", rank, size, rank, size, f"cluster/{coordinator}")
+        return _on_one_machine(launch, timeout_s)
+    return _on_machines(rank, size, coordinator, timeout_s)
+
+
+def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
-    key, machine = bootstrap.bcast((secrets.token_hex(16), _machine_id()))
-    return Launch("bootstrap", rank, size, rank, size if machine == _machine_id() else 1, key)
+    key = bootstrap.bcast(secrets.token_hex(16))
+    machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
+    if len(set(machines)) == 1:
+        return _on_one_machine(Launch("bootstrap", rank, size, rank, size, key), timeout_s)
+    coordinator = bootstrap.bcast(_free_address() if rank == 0 else "")
+    return _on_machines(rank, size, coordinator, timeout_s)
 
 
-def _machine_id() -> tuple[str, int]:
-    """Equal for processes that can share memory: one boot of one kernel, one network namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.stat("/proc/self/ns/net").st_ino
+def _on_one_machine(launch: Launch, timeout_s: float) -> HostEngine:
+    tuning = _core.tuning_for(launch.world_size)
+    own_fd = _core.create_segment_file(launch.world_size, tuning)
+    try:
+        fds = meet(launch, _World.meetings, own_fd, timeout_s)
+    except BaseException:
+        os.close(own_fd)
+        raise
+    return HostEngine.of_processes(fds, launch.rank, tuning)
+
+
+def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> Engine:
+    """Meet through a store; then the engine for what was found."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    meeting = meet_machines(
+        rank, size, coordinator, f"fastdist/{attempt}/{_World.meetings}", timeout_s, has_agent
+    )
+    layout = meeting.layout
+    place, local = layout.place_of(rank)
+    here = len(layout.places[place])
+    key = f"{meeting.key}/{place}"
+    inner = _on_one_machine(Launch("machines", local, here, local, here, key), timeout_s)
+    if len(layout.places) == 1:
+        return inner
+    lazy = layout.width > 1
+    flat = GlooEngine(meeting.store, rank, size, meeting.address, timeout_s, lazy)
+    if not lazy:
+        return flat
+    links = MachineLinks(flat, layout, meeting.store, timeout_s)
+    return HierarchicalEngine(layout, rank, inner, links)
+
+
+def _is_loopback(coordinator: str) -> bool:
+    try:
+        host, _ = split_address(coordinator)
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _free_address() -> str:
+    """Where this machine can listen: MASTER_ADDR, or the address of its name; at a free port."""
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+            name = probe.getsockname()
+    except OSError as error:
+        raise ClusterConfigError(
+            f"rank 0 cannot listen at {host!r} ({error}); expected MASTER_ADDR, an address of its "
+            "machine that the others can reach"
+        ) from None
+    if ipaddress.ip_address(name[0]).is_loopback:
+        raise ClusterConfigError(
+            f"{host!r} is {name[0]} on the machine of rank 0; expected MASTER_ADDR, an address "
+            "that other machines can reach"
+        )
+    return join_address(name[0], name[1])

@@ -29,7 +29,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """The address of a port on a host: a name, an IPv4 address, or an IPv6 address without brackets.
+    """The address of a port on a host: a name, or an IP address without brackets.
 
     Raises:
         ValueError: the host or the port is malformed.

@@ -206,7 +206,8 @@ def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
         if node < nodes:
             return variable, tasks
     raise ClusterConfigError(
-        f"{variable}={environ[variable]!r}, for {nodes} nodes; expected more, as SLURM_NODEID={node}"
+        f"{variable}={environ[variable]!r}, for {nodes} nodes; "
+        f"expected more, as SLURM_NODEID={node}"
     )
 
 

@@ -10,7 +10,7 @@ from fastdist.errors import ClusterConfigError
 
 
 class ClusterResolver(ABC):
-    """Finds out the cluster and this process's place in it; subclass it for a scheduler of your own.
+    """Finds out the cluster and this process's place in it; subclass it for your own scheduler.
 
     A subclass says the cluster, the task type and the task id; the rest follows from them. Follows
     tf.distribute.cluster_resolver.ClusterResolver.
@@ -65,8 +65,8 @@ class ClusterResolver(ABC):
         job, index = spec.chief
         if spec.job_tasks(job)[index] is None:
             raise ClusterConfigError(
-                f"no address for ranks on several machines to meet at: that of {job} {index} is not "
-                f"known in {spec}; set MASTER_ADDR and MASTER_PORT, or give it in the cluster spec"
+                f"ranks on several machines meet at {job} {index}, whose address is not known in "
+                f"{spec}; expected it there, or from MASTER_ADDR and MASTER_PORT"
             )
         return spec.task_address(job, index)
 

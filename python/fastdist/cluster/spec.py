@@ -47,10 +47,10 @@ class ClusterSpec:
 
     @classmethod
     def of_ranks(cls, world_size: int, coordinator_address: str | None = None) -> ClusterSpec:
-        """The cluster of workers that a launcher started, who tells at most the first one's address.
+        """The workers that a launcher started, who tells the first one's address at most.
 
         Args:
-            world_size: number of workers.
+            world_size: number of workers, at least 1.
             coordinator_address: "host:port" of worker 0.
         """
         if world_size > MOST_TASKS:
@@ -185,7 +185,11 @@ def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
 def _check_addresses_differ(jobs: Mapping[str, tuple[str | None, ...]]) -> None:
     tasks: dict[tuple[str, int], str] = {}
     for task, address in _known_addresses(jobs):
-        other = tasks.setdefault(canonical_address(address), task)
+        try:
+            canonical = canonical_address(address)
+        except ValueError as error:
+            raise ValueError(f"{task}: {error}") from None
+        other = tasks.setdefault(canonical, task)
         if other != task:
             raise ValueError(f"{other} and {task} have the same address {address!r}")
 
@@ -212,7 +216,8 @@ def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:
         known = list(addresses)
         while known and known[-1] is None:
             known.pop()
-        unknown = len(addresses) - len(known)
-        tail = f"[None] * {unknown}" if unknown else ""
-        parts.append(f"{job!r}: {' + '.join(filter(None, [known and repr(known), tail]))}")
+        lists = [repr(known)] if known else []
+        if len(known) < len(addresses):
+            lists.append(f"[None] * {len(addresses) - len(known)}")
+        parts.append(f"{job!r}: {' + '.join(lists)}")
     return "{" + ", ".join(parts) + "}"

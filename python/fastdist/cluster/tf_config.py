@@ -92,6 +92,6 @@ def _index(value: object) -> int:
     # Like TensorFlow, which calls int() on it, this takes "0" for 0.
     if isinstance(value, str) and _INDEX.fullmatch(value):
         return int(value)
-    if type(value) is not int:
-        raise ValueError(f"task index: {value!r}; expected an integer")
+    if type(value) is not int or value < 0:
+        raise ValueError(f"task index: {value!r}; expected 0, 1, 2, …")
     return value

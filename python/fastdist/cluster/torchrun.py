@@ -1,4 +1,4 @@
-"""The ranks that torchrun or `fastdist run` started, or that RANK and WORLD_SIZE set by hand say."""
+"""The ranks that torchrun or `fastdist run` started, or a user who set RANK and WORLD_SIZE."""
 
 import os
 

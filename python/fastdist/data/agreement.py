@@ -1,6 +1,6 @@
 """How the workers keep step: what each has, and whether all are done.
 
-Where all know beforehand what everyone has, nobody asks (`known`). Otherwise the workers tell each
+Where all know beforehand what everyone has, nobody asks (`Known`). Otherwise the workers tell each
 other in every step, from the thread that iterates: so the exchange keeps its place among the
 collectives of the training step.
 """
@@ -21,7 +21,14 @@ _DONE, _MORE, _FAILED, _NOTHING = range(4)
 
 
 class Agreement(Protocol):
-    """Turns a worker's parts into steps that all workers take together."""
+    """Turns a worker's parts into steps that all workers take together.
+
+    Attributes:
+        may_add_steps: whether there may be more steps than this worker has parts.
+    """
+
+    @property
+    def may_add_steps(self) -> bool: ...  # noqa: D102
 
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
@@ -34,13 +41,22 @@ class Agreement(Protocol):
         """
 
 
-def known(parts: Iterator[Part], spare: Callable[[], Batches | None]) -> Iterator[Part]:
-    """All workers cut the same batches, and know it."""
-    return parts
+class Known:
+    """All workers cut the same batches, and know it: nobody asks."""
+
+    may_add_steps = False
+
+    def __call__(
+        self, parts: Iterator[Part], spare: Callable[[], Batches | None]
+    ) -> Iterator[Part]:
+        """The parts as they are."""
+        return parts
 
 
 class SameData:
     """All workers should read the same batches, but only asking shows whether they do."""
+
+    may_add_steps = False
 
     def __init__(self, layout: InputLayout) -> None:
         self._exchange = _Exchange(layout, width=2)
@@ -71,6 +87,8 @@ class SameData:
 
 class OwnData:
     """Each worker reads its own data, and may have less of it than others."""
+
+    may_add_steps = True
 
     def __init__(self, layout: InputLayout) -> None:
         self._none = (0,) * len(layout.local_replicas)

@@ -82,6 +82,8 @@ def _walk(
     """`map_structure` that also takes columns as leaves, so their lengths may differ."""
     first = nodes[0]
     kind = type(first)
+    if kind is torch.Tensor and all(type(node) is kind for node in nodes):
+        return leaf(list(nodes))  # as below, and nearly always
     for node in nodes:
         if type(node) is not kind and (_is_branch(node) or _is_branch(first)):
             raise ValueError(_different(place, first, node))
@@ -113,7 +115,7 @@ def _walk(
             for field in dataclasses.fields(first)
             if field.init
         }
-        return dataclasses.replace(first, **made)  # type: ignore[type-var]  # an instance
+        return dataclasses.replace(first, **made)
     return leaf(list(nodes))
 
 
@@ -126,14 +128,25 @@ def _is_branch(node: Any) -> bool:
 def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
     """Whether lists hold one thing per example, rather than a batch of each of several things.
 
-    [x, y] with 2 examples has the length of a column; what tells is that all arrays in it have
-    those 2 examples in axis 0.
+    [x, y] with 2 examples has the length of a column too. What tells: a column's length follows
+    the number of examples; its items are alike; and they seldom have that number of examples
+    themselves, as arrays in axis 0 or as columns.
     """
     if any(len(node) != size for node, size in zip(nodes, sizes, strict=True)):
         return False
+    if len({*map(len, nodes)}) > 1:
+        return True
+    items = [(item, size) for n, size in zip(nodes, sizes, strict=True) for item in n]
+    if items and all(isinstance(item, (list, tuple)) and len(item) == n for item, n in items):
+        return False
     arrays = [(array, size) for n, size in zip(nodes, sizes, strict=True) for array in _arrays(n)]
     batched = all(array.ndim and len(array) == size for array, size in arrays)
-    return not arrays or not batched or len({*map(len, nodes)}) > 1
+    alike = len({_kind_of(item) for item, _ in items}) == 1
+    return not arrays or (alike and not batched)
+
+
+def _kind_of(item: Any) -> tuple[Any, ...]:
+    return (type(item), getattr(item, "dtype", None), getattr(item, "ndim", None))
 
 
 def _arrays(node: Any) -> list[Any]:

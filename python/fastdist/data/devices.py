@@ -38,14 +38,21 @@ class DeviceCopy:
         self._devices = tuple(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    @property
+    def to_cpu_only(self) -> bool:
+        """Whether all devices are CPUs."""
+        return all(device.type == "cpu" for device in self._devices)
+
     def send(self, part: Part) -> Shipment:
         """Start the copies; from any thread."""
         batches = tuple(
             self._send_batch(batch, device)
             for batch, device in zip(part.batches, self._devices, strict=True)
         )
-        arrivals = tuple((device, stream.record_event()) for device, stream in self._streams.items())
-        return Shipment(dataclasses.replace(part, batches=batches), arrivals)
+        arrivals = tuple(
+            (device, stream.record_event()) for device, stream in self._streams.items()
+        )
+        return Shipment(Part(batches, part.sizes, part.examples, part.token), arrivals)
 
     def receive(self, shipment: Shipment) -> Part:
         """The part, for use on the calling thread's current streams."""
@@ -63,7 +70,7 @@ class DeviceCopy:
             return map_structure(lambda leaf: _moved(leaf, device), batch)
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # What is on the device already may still be being written there.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -85,5 +85,6 @@ class SampledOrder:
 
 
 def fingerprint(indices: Sequence[Any]) -> int:
-    """A number by which workers tell whether they drew the same indices; the same in all processes."""
+    """A number by which workers tell whether they drew the same indices."""
+    # Not hash(): that of strings differs from process to process.
     return zlib.crc32(repr(indices).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from fastdist.data.batches import Collate, count_examples, emptied
 from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, fingerprint
 from fastdist.data.sharding import Cut, Cutter
-from fastdist.values import map_structure
+from fastdist.data.streams import IterableStream
+from fastdist.values import leaves, map_structure
 
 Batches = tuple[Any, ...]  # one per local replica
 
@@ -43,7 +45,14 @@ class Part:
 
 
 class Pipeline(Protocol):
-    """One worker's input, epoch after epoch."""
+    """One worker's input, epoch after epoch.
+
+    Attributes:
+        reads_cpu_memory: whether it does nothing but copy rows from CPU memory to CPU memory.
+    """
+
+    @property
+    def reads_cpu_memory(self) -> bool: ...  # noqa: D102
 
     @property
     def steps(self) -> int | None:
@@ -67,6 +76,8 @@ class ArrayPipeline:
 
     def __init__(self, columns: Any, order: IndexOrder, cut: Cutter) -> None:
         self._columns = map_structure(_column, columns)
+        tensors = [leaf for leaf in leaves(columns) if isinstance(leaf, torch.Tensor)]
+        self._on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
         self._order = order
         self._cut = cut
 
@@ -75,8 +86,13 @@ class ArrayPipeline:
         """Parts per epoch."""
         return self._order.steps
 
+    @property
+    def reads_cpu_memory(self) -> bool:
+        """Whether all arrays are in CPU memory."""
+        return self._on_cpu
+
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """Copies, also where the rows are in order: who changes a batch does not change the data."""
+        """The parts: copies, so that who changes a batch in place leaves the data alone."""
         for indices in self._order.batches(epoch, skip):
             cut = self._cut(len(indices))
             rows = self._take(indices[cut.start : cut.stop])
@@ -90,18 +106,20 @@ class ArrayPipeline:
         if isinstance(indices, range):
             rows = slice(indices.start, indices.stop)
             return map_structure(lambda column: _copy(column[rows]), self._columns)
-        index = torch.as_tensor(indices, dtype=torch.int64)
+        array = np.asarray(indices, dtype=np.int64)
+        index = torch.from_numpy(array)
 
         def take(column: Any) -> Any:
             if isinstance(column, torch.Tensor):
-                return column.index_select(0, index.to(column.device))
-            return _as_tensor(column[index.numpy()])
+                here = index if self._on_cpu else index.to(column.device)
+                return column.index_select(0, here)
+            return _as_tensor(column[array])
 
         return map_structure(take, self._columns)
 
 
 class ExamplePipeline:
-    """Loads examples of a map-style dataset, in worker processes where asked to.
+    """Loads examples of a map-style dataset, in loader processes where asked to.
 
     Args:
         dataset: with `__getitem__`, or `__getitems__` for many indices at once.
@@ -110,6 +128,8 @@ class ExamplePipeline:
         collate: makes a batch from a list of examples.
         options: of the DataLoader that loads.
     """
+
+    reads_cpu_memory = False
 
     def __init__(
         self, dataset: Any, order: IndexOrder, cut: Cutter, collate: Collate, options: LoaderOptions
@@ -156,8 +176,11 @@ class StreamPipeline:
         cut: cuts a batch for the local replicas.
         collate: makes a batch from a list of examples.
         options: of the DataLoader that loads.
-        example: gives any example of the source, for a batch of size zero; StopIteration if none.
+        length: how many examples the stream has, where known.
+        peek: gives a list of one example of the source, or none, for a batch of size zero.
     """
+
+    reads_cpu_memory = False
 
     def __init__(
         self,
@@ -167,21 +190,23 @@ class StreamPipeline:
         cut: Cutter,
         collate: Collate,
         options: LoaderOptions,
-        example: Callable[[], Any],
+        length: int | None,
+        peek: Callable[[], list[Any]],
     ) -> None:
         self._stream = stream
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
         self._cut_batch = _CutBatch(cut, collate)
         self._options = options
-        self._example = example
+        self._length = length
+        self._peek = peek
 
     @property
     def steps(self) -> int | None:
-        """Parts per epoch, if the stream has a length and one process reads it."""
-        if self._options.num_workers > 1 or not hasattr(self._stream, "__len__"):
+        """Parts per epoch, if the length is known and one process reads the stream."""
+        if self._options.num_workers > 1 or self._length is None:
             return None
-        whole, rest = divmod(len(self._stream), self._batch_size)
+        whole, rest = divmod(self._length, self._batch_size)
         return whole + (1 if rest and not self._drop_remainder else 0)
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
@@ -198,10 +223,9 @@ class StreamPipeline:
 
     def spare(self) -> Batches | None:
         """Made from any example of the source."""
-        try:
-            return self._cut_batch.empty(self._example())
-        except StopIteration:
-            return None
+        for example in self._peek():
+            return self._cut_batch.empty(example)
+        return None
 
 
 class FunctionPipeline:
@@ -209,29 +233,31 @@ class FunctionPipeline:
 
     Args:
         batches: iterated anew in every epoch.
+        length: how many it holds, where known.
         replicas: number of local replicas.
     """
 
-    def __init__(self, batches: Iterable[Any], replicas: int) -> None:
-        self._batches = Reiterable(batches)
+    reads_cpu_memory = False
+
+    def __init__(self, batches: IterableStream, length: int | None, replicas: int) -> None:
+        self._batches = batches
+        self._length = length
         self._replicas = replicas
 
     @property
     def steps(self) -> int | None:
         """Parts per epoch, if the iterable has a length."""
-        count = self._batches.length
-        return None if count is None else -(-count // self._replicas)
+        return None if self._length is None else -(-self._length // self._replicas)
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """The parts, of which the first `skip` are read and dropped."""
-        return self._deal(self._batches(), skip)
+        return self._deal(iter(self._batches), skip)
 
     def spare(self) -> Batches | None:
         """Made from the iterable's first batch."""
-        batch = next(self._batches(), None)
-        if batch is None:
-            return None
-        return (emptied(batch, count_examples(batch)),) * self._replicas
+        for batch in self._batches.peek():
+            return (emptied(batch, count_examples(batch)),) * self._replicas
+        return None
 
     def _deal(self, batches: Iterator[Any], skip: int) -> Iterator[Part]:
         for _ in itertools.islice(batches, skip * self._replicas):
@@ -320,7 +346,7 @@ def _split(rows: Any, sizes: Sequence[int]) -> Batches:
         return (rows,)
     stops = itertools.accumulate(sizes)
     pieces = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-    return tuple(map_structure(lambda row: row[piece], rows) for piece in pieces)
+    return tuple(map_structure(operator.itemgetter(piece), rows) for piece in pieces)
 
 
 def _column(array: Any) -> Any:

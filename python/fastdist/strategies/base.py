@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import nullcontext
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from fastdist.buffers import BufferSync
+from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
 from fastdist.gradients import GradientSync
 from fastdist.modules import (
     broadcast_state,
-    is_materialized,
     named_buffers,
     named_parameters,
     require_same_structure,
@@ -71,7 +73,8 @@ class Strategy:
         self._threads: ReplicaThreads | None = None
         if len(self.devices) > 1:
             self._routing = Routing(self.devices)
-            self._threads = ReplicaThreads(len(self.devices), self._enter_thread)
+            self._threads = ReplicaThreads(self.devices)
+            weakref.finalize(self, self._threads.close)
 
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.devices))
@@ -123,24 +126,22 @@ class Strategy:
             for replica, communicator in enumerate(self._links.gradients)
         ]
 
-    def _gradient_sync(self, replica: int, communicator: Any) -> GradientSync:
+    def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
         roots = self._replica_roots(replica)
-
-        def floating_buffers() -> list[torch.Tensor]:
-            return [
-                buffer
-                for _, buffer in named_buffers(roots)
-                if is_materialized(buffer) and buffer.is_floating_point()
-            ]
 
         return GradientSync(
             communicator,
             named_parameters(roots),
-            floating_buffers,
+            BufferSync(communicator, roots),
             reduction=self.options.gradient_reduction,
             bucket_bytes=self.options.bucket_bytes,
             compress=self.options.compress,
         )
+
+    def _refresh(self) -> None:
+        """What was changed outside `run` reaches all local replicas."""
+        if self._routing is not None and self._routing.refresh():
+            self._sync_gradients()
 
     def _replica_roots(self, replica: int) -> list[nn.Module]:
         if self._routing is None:
@@ -194,7 +195,7 @@ class Strategy:
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
     ) -> list[Any]:
         assert self._threads is not None and self._routing is not None
-        self._routing.refresh()
+        self._refresh()
         links = self._links
 
         def body(replica: int, meeting: Meeting) -> Any:
@@ -208,7 +209,9 @@ class Strategy:
             links.gradients[replica].close()
 
         try:
-            return self._threads.run(body, on_failure)
+            results = self._threads.run(body, on_failure)
+            self._routing.note_values()
+            return results
         except BaseException:
             links.close()
             self._links = self._make_links()
@@ -238,14 +241,6 @@ class Strategy:
                 return fn(*args, **kwargs)
         finally:
             state.replica = None
-
-    def _enter_thread(self, replica: int) -> None:
-        device = self.devices[replica]
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            threads = max(1, torch.get_num_threads() // len(self.devices))
-            torch.set_num_threads(threads)
 
     def _merge(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
         """What `merge_call` does once all replicas are there; in the caller's thread."""
@@ -344,6 +339,7 @@ class Strategy:
         Raises:
             FastdistError: they differ; the message names the first tensor and the replicas.
         """
+        self._refresh()
         replicas = []
         for replica in range(len(self.devices)):
             roots = self._replica_roots(replica)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fastdist.errors import FastdistError
 
 
@@ -14,21 +16,24 @@ class ReplicaThreads:
     """Runs a function for each replica at once, each time in the same threads.
 
     Args:
-        count: number of replicas.
-        on_start: called first in each thread, with the replica's index.
+        devices: where each replica computes. Replicas on the CPU share its cores.
     """
 
-    def __init__(self, count: int, on_start: Callable[[int], None]) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        for replica in range(count):
+        cores = torch.get_num_threads()
+        started = threading.Barrier(len(devices) + 1)
+        for replica, device in enumerate(devices):
             jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             self._queues.append(jobs)
             threading.Thread(
                 target=_serve,
-                args=(jobs, on_start, replica),
+                args=(jobs, device, max(1, cores // len(devices)), started),
                 name=f"fastdist replica {replica}",
                 daemon=True,
             ).start()
+        started.wait()
+        torch.set_num_threads(cores)  # what a thread sets for itself is what new threads begin with
 
     def run(
         self,
@@ -62,7 +67,8 @@ class ReplicaThreads:
         meeting.serve()
         if meeting.failures:
             replica, error = meeting.failures[0]
-            error.add_note(f"raised in replica {replica} of {count}")
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"raised in replica {replica} of {count}")
             raise error
         return results
 
@@ -154,10 +160,15 @@ class Meeting:
 
 def _serve(
     jobs: queue.SimpleQueue[Callable[[], None] | None],
-    on_start: Callable[[int], None],
-    replica: int,
+    device: torch.device,
+    cores: int,
+    started: threading.Barrier,
 ) -> None:
-    on_start(replica)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(cores)
+    started.wait()
     while (job := jobs.get()) is not None:
         job()
         del job  # nothing of a run outlives it

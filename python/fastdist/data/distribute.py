@@ -1,0 +1,318 @@
+"""From what a user has to what a training loop iterates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
+
+from fastdist.data.agreement import Agreement, Known, OwnData, SameData
+from fastdist.data.batches import Collate, collate
+from fastdist.data.distributed import DistributedDataset
+from fastdist.data.input_context import InputContext, InputLayout
+from fastdist.data.loading import LoaderOptions
+from fastdist.data.order import IndexOrder, RangeOrder, SampledOrder
+from fastdist.data.pipelines import (
+    ArrayPipeline,
+    ExamplePipeline,
+    FunctionPipeline,
+    Pipeline,
+    StreamPipeline,
+)
+from fastdist.data.request import Request, checked, positive_int
+from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
+from fastdist.data.streams import Files, FileStream, IterableStream, length_of
+from fastdist.values import leaves
+
+
+def distribute_dataset(
+    source: Any,
+    layout: InputLayout,
+    *,
+    global_batch_size: int | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_remainder: bool = False,
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    prefetch: int = 2,
+) -> DistributedDataset:
+    """Cut a source into global batches and each of them among the replicas.
+
+    After tf.distribute.Strategy.experimental_distribute_dataset, but the source holds examples,
+    not batches. Every worker must call, with the same source and arguments. An empty source gives
+    epochs of no steps; one with fewer examples than replicas gives batches of size zero to some.
+
+    Args:
+        source: one of
+            arrays: a tensor or numpy array, or a tuple, dict or dataclass of them, alike in axis 0,
+            whose rows are the examples; in memory, so num_workers does nothing for them;
+            a map-style Dataset, or any sequence, also a list of examples: each worker loads only
+            what its replicas get;
+            an IterableDataset or any iterable of examples: each worker reads all of it;
+            a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
+            drop_last and sampler (a RandomSampler becomes shuffle=True; any other, and a
+            batch_sampler, must give the same order on every worker); what goes to a GPU is pinned,
+            with pin_memory or without;
+            `Files`.
+        layout: of the job.
+        global_batch_size: examples per step of all replicas; needed unless a DataLoader has it.
+        shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
+            all numbers of replicas and workers (under OFF each worker draws its own).
+        seed: not negative; of the shuffle, and of the random streams of loader processes.
+        drop_remainder: leave out a last batch with fewer examples.
+        auto_shard_policy: how the workers share the source.
+        collate_fn: makes a batch from a list of examples; None: torch's default_collate, that keeps
+            tuples and also takes dataclasses.
+        num_workers: processes that load for this worker. An IterableDataset must share its examples
+            out among them by `get_worker_info`. With 0, examples are loaded in the thread that
+            reads ahead, where random numbers drawn from torch's global generator depend on timing.
+        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. There
+            is none either where arrays are sliced for CPUs: it would cost more than it saves.
+
+    Raises:
+        TypeError: the source or an argument is of no known type.
+        ValueError: arrays of different lengths, a number out of range, or arguments that do not go
+            together; the message says which.
+    """
+    request = checked(
+        Request(
+            source,
+            global_batch_size,
+            shuffle,
+            seed,
+            drop_remainder,
+            auto_shard_policy,
+            collate_fn,
+            num_workers,
+            prefetch,
+        )
+    )
+    files = len(request.source.paths) if isinstance(request.source, Files) else None
+    policy = resolve_policy(request.policy, files, layout.num_workers)
+    if layout.num_workers == 1:
+        policy = AutoShardPolicy.DATA  # all policies are the same for one worker
+    return _Builder(request, layout, policy).build()
+
+
+def distribute_datasets_from_function(
+    fn: Callable[[InputContext], Iterable[Any]], layout: InputLayout, *, prefetch: int = 2
+) -> DistributedDataset:
+    """Take per-replica batches from an iterable that each worker makes itself.
+
+    After tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one batch for
+    each local replica, in order; a replica for which there is none gets a batch of size zero, and
+    the iteration ends when no worker has any left. Every worker must call.
+
+    Args:
+        fn: called once, now, with the `InputContext`; returns an iterable of per-replica batches,
+            which is iterated anew in every epoch (a DataLoader, say).
+        layout: of the job.
+        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
+
+    Raises:
+        TypeError: fn returned no iterable.
+        ValueError: prefetch is negative.
+    """
+    prefetch = positive_int("prefetch", prefetch, least=0)
+    batches = fn(InputContext(layout.num_workers, layout.worker, layout.num_replicas))
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            "the dataset function must return an iterable of per-replica batches, got "
+            f"{type(batches).__name__}"
+        )
+    alone = layout.num_workers == 1
+    pipeline = FunctionPipeline(
+        IterableStream(batches), length_of(batches), len(layout.local_replicas)
+    )
+    agreement: Agreement = Known() if alone else OwnData(layout)
+    return DistributedDataset(pipeline, layout, agreement, prefetch, {})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Builder:
+    """Makes the pipeline for the kind of source, and the agreement that it needs."""
+
+    request: Request
+    layout: InputLayout
+    policy: AutoShardPolicy
+
+    def build(self) -> DistributedDataset:
+        request = self.request
+        pipeline, certain = self._pipeline(request.source)
+        agreement: Agreement = Known()
+        if self._own_batches:
+            agreement = OwnData(self.layout)
+        elif self.layout.num_workers > 1 and not certain:
+            agreement = SameData(self.layout)
+        identity: dict[str, Any] = {
+            "global_batch_size": request.global_batch_size,
+            "shuffle": request.shuffle,
+            "seed": request.seed,
+            "policy": self.policy.value,
+        }
+        if self._own_batches:
+            identity["num_workers"] = self.layout.num_workers
+        return DistributedDataset(pipeline, self.layout, agreement, request.prefetch, identity)
+
+    @property
+    def _own_batches(self) -> bool:
+        return self.policy is not AutoShardPolicy.DATA
+
+    def _pipeline(self, source: Any) -> tuple[Pipeline, bool]:
+        """The pipeline, and whether the order is certain to be the same on all workers."""
+        if isinstance(source, Files):
+            return self._files(source), False
+        if isinstance(source, IterableDataset):
+            return self._stream(source, length_of(source), IterableStream(source).peek), False
+        certain = self.request.sampler is None and self.request.batch_sampler is None
+        if type(source) is TensorDataset and self.request.collate_fn is None:
+            return self._arrays(source.tensors), certain
+        if not isinstance(source, Dataset) and _is_arrays(source):
+            return self._arrays(source), certain
+        if hasattr(source, "__getitem__") and not isinstance(source, (dict, str, bytes)):
+            return self._examples(source), certain
+        if isinstance(source, Iterable) and not isinstance(source, (dict, str, bytes)):
+            return self._iterable(source), False
+        raise TypeError(
+            "expected arrays (also in a tuple, dict or dataclass), a Dataset, a DataLoader, Files "
+            f"or an iterable of examples, got {type(source).__name__}"
+        )
+
+    def _arrays(self, source: Any) -> Pipeline:
+        if self.request.collate_fn is not None:
+            raise ValueError(
+                "arrays are sliced, not collated: give collate_fn with a Dataset of examples"
+            )
+        return ArrayPipeline(source, self._order(_common_length(source)), self._cutter())
+
+    def _examples(self, source: Any) -> Pipeline:
+        length = length_of(source)
+        if length is None:
+            raise TypeError(
+                f"{type(source).__name__} has __getitem__ but no length: give it __len__, or make "
+                "it an IterableDataset"
+            )
+        collate_fn = self.request.collate_fn or collate
+        return ExamplePipeline(
+            source, self._order(length), self._cutter(), collate_fn, self._options()
+        )
+
+    def _files(self, source: Files) -> Pipeline:
+        paths = source.paths
+        if self.policy is AutoShardPolicy.FILE:
+            paths = paths[self.layout.worker :: self.layout.num_workers]
+        return self._stream(FileStream(paths, source.read), None, source.peek)
+
+    def _iterable(self, source: Iterable[Any]) -> Pipeline:
+        if self.request.num_workers:
+            raise ValueError(
+                f"num_workers={self.request.num_workers} needs a map-style Dataset, or an "
+                "IterableDataset that shares its examples out by get_worker_info; got "
+                f"{type(source).__name__}, of which every process would read everything"
+            )
+        stream = IterableStream(source)
+        return self._stream(stream, length_of(source), stream.peek)
+
+    def _stream(
+        self, stream: IterableDataset[Any], length: int | None, peek: Callable[[], list[Any]]
+    ) -> Pipeline:
+        if self.request.shuffle:
+            raise ValueError(
+                "shuffle=True needs a source that is read by index; shuffle the examples of an "
+                "iterable inside it, the order of files in their list, or load the data into a "
+                "map-style Dataset or arrays"
+            )
+        return StreamPipeline(
+            stream,
+            self._batch_size(),
+            self.request.drop_remainder,
+            self._cutter(),
+            self.request.collate_fn or collate,
+            self._options(),
+            length,
+            peek,
+        )
+
+    def _order(self, length: int) -> IndexOrder:
+        request = self.request
+        if request.batch_sampler is not None:
+            if self._own_batches:
+                raise ValueError("AutoShardPolicy.OFF needs a batch size, not a batch_sampler")
+            sampler = getattr(request.batch_sampler, "sampler", None)
+            has_epoch = hasattr(request.batch_sampler, "set_epoch")
+            return SampledOrder(
+                request.batch_sampler, request.batch_sampler if has_epoch else sampler
+            )
+        size = self._batch_size()
+        if request.sampler is not None:
+            batches = BatchSampler(request.sampler, size, request.drop_remainder)
+            return SampledOrder(batches, request.sampler)
+        seed = self._seed() if request.shuffle else None
+        return RangeOrder(length, size, request.drop_remainder, seed)
+
+    def _batch_size(self) -> int:
+        """Examples per batch that this worker cuts: the global batch's, or its part of that."""
+        size = self.request.batch_size
+        if not self._own_batches:
+            return size
+        if size < self.layout.num_replicas:
+            raise ValueError(
+                f"AutoShardPolicy.{self.policy.name} needs an example per replica in each global "
+                f"batch, got global_batch_size={size} for {self.layout.num_replicas} replicas"
+            )
+        cut = Cutter(self.layout.num_replicas, self.layout.local_replicas)(size)
+        return cut.stop - cut.start
+
+    def _cutter(self) -> Cutter:
+        if self._own_batches:
+            local = range(len(self.layout.local_replicas))
+            return Cutter(len(local), local)
+        return Cutter(self.layout.num_replicas, self.layout.local_replicas)
+
+    def _seed(self) -> tuple[int, ...]:
+        """Of the order: each worker's own under OFF, or all would draw the same examples."""
+        own = (self.layout.worker,) if self._own_batches else ()
+        return (self.request.seed, *own)
+
+    def _options(self) -> LoaderOptions:
+        request = self.request
+        seed = (request.seed, self.layout.worker)
+        return LoaderOptions(seed, num_workers=request.num_workers, **request.loading)
+
+
+def _is_arrays(source: Any) -> bool:
+    """Whether it is an array, or a structure that must hold nothing but arrays.
+
+    A list is a sequence of examples, as in tf.data.
+    """
+    if isinstance(source, (torch.Tensor, np.ndarray)):
+        return True
+    return isinstance(source, (tuple, dict)) or (
+        dataclasses.is_dataclass(source)
+        and not isinstance(source, (type, Iterable))
+        and not hasattr(source, "__getitem__")
+    )
+
+
+def _common_length(source: Any) -> int:
+    """Length of all arrays in axis 0."""
+    lengths = []
+    for leaf in leaves(source):
+        if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:
+            what = "a scalar" if hasattr(leaf, "ndim") else type(leaf).__name__
+            raise TypeError(
+                "a tuple, dict or dataclass as source must hold tensors or numpy arrays with an "
+                f"axis of examples, got {what}; for a sequence of examples give a list or a Dataset"
+            )
+        lengths.append(len(leaf))
+    if not lengths:
+        raise ValueError(f"expected arrays, got an empty {type(source).__name__}")
+    if len({*lengths}) > 1:
+        raise ValueError(f"arrays must have equal lengths in axis 0, got {lengths}")
+    return lengths[0]

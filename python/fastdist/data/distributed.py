@@ -1,0 +1,163 @@
+"""The iterable that a training loop gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastdist.data.agreement import Agreement
+from fastdist.data.batches import join
+from fastdist.data.devices import DeviceCopy
+from fastdist.data.input_context import InputLayout
+from fastdist.data.pipelines import Batches, Part, Pipeline
+from fastdist.data.prefetch import Prefetcher
+
+
+@dataclasses.dataclass(slots=True)
+class _Position:
+    """How far an iteration has come; `begun` once there is an iterator of it."""
+
+    epoch: int
+    step: int
+    begun: bool = False
+
+
+class DistributedDataset:
+    """Batches for the local replicas, one epoch per `iter()` (tf.distribute.DistributedDataset).
+
+    Yields structures like the source's examples, whose leaves are `PerReplica`: one value for each
+    local replica, on its device, and the numbers of examples of all replicas. What holds one thing
+    per example without being an array (a list of strings) is a leaf as well. All workers get the
+    same number of steps; a replica without examples gets a batch of size zero.
+
+    Made by `distribute_dataset` and `distribute_datasets_from_function`. Every worker must iterate.
+
+    Args:
+        pipeline: this worker's input.
+        layout: of the job.
+        agreement: how the workers keep step.
+        prefetch: steps to read ahead in a thread; 0: none, and no thread.
+        identity: what must be equal for a saved position to mean the same examples.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        layout: InputLayout,
+        agreement: Agreement,
+        prefetch: int,
+        identity: Mapping[str, Any],
+    ) -> None:
+        self._pipeline = pipeline
+        self._copy = DeviceCopy(layout.devices)
+        self._agreement = agreement
+        self._prefetch = prefetch
+        # Rows are copied sooner than another thread hands them over.
+        self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
+        self._identity = dict(identity)
+        self._position = _Position(0, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch, or the rest of the one that `load_state_dict` gave.
+
+        An iterator that is left early is given up: the next `iter()` is the next epoch.
+        """
+        position = self._position
+        if position.begun:
+            position = _Position(position.epoch + 1, 0)
+        position.begun = True
+        self._position = position
+        return self._iterate(position)
+
+    def __len__(self) -> int:
+        """Steps per epoch.
+
+        Raises:
+            TypeError: it is not known before the data is read.
+        """
+        steps = self._pipeline.steps
+        if steps is None or self._agreement.may_add_steps:
+            raise TypeError("the number of steps per epoch is not known for this source")
+        return steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` that epoch; its number seeds the shuffle.
+
+        A position inside that epoch that `load_state_dict` gave is kept.
+
+        Raises:
+            ValueError: epoch is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch must not be negative, got {epoch}")
+        if self._position.begun or self._position.epoch != epoch:
+            self._position = _Position(epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch that the latest iterator gave out.
+
+        What was read ahead does not count. It is the same on all workers, and plain numbers and
+        strings.
+        """
+        return {
+            "epoch": self._position.epoch,
+            "step": self._position.step,
+            **self._identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next `iter()` go on where the state was taken, with the very next example.
+
+        The number of replicas may differ from then, and that of workers under DATA. A source that
+        is read by index goes on at once; a stream is read again from its beginning, and what was
+        consumed is dropped.
+
+        Raises:
+            ValueError: the state is of a dataset with another batch size, seed or such.
+        """
+        expected = {"epoch", "step", *self._identity}
+        if set(state) != expected:
+            raise ValueError(f"expected a state with {sorted(expected)}, got {sorted(state)}")
+        for name, value in self._identity.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state was saved with {name}={state[name]!r}, this dataset has "
+                    f"{name}={value!r}: its steps hold other examples"
+                )
+        self._position = _Position(int(state["epoch"]), int(state["step"]))
+
+    def _iterate(self, position: _Position) -> Iterator[Any]:
+        parts = self._parts(position.epoch, position.step)
+        try:
+            for part in self._agreement(parts, self._spare):
+                batch = join(part.batches, part.sizes, part.examples)
+                position.step += 1
+                yield batch
+        finally:
+            parts.close()  # here, not when the garbage collector comes: it ends the thread
+        position.epoch, position.step, position.begun = position.epoch + 1, 0, False
+
+    def _parts(self, epoch: int, skip: int) -> Any:
+        """A generator of parts on their devices, read ahead where asked to."""
+        opened = self._pipeline.open(epoch, skip)
+        if self._at_once:
+            yield from opened
+            return
+        shipments = map(self._copy.send, opened)
+        if not self._prefetch:
+            yield from map(self._copy.receive, shipments)
+            return
+        ahead = Prefetcher(shipments, self._prefetch)
+        del opened, shipments  # the thread's alone from here
+        try:
+            yield from map(self._copy.receive, ahead)
+        finally:
+            ahead.close()
+
+    def _spare(self) -> Batches | None:
+        batches = self._pipeline.spare()
+        if batches is None:
+            return None
+        none = (0,) * len(batches)
+        return self._copy.receive(self._copy.send(Part(batches, none, none))).batches

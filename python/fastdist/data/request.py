@@ -1,0 +1,184 @@
+"""What `distribute_dataset` was asked for, checked; a DataLoader brings part of that itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from fastdist.data.batches import Collate
+from fastdist.data.sharding import AutoShardPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of `distribute_dataset`, with those of a DataLoader taken over.
+
+    Attributes:
+        source: no DataLoader any more.
+        global_batch_size: None only with a batch sampler of the user's own.
+        collate_fn: None for the default.
+        sampler: indices in the user's order, one by one.
+        batch_sampler: indices in the user's order, by global batches.
+        loading: further arguments for the DataLoader that fetches.
+    """
+
+    source: Any
+    global_batch_size: int | None
+    shuffle: bool
+    seed: int
+    drop_remainder: bool
+    policy: AutoShardPolicy
+    collate_fn: Collate | None
+    num_workers: int
+    prefetch: int
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Sequence[Any]] | None = None
+    loading: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def batch_size(self) -> int:
+        """The global batch size.
+
+        Raises:
+            TypeError: nobody gave one.
+        """
+        if self.global_batch_size is None:
+            raise TypeError(
+                "global_batch_size: expected an int, got None; only a DataLoader that makes "
+                "batches brings its own"
+            )
+        return self.global_batch_size
+
+
+def checked(request: Request) -> Request:
+    """The request with a DataLoader as source taken apart, and all numbers checked.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a number is out of range, or arguments contradict the DataLoader's.
+    """
+    numbers: dict[str, Any] = {
+        "seed": positive_int("seed", request.seed, least=0),
+        "num_workers": positive_int("num_workers", request.num_workers, least=0),
+        "prefetch": positive_int("prefetch", request.prefetch, least=0),
+    }
+    if request.global_batch_size is not None:
+        size = positive_int("global_batch_size", request.global_batch_size, least=1)
+        numbers["global_batch_size"] = size
+    if not isinstance(request.policy, AutoShardPolicy):
+        raise TypeError(f"auto_shard_policy: expected an AutoShardPolicy, got {request.policy!r}")
+    if request.collate_fn is not None and not callable(request.collate_fn):
+        raise TypeError(f"collate_fn: expected a function, got {request.collate_fn!r}")
+    request = dataclasses.replace(request, **numbers)
+    if isinstance(request.source, DataLoader):
+        return _take_apart(request.source, request)
+    return request
+
+
+def positive_int(name: str, value: Any, least: int) -> int:
+    """The value as an int (numpy's integers are fine, bools are not).
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less than `least`.
+    """
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return number
+
+
+def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
+    """What the loader was made with, for a request whose own arguments go first."""
+    collate_fn = request.collate_fn
+    batches = loader.batch_size is not None or loader.batch_sampler is not None
+    if collate_fn is None and loader.collate_fn not in (default_collate, default_convert):
+        if not batches:
+            raise ValueError(
+                "the DataLoader makes no batches (batch_size=None), so its collate_fn is for "
+                "single examples; give collate_fn here, for lists of examples"
+            )
+        collate_fn = loader.collate_fn
+    num_workers = request.num_workers or loader.num_workers
+    loading: dict[str, Any] = {}
+    if num_workers:
+        loading = {
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    taken = dataclasses.replace(
+        request,
+        source=loader.dataset,
+        global_batch_size=request.global_batch_size or loader.batch_size,
+        drop_remainder=request.drop_remainder or loader.drop_last,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        loading=loading,
+    )
+    if isinstance(loader.dataset, IterableDataset):
+        return taken
+    return _with_sampler(loader, taken)
+
+
+def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
+    sampler: Any = loader.sampler
+    given: Any = loader.batch_sampler
+    if given is not None and type(given) is not BatchSampler:
+        if request.global_batch_size is not None or request.shuffle:
+            raise ValueError(
+                "the DataLoader has a batch_sampler, which says what the global batches are: "
+                "neither global_batch_size nor shuffle can be given"
+            )
+        _refuse_distributed(given)
+        _refuse_distributed(getattr(given, "sampler", None))
+        return dataclasses.replace(request, batch_sampler=given)
+    if given is not None:
+        sampler = given.sampler
+        request = dataclasses.replace(
+            request,
+            global_batch_size=request.global_batch_size or given.batch_size,
+            drop_remainder=request.drop_remainder or given.drop_last,
+        )
+    if type(sampler) is SequentialSampler:
+        return request
+    if _is_permutation(sampler):
+        return dataclasses.replace(request, shuffle=True)
+    _refuse_distributed(sampler)
+    if request.shuffle:
+        raise ValueError(
+            f"the DataLoader has its own {type(sampler).__name__}; shuffle=True contradicts it"
+        )
+    return dataclasses.replace(request, sampler=sampler)
+
+
+def _is_permutation(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _refuse_distributed(sampler: Any) -> None:
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "the DataLoader has a DistributedSampler, which would share the data out twice; "
+            "distribute_dataset does that itself: give shuffle=True instead"
+        )

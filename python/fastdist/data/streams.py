@@ -1,0 +1,97 @@
+"""Sources that are read from the beginning to the end: files, and iterables of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Files:
+    """Files of examples, which workers can share out (`AutoShardPolicy.FILE`).
+
+    Attributes:
+        paths: in the order in which they are read; a tuple is made of them.
+        read: yields the examples of one file, the same ones in the same order every time.
+
+    Raises:
+        TypeError: paths is a single path, or read cannot be called.
+        ValueError: there are no paths.
+    """
+
+    paths: Sequence[Path]
+    read: Callable[[Any], Iterable[Any]]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.paths, (str, bytes, os.PathLike)):
+            raise TypeError(f"Files needs a list of paths, got the single path {self.paths!r}")
+        if not callable(self.read):
+            raise TypeError(f"Files.read must be a function of a path, got {self.read!r}")
+        object.__setattr__(self, "paths", tuple(self.paths))
+        if not self.paths:
+            raise ValueError("Files needs at least one path, got none")
+
+    def peek(self) -> list[Any]:
+        """The first example of the first file that has any; empty if none has."""
+        for path in self.paths:
+            for example in self.read(path):
+                return [example]
+        return []
+
+
+class FileStream(IterableDataset[Any]):
+    """The examples of files, one file after the other; loader processes share the files out."""
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[Any], Iterable[Any]]) -> None:
+        self._paths = tuple(paths)
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        mine = self._paths if info is None else self._paths[info.id :: info.num_workers]
+        for path in mine:
+            yield from self._read(path)
+
+
+class IterableStream(IterableDataset[Any]):
+    """Any iterable, every epoch from its beginning; an iterator is good for one epoch.
+
+    Args:
+        items: examples, or batches.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = items
+        self._is_iterator = isinstance(items, Iterator)
+        self._used = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_iterator and self._used:
+            raise ValueError(
+                f"the source is an iterator ({type(self._items).__name__}), which is used up after "
+                "one epoch; give an iterable, of which iter() begins anew"
+            )
+        self._used = True
+        return iter(self._items)
+
+    def peek(self) -> list[Any]:
+        """The first item; empty if there is none or reading it would use it up."""
+        if self._is_iterator:
+            return []
+        for item in self._items:
+            return [item]
+        return []
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`, or None for what has no length."""
+    try:
+        return len(source)
+    except TypeError:
+        return None

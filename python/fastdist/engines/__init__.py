@@ -1,0 +1,1 @@
+"""What moves bytes under a communicator: one file per engine, and what they share."""

@@ -1,0 +1,545 @@
+"""CPU arrays between machines, by torch.distributed's Gloo.
+
+Every collective is made of exchanges in which each rank sends a range of its memory to each other
+rank (Gloo's all_to_all), all at once. With n ranks of N bytes:
+
+| collective | steps after the comparison of signatures | bytes that each rank sends |
+|---|---|---|
+| all_reduce up to 16 KiB | everybody's array to everybody | (n-1)·N |
+| all_reduce | slices to their owners; results to everybody | 2·N·(n-1)/n |
+| reduce | slices to their owners; results to the root | at most 2·N·(n-1)/n |
+| reduce_scatter | parts to their owners | N·(n-1)/n |
+| all_gather | Gloo's ring | (n-1)·N |
+| broadcast | Gloo's tree | up to log2(n)·N |
+| gather, scatter, all_to_all | one | what the call says |
+
+One rank reduces each slice, in rank order (reduction.py): results are the same bits on every rank
+and run after run, for every dtype and reduction, of which Gloo itself has but a few.
+
+The process group is made directly from a store and belongs to this engine; the user's own use of
+torch.distributed is not touched.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fastdist.engines.c10d import c10d
+from fastdist.engines.checked import CheckedEngine, Run, source_line
+from fastdist.engines.departures import Cause, Departures
+from fastdist.engines.engine import Bytes
+from fastdist.engines.queues import CallQueue
+from fastdist.engines.reduction import narrow, reduce_in_order
+from fastdist.engines.signature import (
+    RECORD_BYTES,
+    SITE_BYTES,
+    Signature,
+    pack_site,
+    unpack_site,
+)
+from fastdist.engines.views import View, view_of
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
+
+_SMALL_BYTES = 16 << 10
+_BUCKET_BYTES = 32 << 20
+_LONGEST_S = 1e8
+# How long ranks whose call fails wait for each other's explanations.
+_GRACE_S = 0.3
+_POLL_S = 0.02
+_HELLO_TAG, _REPLY_TAG, _DATA_TAG = 1, 2, 3
+_ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:[0-9]+")
+_WIRE = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+_LARGEST_FP8_SUM = 421.0  # stays finite although every rank rounds its part up
+
+
+class GlooEngine(CheckedEngine):
+    """Ranks anywhere that a network connects.
+
+    Args:
+        store: torch's; with a prefix that only this communicator uses.
+        rank: this rank.
+        size: the number of ranks.
+        address: of this machine, where the others can connect to.
+        timeout_s: seconds to wait for the other ranks to connect.
+        lazy: connect to a rank when something is first sent to it.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, address: str, timeout_s: float, lazy: bool = False
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self.address = address
+        self._connect_s = timeout_s
+        self._lazy = lazy
+        self._subsets = 0
+        self._departures = Departures(store, rank, size)
+        self._group: Any = None if size == 1 else self._connect()
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._lanes_lock = threading.Lock()
+
+    def _connect(self) -> Any:
+        gloo = c10d().ProcessGroupGloo
+        device = gloo.create_device(hostname=self.address, lazy_init=self._lazy)
+        options = gloo._Options()
+        options._devices = [device]
+        options._timeout = _duration(self._connect_s)
+        options._threads = 1
+        try:
+            self._store.set(f"address/{self.rank}", self.address)
+            store = c10d().PrefixStore("gloo", self._store)
+            return gloo(store, self.rank, self.size, options)
+        except RuntimeError as error:
+            raise ClusterConfigError(
+                f"rank {self.rank} of {self.size} could not connect to the other machines from "
+                f"{self.address} within {self._connect_s:g} s: {_first_line(error)}"
+            ) from None
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Plain memory: Gloo sends from anywhere."""
+        return np.empty(nbytes, np.uint8)
+
+    def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> GlooEngine | None:
+        """Another process group, found through the same store."""
+        self._subsets += 1
+        for group in groups:
+            if self.rank in group:
+                name = f"subset{self._subsets}/{'-'.join(map(str, group))}"
+                store = c10d().PrefixStore(name, self._store)
+                rank = list(group).index(self.rank)
+                return GlooEngine(
+                    store, rank, len(group), self.address, self._connect_s, self._lazy
+                )
+        return None
+
+    # --- exchanges ------------------------------------------------------------------------------
+
+    def _swap(
+        self,
+        incoming: Bytes,
+        outgoing: Bytes,
+        received: Sequence[int],
+        sent: Sequence[int],
+        step_s: float,
+    ) -> None:
+        """Send `sent[p]` bytes to each rank p and receive `received[p]`, one after the other."""
+        if self.size == 1:
+            incoming[:] = outgoing
+            return
+        options = c10d().AllToAllOptions()
+        options.timeout = _duration(step_s)
+        self._finish(
+            lambda group: group.alltoall_base(
+                _tensor(incoming), _tensor(outgoing), list(received), list(sent), options
+            ),
+            step_s,
+        )
+
+    def _share_bytes(self, own: Bytes, step_s: float) -> Bytes:
+        """Every rank's bytes; all have as many."""
+        n, length = self.size, own.nbytes
+        everyone = np.empty(n * length, np.uint8)
+        self._swap(everyone, np.tile(own, n), [length] * n, [length] * n, step_s)
+        return everyone
+
+    def _share(self, record: bytes, step_s: float) -> list[bytes]:
+        rows = self._share_bytes(np.frombuffer(record, np.uint8), step_s)
+        return [row.tobytes() for row in rows.reshape(self.size, len(record))]
+
+    def _finish(self, start: Callable[[Any], Any], step_s: float) -> None:
+        group = self._group
+        self._check_usable()
+        try:
+            start(group).wait()
+        except RuntimeError as error:
+            raise self._blame(str(error), step_s) from None
+
+    # --- reductions -----------------------------------------------------------------------------
+
+    def _all_reduce(
+        self, ins: list[View], outs: list[View], op: str, compress: str | None, step_s: float
+    ) -> None:
+        if compress is not None:
+            return self._all_reduce_compressed(ins, outs, op, _WIRE[compress], step_s)
+        for parts in _buckets(ins):
+            if len(parts) == 1:
+                self._reduce_everywhere(ins[parts[0]], outs[parts[0]], op, step_s)
+                continue
+            bucket = ins[parts[0]].new(sum(ins[i].count for i in parts))
+            _pack([ins[i] for i in parts], bucket.memory)
+            self._reduce_everywhere(bucket, bucket, op, step_s)
+            _unpack(bucket.memory, [outs[i] for i in parts])
+
+    def _reduce_everywhere(self, source: View, target: View, op: str, step_s: float) -> None:
+        if source.count == 0:
+            return
+        # Machines of different kinds may round a complex product differently: one does it.
+        exact = op != "prod" or not source.dtype.startswith("complex")
+        if source.nbytes <= _SMALL_BYTES and exact:
+            everyone = self._share_bytes(source.memory, step_s)
+            reduce_in_order(self._parts(source, everyone), op, target)
+            return
+        own, counts = self._reduce_slice(source, op, step_s)
+        n = self.size
+        copies = np.tile(own.memory, n)
+        self._swap(target.memory, copies, counts, [own.nbytes] * n, step_s)
+
+    def _reduce_slice(self, source: View, op: str, step_s: float) -> tuple[View, list[int]]:
+        """This rank's slice, reduced; and the bytes of every rank's slice."""
+        n, item = self.size, source.nbytes // source.count
+        counts = [(source.count // n + (r < source.count % n)) * item for r in range(n)]
+        staging = np.empty(n * counts[self.rank], np.uint8)
+        self._swap(staging, source.memory, [counts[self.rank]] * n, counts, step_s)
+        parts = self._parts(source, staging)
+        reduce_in_order(parts, op, parts[0])
+        return parts[0], counts
+
+    def _parts(self, kind: View, memory: Bytes) -> list[View]:
+        rows = memory.reshape(self.size, -1)
+        return [View(kind.like(row), kind.dtype) for row in rows]
+
+    def _all_reduce_compressed(
+        self, ins: list[View], outs: list[View], op: str, wire: str, step_s: float
+    ) -> None:
+        import torch
+
+        scales = np.ones(len(ins), np.float32)
+        if wire == "float8_e4m3fn":
+            scales = self._agree_on_scales(ins, step_s)
+        kind = getattr(torch, wire)
+        for part in _buckets([View(view.flat, "float32") for view in ins]):
+            flat = torch.empty(sum(ins[i].count for i in part), dtype=kind)
+            bucket = View(flat.numpy() if wire == "float16" else flat, wire)
+            at = 0
+            for i in part:
+                scaled = (ins[i].flat * ins[i].flat.dtype.type(scales[i])).astype(np.float32)
+                narrow(scaled, bucket.part(at, at + ins[i].count))
+                at += ins[i].count
+            self._reduce_everywhere(bucket, bucket, op, step_s)
+            at = 0
+            for i in part:
+                got = flat[at : at + outs[i].count].to(torch.float32).numpy()
+                np.multiply(got, 1 / scales[i], out=outs[i].flat, dtype=outs[i].flat.dtype)
+                at += outs[i].count
+
+    def _agree_on_scales(self, ins: list[View], step_s: float) -> np.ndarray[Any, Any]:
+        """Per array, the power of two that maps n times the largest magnitude into range."""
+        largest = np.array([np.abs(v.flat).max(initial=0) for v in ins], np.float32)
+        view = View(largest, "float32")
+        self._reduce_everywhere(view, view, "max", step_s)
+        most = largest * self.size
+        with np.errstate(all="ignore"):
+            scales = np.exp2(np.floor(np.log2(np.float32(_LARGEST_FP8_SUM) / most)))
+        scales = np.where(np.isfinite(most) & (most > 0), scales, 1).astype(np.float32)
+        clipped: np.ndarray[Any, Any] = np.clip(scales, np.float32(2.0**-126), np.float32(2.0**126))
+        return clipped
+
+    def _reduce(self, ins: list[View], outs: list[View], op: str, root: int, step_s: float) -> None:
+        n = self.size
+        for parts in _buckets(ins):
+            views = [ins[i] for i in parts]
+            bucket = views[0]
+            if len(parts) > 1:
+                bucket = views[0].new(sum(view.count for view in views))
+                _pack(views, bucket.memory)
+            if bucket.count == 0:
+                continue
+            own, counts = self._reduce_slice(bucket, op, step_s)
+            sent = [own.nbytes if r == root else 0 for r in range(n)]
+            is_root = self.rank == root
+            whole = np.empty(bucket.nbytes if is_root else 0, np.uint8)
+            self._swap(
+                whole,
+                own.memory if own.nbytes else whole[:0],
+                counts if is_root else [0] * n,
+                sent,
+                step_s,
+            )
+            if is_root:
+                _unpack(whole, [outs[i] for i in parts])
+
+    def _reduce_scatter(self, source: View, target: View, op: str, step_s: float) -> None:
+        if source.count == 0:
+            return
+        n, length = self.size, target.nbytes
+        staging = np.empty(n * length, np.uint8)
+        self._swap(staging, source.memory, [length] * n, [length] * n, step_s)
+        reduce_in_order(self._parts(source, staging), op, target)
+
+    # --- movement -------------------------------------------------------------------------------
+
+    def _broadcast(self, arrays: list[View], root: int, step_s: float) -> None:
+        for parts in _buckets([View(view.memory, "uint8") for view in arrays]):
+            views = [arrays[i] for i in parts]
+            memory = views[0].memory
+            if len(views) > 1:
+                memory = np.empty(sum(view.nbytes for view in views), np.uint8)
+                if self.rank == root:
+                    _pack(views, memory)
+            self._broadcast_bytes(memory, root, step_s)
+            if len(views) > 1 and self.rank != root:
+                _unpack(memory, views)
+
+    def _broadcast_bytes(self, memory: Bytes, root: int, step_s: float) -> None:
+        if self.size == 1 or memory.nbytes == 0:
+            return
+        options = c10d().BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = _duration(step_s)
+        self._finish(lambda group: group.broadcast([_tensor(memory)], options), step_s)
+
+    def _all_gather(self, source: View, target: View, step_s: float) -> None:
+        if self.size == 1 or source.count == 0:
+            target.memory[:] = source.memory
+            return
+        options = c10d().AllgatherOptions()
+        options.timeout = _duration(step_s)
+        self._finish(
+            lambda group: group._allgather_base(
+                _tensor(target.memory), _tensor(source.memory), options
+            ),
+            step_s,
+        )
+
+    def _gather(self, source: View, target: View | None, root: int, step_s: float) -> None:
+        if source.count == 0:
+            return
+        n, length = self.size, source.nbytes
+        incoming = np.empty(0, np.uint8) if target is None else target.memory
+        received = [0 if target is None else length] * n
+        sent = [length if r == root else 0 for r in range(n)]
+        self._swap(incoming, source.memory, received, sent, step_s)
+
+    def _scatter(self, source: View | None, target: View, root: int, step_s: float) -> None:
+        if target.count == 0:
+            return
+        n, length = self.size, target.nbytes
+        outgoing = np.empty(0, np.uint8) if source is None else source.memory
+        received = [length if r == root else 0 for r in range(n)]
+        self._swap(target.memory, outgoing, received, [0 if source is None else length] * n, step_s)
+
+    def _all_to_all(
+        self, source: View, target: View, table: list[list[int]], step_s: float
+    ) -> None:
+        if not any(map(any, table)):
+            return
+        item = source.flat.itemsize
+        received = [row[self.rank] * item for row in table]
+        sent = [count * item for count in table[self.rank]]
+        self._swap(target.memory, source.memory, received, sent, step_s)
+
+    # --- send and recv: both sides compare what they call, then the bytes go ---------------------
+
+    def _call_send(self, run: Run, array: Any, dst: int, timeout_s: float, async_op: bool) -> Any:
+        return self._call_transfer("send", array, dst, timeout_s, async_op)
+
+    def _call_recv(self, run: Run, array: Any, src: int, timeout_s: float, async_op: bool) -> Any:
+        return self._call_transfer("recv", array, src, timeout_s, async_op)
+
+    def _call_transfer(
+        self, op: str, array: Any, peer: int, timeout_s: float, async_op: bool
+    ) -> Any:
+        if isinstance(array, (list, tuple)):
+            raise TypeError("expected one array, got a list")
+        view = view_of(array, op == "recv", "array")
+        self._check_peer(peer)
+        with self._lanes_lock:
+            lane = self._lanes.setdefault((peer, op == "send"), _Lane(self.rank, peer))
+        signature = Signature.of(op, [view], False, root=peer)
+        site = source_line()
+
+        def transfer() -> None:
+            self._check_usable()
+            self._guard(lambda: self._transfer(lane, signature, site, view, timeout_s), signature)
+
+        return self._submit(lane.queue, transfer, array, timeout_s, async_op)
+
+    def _transfer(
+        self, lane: _Lane, signature: Signature, site: str, view: View, step_s: float
+    ) -> None:
+        lane.transfers += 1
+        sends = signature.op == "send"
+        peer = lane.peer
+        own = np.frombuffer(signature.pack(lane.transfers) + pack_site(site), np.uint8).copy()
+        theirs = np.empty(RECORD_BYTES + SITE_BYTES, np.uint8)
+        out_tag, in_tag = (_HELLO_TAG, _REPLY_TAG) if sends else (_REPLY_TAG, _HELLO_TAG)
+        begun = [
+            lambda: self._group.recv([_tensor(theirs)], peer, in_tag),
+            lambda: self._group.send([_tensor(own)], peer, out_tag),
+        ]
+        self._finish_transfers(begun, peer, step_s)
+        record = theirs[:RECORD_BYTES].tobytes()
+        number, other = Signature.unpack(record)
+        fits = replace(other, op=signature.op, root=signature.root) == signature
+        if not fits or number != lane.transfers:
+            raise self._transfer_mismatch(
+                peer,
+                number,
+                (signature, site),
+                (other, unpack_site(theirs[RECORD_BYTES:].tobytes())),
+            )
+        if view.nbytes == 0:
+            return
+        data = _tensor(view.memory)
+        if sends:
+            begun = [lambda: self._group.send([data], peer, _DATA_TAG)]
+        else:
+            begun = [lambda: self._group.recv([data], peer, _DATA_TAG)]
+        self._finish_transfers(begun, peer, step_s)
+
+    def _finish_transfers(
+        self, starts: Sequence[Callable[[], Any]], peer: int, step_s: float
+    ) -> None:
+        try:
+            works = [start() for start in starts]
+            for work in works:
+                work.wait(_duration(step_s))
+        except RuntimeError as error:
+            raise self._blame(str(error), step_s, peer) from None
+
+    def _transfer_mismatch(
+        self, peer: int, number: int, own: tuple[Signature, str], theirs: tuple[Signature, str]
+    ) -> CollectiveMismatchError:
+        lines = [
+            f"\n  rank {rank}: {signature}" + (f" at {site}" if site else "")
+            for rank, (signature, site) in ((self.rank, own), (peer, theirs))
+        ]
+        return CollectiveMismatchError(
+            f"send and recv do not fit (transfer {number} between these ranks):" + "".join(lines),
+            (peer,),
+        )
+
+    # --- failure --------------------------------------------------------------------------------
+
+    def _blame(self, message: str, step_s: float, peer: int | None = None) -> FastdistError:
+        """Find out why Gloo gave up, and about whom."""
+        timed_out = "timed out" in message.lower() or "timeout" in message.lower()
+        suspect = peer if peer is not None else self._rank_at(message)
+        if self.size == 2:
+            suspect = 1 - self.rank
+        try:
+            self._departures.notice("timeout" if timed_out else "closure")
+            cause, missing = self._inquire(timed_out, suspect)
+        except RuntimeError:  # the store is gone, and with it the rank that has it
+            cause, missing = None, [0 if suspect is None else suspect]
+        if cause is not None:
+            return cause.error()
+        if timed_out:
+            late = missing if suspect is None else [suspect]
+            names = ", ".join(map(str, late))
+            return CollectiveTimeoutError(
+                f"timed out after {step_s:.1f} s waiting for rank {names}", tuple(late)
+            )
+        gone = missing if suspect is None else [suspect]
+        names = ", ".join(map(str, gone)) or "of another machine"
+        return PeerFailureError(f"rank {names} has died or cannot be reached", tuple(gone))
+
+    def _inquire(self, timed_out: bool, suspect: int | None) -> tuple[Cause | None, list[int]]:
+        """What other ranks say; or the ranks that say nothing at all."""
+        until = time.monotonic() + _GRACE_S
+        while True:
+            causes = self._departures.causes()
+            if causes:
+                rank, cause = min(causes.items())
+                return replace(cause, text=f"{cause.text} (noticed by rank {rank})"), []
+            closed = self._departures.closed()
+            if closed and not timed_out:
+                text = f"rank {closed[0]} has closed the communicator"
+                return Cause(False, (closed[0],), text), []
+            noticed = self._departures.noticed()
+            silent = [r for r in range(self.size) if r != self.rank and r not in noticed]
+            # A timeout needs the grace to tell those who are late from those who wait as we do.
+            if not timed_out and suspect in silent:
+                return None, silent
+            if time.monotonic() > until:
+                if timed_out and not silent:  # the late are those who found their peers gone
+                    silent = [r for r, what in noticed.items() if what == "closure"]
+                return None, silent
+            time.sleep(_POLL_S)
+
+    def _rank_at(self, message: str) -> int | None:
+        """The only rank at the address in one of Gloo's messages."""
+        found = _ADDRESS.search(message)
+        if found is None:
+            return None
+        try:
+            keys = [f"address/{rank}" for rank in range(self.size)]
+            if not self._store.check(keys):
+                return None
+            addresses = [bytes(self._store.get(key)).decode() for key in keys]
+        except RuntimeError:
+            return None
+        ranks = [rank for rank, address in enumerate(addresses) if address == found[1]]
+        return ranks[0] if len(ranks) == 1 and ranks != [self.rank] else None
+
+    def _leave(self, error: FastdistError | None) -> None:
+        if self.size > 1:
+            if error is None:
+                self._departures.close()
+            else:
+                self._departures.post(Cause.of(error))
+        self._group = None  # closes the connections, once no call uses them
+
+
+class _Lane:
+    """Transfers with one rank in one direction, in order."""
+
+    def __init__(self, rank: int, peer: int) -> None:
+        self.peer = peer
+        self.transfers = 0
+        self.queue = CallQueue(f"fastdist rank {rank} with {peer}")
+
+
+def _duration(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(0.001, min(seconds, _LONGEST_S)))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _tensor(memory: Bytes) -> Any:
+    import torch
+
+    return torch.from_numpy(memory)
+
+
+def _buckets(views: Sequence[View]) -> Iterator[list[int]]:
+    """Indices of arrays of one dtype that travel together: each dtype's in order."""
+    open_buckets: dict[str, tuple[list[int], int]] = {}
+    for i, view in enumerate(views):
+        indices, nbytes = open_buckets.get(view.dtype, ([], 0))
+        if indices and nbytes + view.nbytes > _BUCKET_BYTES:
+            yield indices
+            indices, nbytes = [], 0
+        open_buckets[view.dtype] = ([*indices, i], nbytes + view.nbytes)
+    yield from (indices for indices, _ in open_buckets.values())
+
+
+def _pack(views: Sequence[View], memory: Bytes) -> None:
+    at = 0
+    for view in views:
+        memory[at : at + view.nbytes] = view.memory
+        at += view.nbytes
+
+
+def _unpack(memory: Bytes, views: Sequence[View]) -> None:
+    at = 0
+    for view in views:
+        view.memory[:] = memory[at : at + view.nbytes]
+        at += view.nbytes

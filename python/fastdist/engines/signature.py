@@ -1,0 +1,148 @@
+"""What a rank says it calls: compared between all ranks before any byte of an array moves."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastdist.engines.views import DTYPES, View
+from fastdist.errors import CollectiveMismatchError
+
+OPS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+    "recv",
+    "barrier",
+)
+REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
+_ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
+_PEERS = {"send": "dst", "recv": "src"}
+_REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
+
+_COMPRESSIONS = (None, "fp16", "bf16", "fp8")
+# sequence, op, dtype, reduce op, compression, root, order, count, list
+_RECORD = struct.Struct("<QBBBBiIQQ")
+RECORD_BYTES = _RECORD.size
+SITE_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One call. Ranks whose signatures are equal may go on.
+
+    Attributes:
+        op: the collective.
+        dtype: of the first array.
+        reduce_op: "sum" where there is none.
+        root: or the other rank of send and recv; 0 where there is none.
+        order: axis order of one array, 0 for row-major.
+        count: elements of this rank's argument.
+        list_hash: 0 for one array; else made of every array's count, dtype and order.
+        compress: of all_reduce.
+    """
+
+    op: str
+    dtype: str = "bool"
+    reduce_op: str = "sum"
+    root: int = 0
+    order: int = 0
+    count: int = 0
+    list_hash: int = 0
+    compress: str | None = None
+
+    @classmethod
+    def of(
+        cls, op: str, views: Sequence[View], is_list: bool, reduce_op: str = "sum", root: int = 0
+    ) -> Signature:
+        """The signature of a call on these arrays."""
+        count = sum(view.count for view in views)
+        dtype = views[0].dtype if views else "bool"
+        if not is_list:
+            return cls(op, dtype, reduce_op, root, views[0].order, count)
+        words = [(view.count, DTYPES.index(view.dtype), view.order) for view in views]
+        return cls(op, dtype, reduce_op, root, 0, count, zlib.crc32(repr(words).encode()) | 1)
+
+    def pack(self, sequence: int) -> bytes:
+        """`RECORD_BYTES` bytes."""
+        return _RECORD.pack(
+            sequence,
+            OPS.index(self.op),
+            DTYPES.index(self.dtype),
+            REDUCE_OPS.index(self.reduce_op),
+            _COMPRESSIONS.index(self.compress),
+            self.root,
+            self.order,
+            self.count,
+            self.list_hash,
+        )
+
+    @classmethod
+    def unpack(cls, record: bytes) -> tuple[int, Signature]:
+        """The sequence number and the signature in a record."""
+        sequence, op, dtype, reduce_op, compress, root, order, count, list_hash = _RECORD.unpack(
+            record
+        )
+        return sequence, cls(
+            OPS[op],
+            DTYPES[dtype],
+            REDUCE_OPS[reduce_op],
+            root,
+            order,
+            count,
+            list_hash,
+            _COMPRESSIONS[compress],
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.op != "barrier":
+            what = f"{self.dtype} × {self.count}"
+            what += " in a list" if self.list_hash else ""
+            parts.append(what + (", not in row-major order" if self.order else ""))
+        if self.op in _REDUCING:
+            parts.append(f'op="{self.reduce_op}"')
+        if self.compress is not None:
+            parts.append(f'compress="{self.compress}"')
+        name = _ROOTED.get(self.op) or _PEERS.get(self.op)
+        if name is not None:
+            parts.append(f"{name}={self.root}")
+        return f"{self.op}({', '.join(parts)})"
+
+
+def split_signature(first: View, counts: Sequence[int]) -> Signature:
+    """Of an all_to_all whose ranks hold different amounts: the table is what must agree."""
+    return Signature("all_to_all", first.dtype, list_hash=zlib.crc32(repr(counts).encode()) | 1)
+
+
+def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> CollectiveMismatchError:
+    """The error that shows what each rank called, and where."""
+    sequence, _ = Signature.unpack(records[rank])
+    lines = [
+        f"\n  rank {r}: {Signature.unpack(record)[1]}" + (f" at {site}" if site else "")
+        for r, (record, site) in enumerate(zip(records, sites, strict=True))
+    ]
+    others = tuple(r for r, record in enumerate(records) if record != records[rank])
+    return CollectiveMismatchError(
+        f"ranks called different collectives (call {sequence}, seen from rank {rank} of "
+        f"{len(records)}):" + "".join(lines),
+        others,
+    )
+
+
+def pack_site(site: str) -> bytes:
+    """`SITE_BYTES` bytes; of a long path the end is kept."""
+    return site.encode(errors="replace")[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
+
+
+def unpack_site(data: bytes) -> str:
+    """What `pack_site` packed."""
+    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,560 @@
+"""What every strategy with replicas must do, whatever its replicas are; rows of CASES in `test_*`.
+
+A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastdist as fd
+from fastdist import PerReplica, Strategy
+from fastdist.errors import FastdistError
+
+
+def replica_id() -> int:
+    context = fd.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
+
+
+def per_replica(strategy: Strategy, values: list[Any], counts: Any = None) -> Any:
+    """Of values for all replicas, this process's."""
+    own = tuple(values[i] for i in strategy.local_replica_ids)
+    return PerReplica(own, counts)
+
+
+def batch(strategy: Strategy, *arrays: torch.Tensor) -> tuple[Any, ...]:
+    """A global batch as `distribute_dataset` gives it."""
+    n = strategy.num_replicas_in_sync
+    counts = tuple(len(part) for part in arrays[0].tensor_split(n))
+    return tuple(per_replica(strategy, list(a.tensor_split(n)), counts) for a in arrays)
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 32)
+        self.second = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.relu(self.first(x)))
+
+
+def train(
+    strategy: Strategy, make: Any, epochs: int = 1, global_batch: int = 100, **step_options: Any
+) -> list[torch.Tensor]:
+    """Trains on digits; the parameters of the first local replica in the end."""
+    torch.manual_seed(1)
+    with strategy.scope():
+        model, optimizer = make()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(**step_options)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    images, labels = digits()
+    for _ in range(epochs):
+        for begin in range(0, len(images), global_batch):
+            end = begin + global_batch
+            args = batch(strategy, images[begin:end], labels[begin:end])
+            loss = strategy.reduce("mean", strategy.run(step, args=args))
+            assert torch.isfinite(loss)
+    strategy.check_in_sync()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def alone(make: Any, **options: Any) -> list[torch.Tensor]:
+    """The same on one device, by plain torch."""
+    return train(fd.OneDeviceStrategy("cpu"), make, **options)
+
+
+def plain(make: Any, epochs: int = 1, global_batch: int = 100) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model, optimizer = make()
+    images, labels = digits()
+    for _ in range(epochs):
+        for begin in range(0, len(images), global_batch):
+            optimizer.zero_grad()
+            part = slice(begin, begin + global_batch)
+            F.cross_entropy(model(images[part]), labels[part]).backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def require_close(got: list[torch.Tensor], wanted: list[torch.Tensor], atol: float) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+def sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+class StrategyContract:
+    """Bound to a kind of replicas by a subclass of a few lines."""
+
+    # --- reduce, gather, contexts (CASES 1 to 8) --------------------------------------------------
+
+    def test_reduce_of_one_on_each(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            value = strategy.run(lambda: torch.tensor(1.0))
+            for _ in range(2):
+                assert strategy.reduce("sum", value) == n
+                assert strategy.reduce("mean", value) == 1
+            with strategy.scope():
+                assert strategy.reduce("sum", value) == n
+                assert strategy.reduce("mean", value) == 1
+                assert strategy.reduce("max", strategy.run(replica_id)) == n - 1
+                assert strategy.reduce("mean", strategy.run(replica_id)) == (n - 1) / 2
+
+        strategies.run(case)
+
+    def test_reduce_along_an_axis(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            value = strategy.run(lambda: torch.tensor([1.0, 2.0]))
+            assert strategy.reduce("mean", value, axis=0) == 1.5
+            assert strategy.reduce("sum", value, axis=0) == 3 * n
+            ragged = strategy.run(lambda: torch.arange(replica_id() + 1.0))
+            rows = [float(x) for r in range(n) for x in range(r + 1)]
+            expected = pytest.approx(sum(rows) / len(rows))
+            assert float(strategy.reduce("mean", ragged, axis=0)) == expected
+
+        strategies.run(case)
+
+    def test_structures(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            result = strategy.run(lambda: {"a": torch.ones(2), "b": (replica_id(), [1.0])})
+            total = strategy.reduce("sum", result)
+            n = strategy.num_replicas_in_sync
+            assert total["a"].tolist() == [n, n]
+            assert total["b"][0] == n * (n - 1) // 2
+            assert total["b"][1] == [n]
+
+        strategies.run(case)
+
+    def test_all_reduce_and_its_gradient(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+
+            def step() -> torch.Tensor:
+                context = fd.get_replica_context()
+                assert context is not None
+                x = torch.tensor([1.0, 2.0], requires_grad=True)
+                total = context.all_reduce("sum", x)
+                assert total.tolist() == [n, 2 * n]
+                total.backward(torch.tensor([1.0, replica_id()]))
+                assert x.grad is not None
+                assert x.grad.tolist() == [n, n * (n - 1) / 2]
+                mean = context.all_reduce("mean", {"r": replica_id()})
+                assert mean["r"] == (n - 1) / 2
+                return total
+
+            strategy.run(step)
+
+        strategies.run(case)
+
+    def test_all_gather_and_its_gradient(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+
+            def step() -> None:
+                context = fd.get_replica_context()
+                assert context is not None
+                own = replica_id()
+                x = torch.full((2, own + 1), float(own), requires_grad=True)
+                joined = context.all_gather(x, axis=1)
+                assert joined[0].tolist() == [float(r) for r in range(n) for _ in range(r + 1)]
+                weights = torch.arange(joined.numel(), dtype=torch.float32).reshape(joined.shape)
+                joined.backward(weights)
+                begin = own * (own + 1) // 2
+                assert x.grad is not None
+                assert x.grad.tolist() == (n * weights[:, begin : begin + own + 1]).tolist()
+
+            strategy.run(step)
+
+        strategies.run(case)
+
+    def test_gather(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            value = strategy.run(lambda: torch.full((replica_id() + 1, 1), float(replica_id())))
+            rows = strategy.gather(value, axis=0)
+            assert rows.flatten().tolist() == [float(r) for r in range(n) for _ in range(r + 1)]
+            with pytest.raises(ValueError, match="at least one dimension"):
+                strategy.gather(strategy.run(lambda: torch.tensor(1.0)), axis=0)
+            if n > 1:
+                ragged = strategy.run(lambda: torch.ones(2, replica_id() + 1))
+                with pytest.raises(ValueError, match=r"\(2, 1\)"):
+                    strategy.gather(ragged, axis=0)
+
+        strategies.run(case)
+
+    def test_contexts(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            assert not fd.has_strategy()
+            assert fd.get_strategy() is not None
+            assert fd.get_replica_context() is not None
+            assert not fd.in_cross_replica_context()
+            with strategy.scope(), strategy.scope():
+                assert fd.get_strategy() is strategy
+                assert fd.has_strategy()
+                assert fd.in_cross_replica_context()
+                assert fd.get_replica_context() is None
+
+                def inside() -> None:
+                    assert fd.get_strategy() is strategy
+                    assert not fd.in_cross_replica_context()
+
+                strategy.run(inside)
+                with pytest.raises(RuntimeError, match="Mixing"), fd.DefaultStrategy().scope():
+                    pass
+                with pytest.raises(RuntimeError, match="Mixing"):
+                    fd.DefaultStrategy().run(inside)
+                assert fd.get_strategy() is strategy
+            ids = strategy.run(replica_id)
+            assert strategy.local_results(ids) == strategy.local_replica_ids
+
+        strategies.run(case)
+
+    def test_run_is_strict(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with pytest.raises(ValueError, match="tuple or list, got Tensor"):
+                strategy.run(lambda x: x, args=torch.ones(1))
+            with pytest.raises(RuntimeError, match="inside run"):
+                strategy.run(lambda: strategy.run(lambda: None))
+            with pytest.raises(RuntimeError, match="inside run"):
+                strategy.run(lambda: strategy.scope().__enter__())
+            with pytest.raises(ValueError, match="op must be"):
+                strategy.reduce("average", 1.0)
+            assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (
+                strategy.num_replicas_in_sync
+            )
+
+        strategies.run(case)
+
+    def test_an_exception_in_one_replica(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            last = strategy.num_replicas_in_sync - 1
+
+            def failing() -> None:
+                if replica_id() == last:
+                    raise KeyError("lost")
+
+            if last in strategy.local_replica_ids:
+                with pytest.raises(KeyError, match="lost") as caught:
+                    strategy.run(failing)
+                assert any(entry.name == "failing" for entry in caught.traceback)
+            else:
+                strategy.run(failing)
+            assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == last + 1
+
+        strategies.run(case)
+
+    def test_merge_call(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            calls = []
+
+            def merged(given: Strategy, value: Any, scale: float) -> Any:
+                assert fd.in_cross_replica_context()
+                assert given is strategy
+                calls.append(1)
+                return given.reduce("sum", value) * scale
+
+            def step() -> torch.Tensor:
+                context = fd.get_replica_context()
+                assert context is not None
+                result: torch.Tensor = context.merge_call(
+                    merged, args=(torch.tensor(float(replica_id())),), kwargs={"scale": 2.0}
+                )
+                assert fd.get_replica_context() is context
+                return result
+
+            n = strategy.num_replicas_in_sync
+            for result in strategy.local_results(strategy.run(step)):
+                assert result == n * (n - 1)
+            assert len(calls) == 1
+
+        strategies.run(case)
+
+    def test_distribute_values_from_function(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            value = strategy.distribute_values_from_function(
+                lambda context: 10 * context.replica_id_in_sync_group
+            )
+            doubled = strategy.run(lambda x: 2 * x, args=(value,))
+            expected = tuple(20 * i for i in strategy.local_replica_ids)
+            assert strategy.local_results(doubled) == expected
+
+        strategies.run(case)
+
+    # --- training (CASES 19 to 21) ------------------------------------------------------------------
+
+    def test_summed_gradients(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                model = nn.Linear(1, 1, bias=False)
+                model.weight.data.zero_()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step() -> None:
+                for _ in range(2):  # accumulated over two backwards
+                    (model.weight * (replica_id() + 1.0)).sum().backward()
+                optimizer.step()
+
+            strategy.run(step)
+            assert model.weight.item() == pytest.approx(-0.1 * 2 * n * (n + 1) / 2)
+
+        strategies.run(case, gradient_reduction="sum")
+
+    @pytest.mark.parametrize("make", [sgd, adam])
+    def test_digits_train_as_on_one_device(self, strategies: Any, make: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            got = train(strategy, make, epochs=3)
+            require_close(got, plain(make, epochs=3), 4e-5)
+
+        strategies.run(case)
+
+    def test_replicas_without_examples(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            got = train(strategy, sgd, global_batch=599)  # the last batch: 0 or 1797 % 599 = 0
+            require_close(got, plain(sgd, global_batch=599), 4e-5)
+            torch.manual_seed(3)
+            with strategy.scope():
+                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+            before = [buffer.clone() for buffer in model.buffers()]
+            n = strategy.num_replicas_in_sync
+            counts = (4,) + (0,) * (n - 1)
+            x = per_replica(strategy, [torch.randn(4, 3)] + [torch.ones(0, 3)] * (n - 1), counts)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = F.mse_loss(model(x), torch.zeros(len(x), 2))
+                loss.backward()
+                return loss.detach()
+
+            loss = strategy.reduce("mean", strategy.run(step, args=(x,)))
+            assert torch.isfinite(loss)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                assert torch.isfinite(parameter.grad).all()
+            assert not torch.equal(before[0], model[1].running_mean)
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_batch_norm_keeps_the_mean_over_replicas(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Sequential(nn.BatchNorm1d(1))
+            n = strategy.num_replicas_in_sync
+            rows = torch.arange(4.0 * n).reshape(-1, 1)
+            x, = batch(strategy, rows)
+
+            def step(x: torch.Tensor) -> None:
+                model(x).sum().backward()
+
+            strategy.run(step, args=(x,))
+            means = [float(part.mean()) for part in rows.tensor_split(n)]
+            expected = 0.1 * sum(means) / n
+            assert model[0].running_mean.item() == pytest.approx(expected, rel=1e-6)
+            assert model.state_dict()["0.running_mean"].item() == pytest.approx(expected, rel=1e-6)
+
+        strategies.run(case)
+
+    # --- modules and optimizers -----------------------------------------------------------------------
+
+    def test_the_model_stays_the_users_own(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model, optimizer = adam()
+            assert isinstance(model, Net)
+            assert type(model).__name__ == "Net"
+            twin = copy.deepcopy(model)
+            assert type(twin) is Net
+            buffer = io.BytesIO()
+            torch.save(model.state_dict(), buffer)
+            buffer.seek(0)
+            Net().load_state_dict(torch.load(buffer))
+            assert not hasattr(twin, "_fastdist_twins")
+            model.eval()
+            assert strategy.local_results(strategy.run(lambda: model.training)) == (
+                (False,) * len(strategy.devices)
+            )
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+
+        strategies.run(case)
+
+    def test_load_state_dict_reaches_all_replicas(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            torch.manual_seed(7)
+            source = Net()
+            with strategy.scope():
+                model = Net()
+            model.load_state_dict(source.state_dict())
+            strategy.check_in_sync()
+
+            def weight() -> torch.Tensor:
+                return model.first.weight.detach().clone()
+
+            for got in strategy.local_results(strategy.run(weight)):
+                assert torch.equal(got, source.first.weight)
+
+        strategies.run(case)
+
+    def test_accumulation_clipping_unused_and_frozen(self, strategies: Any) -> None:
+        def make() -> Any:
+            model = Net()
+            model.spare = nn.Linear(2, 2)  # type: ignore[assignment]
+            model.first.bias.requires_grad_(False)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+
+        def steps(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(2)
+            with strategy.scope():
+                model, optimizer = make()
+            images, labels = digits()
+
+            def step(halves: Any) -> None:
+                optimizer.zero_grad()
+                with strategy.no_sync():
+                    (F.cross_entropy(model(halves[0][0]), halves[0][1]) / 2).backward()
+                (F.cross_entropy(model(halves[1][0]), halves[1][1]) / 2).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                assert model.spare.weight.grad is None
+                assert model.first.bias.grad is None
+                optimizer.step()
+
+            for begin in range(0, 480, 240):
+                halves = [
+                    batch(strategy, images[b : b + 120], labels[b : b + 120])
+                    for b in (begin, begin + 120)
+                ]
+                strategy.run(step, args=(halves,))
+            strategy.check_in_sync()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        def case(strategy: Strategy) -> None:
+            require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
+
+        strategies.run(case)
+
+    def test_parameters_used_on_some_replicas_only(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(n))
+
+            def step() -> list[float]:
+                (model[replica_id()].weight * (replica_id() + 1)).sum().backward()
+                return [layer.weight.grad.item() for layer in model]
+
+            for grads in zip(*map(strategy.local_results, strategy.run(step)), strict=True):
+                assert grads == pytest.approx([(r + 1) / n for r in range(n)])
+
+        strategies.run(case)
+
+    def test_each_replica_has_its_own_random_stream(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> list[list[float]]:
+            n = strategy.num_replicas_in_sync
+            runs = []
+            for _ in range(2):
+                torch.manual_seed(5)
+                drawn = strategy.run(lambda: torch.cat([torch.rand(2), F.dropout(torch.ones(4))]))
+                outside = torch.rand(1)
+                rows = strategy.gather(drawn).reshape(n, -1)
+                assert len({tuple(row.tolist()) for row in rows}) == n
+                runs.append(rows.tolist() + [outside.tolist()])
+            assert runs[0] == runs[1]
+            return runs[0]
+
+        results = strategies.run(case)
+        assert all(result == results[0] for result in results)
+
+    def test_schedulers_and_scalers(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+                scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+            def step(x: torch.Tensor) -> float:
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(x).float().pow(2).mean()
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+                return float(optimizer.param_groups[0]["lr"])
+
+            for i in range(2):
+                rates = strategy.run(step, args=(torch.ones(4, 64),))
+                for rate in strategy.local_results(rates):
+                    assert rate == 0.5 ** (i + 1)
+            scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == 0.125
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    # --- bad input ------------------------------------------------------------------------------------
+
+    def test_out_of_sync_is_seen(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = Net()
+
+            def change() -> None:
+                if replica_id() == 1:
+                    with torch.no_grad():
+                        model.second.bias[3] += 1
+
+            strategy.run(change)
+            if strategy.num_replicas_in_sync == 1:
+                strategy.check_in_sync()
+                return
+            with pytest.raises(FastdistError, match=r"second.bias differs on replicas \[1\]"):
+                strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_batches_of_different_structure(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            if len(strategy.devices) == 1:
+                return
+            with pytest.raises(ValueError, match="different structures"):
+                strategy.run(lambda: {"a": 1} if replica_id() else {"b": 1})
+            assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (
+                strategy.num_replicas_in_sync
+            )
+
+        strategies.run(case)

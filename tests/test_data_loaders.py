@@ -1,0 +1,223 @@
+"""DataLoaders as sources, loader processes, samplers; and workers that do not read the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_jobs import Counting, alone, equal, layouts, on_workers
+from fastdist.data import AutoShardPolicy, Files, InputLayout, distribute_dataset
+from fastdist.errors import FastdistError
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+X, Y = torch.arange(20.0).reshape(10, 2), np.arange(10)
+
+
+def numbers(dataset: Any) -> list[list[int]]:
+    """Per step the second leaf of all replicas, joined."""
+    return [[i for value in batch[1].values for i in value.tolist()] for batch in dataset]
+
+
+def test_a_loader_brings_its_arguments() -> None:
+    loader = DataLoader(Counting(10), batch_size=4, drop_last=True)
+    dataset = distribute_dataset(loader, alone(2))
+    assert len(dataset) == 2
+    assert numbers(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert numbers(distribute_dataset(loader, alone(2), global_batch_size=5)) == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+    ]
+
+
+def test_a_random_sampler_becomes_a_seeded_shuffle() -> None:
+    loader = DataLoader(Counting(20), batch_size=8, shuffle=True)
+    direct = distribute_dataset(Counting(20), alone(), global_batch_size=8, shuffle=True, seed=5)
+    expected = numbers(direct)
+    for replicas in (1, 3):
+        assert numbers(distribute_dataset(loader, alone(replicas), seed=5)) == expected
+    assert numbers(distribute_dataset(loader, alone(), seed=6)) != expected
+
+
+def as_dict(examples: list[Any]) -> dict[str, Any]:
+    return {"n": len(examples), "y": torch.tensor([y for _, y in examples])}
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_custom_collate_of_a_loader(loaders: int) -> None:
+    loader = DataLoader(Counting(7), batch_size=4, collate_fn=as_dict, num_workers=loaders)
+    batches = list(distribute_dataset(loader, alone(2)))
+    assert [batch["n"].values for batch in batches] == [(2, 2), (2, 1)]
+    assert batches[1]["y"].values[1].tolist() == [6]
+
+
+@pytest.mark.parametrize("source", ["examples", "iterable", "files"])
+def test_loader_processes_give_what_none_give(source: str) -> None:
+    def made(loaders: int) -> Any:
+        if source == "examples":
+            chosen: Any = Counting(13)
+        elif source == "files":
+            chosen = Files(["0", "6"], lambda path: Spread(int(path), int(path) + 6).all())
+        else:
+            chosen = Spread(0, 13)
+        return distribute_dataset(
+            chosen,
+            alone(2),
+            global_batch_size=4,
+            shuffle=source == "examples",
+            num_workers=loaders,
+        )
+
+    without, with_one = list(made(0)), list(made(1))
+    assert len(without) == len(with_one)
+    assert all(equal(a, b) for a, b in zip(without, with_one, strict=True))
+    seen = [i for step in numbers(made(2)) for i in step]
+    assert sorted(seen) == sorted(i for step in numbers(without) for i in step)
+
+
+class Spread(IterableDataset[Any]):
+    """(i as a float, i) for a range, shared out among loader processes."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.range = range(start, stop)
+
+    def all(self) -> Iterator[Any]:
+        return ((torch.tensor([float(i)]), i) for i in self.range)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        mine = self.range if info is None else self.range[info.id :: info.num_workers]
+        return ((torch.tensor([float(i)]), i) for i in mine)
+
+
+def test_an_iterable_dataset_in_a_loader_gives_the_loaders_batches() -> None:
+    loader = DataLoader(Spread(0, 11), batch_size=4, num_workers=2)
+    assert numbers(distribute_dataset(loader, alone(3))) == [b[1].tolist() for b in loader]
+
+
+def test_a_tensor_dataset_is_sliced() -> None:
+    loader = DataLoader(TensorDataset(X, torch.from_numpy(Y)), batch_size=4)
+    batches = list(distribute_dataset(loader, alone()))
+    assert [batch[1].values[0].tolist() for batch in batches] == [b[1].tolist() for b in loader]
+    assert isinstance(batches[0], tuple)
+
+
+class Epochs(SequentialSampler):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(super().__iter__())
+        return iter(order[self.epoch :] + order[: self.epoch])
+
+
+@pytest.mark.parametrize("dataset", [Counting(6), TensorDataset(X[:6], torch.arange(6))])
+def test_custom_sampler_in_every_epoch(dataset: Any) -> None:
+    def steps(layout: InputLayout) -> Any:
+        loader = DataLoader(dataset, batch_size=4, sampler=Epochs(dataset))
+        made = distribute_dataset(loader, layout)
+        return [numbers(made), numbers(made)]
+
+    expected = [[[0, 1, 2, 3], [4, 5]], [[1, 2, 3, 4], [5, 0]]]
+    assert steps(alone(2)) == expected
+    first, second = on_workers(layouts(2), steps)
+    for epoch_, steps_ in enumerate(expected):
+        for step, whole in enumerate(steps_):
+            assert first[epoch_][step] + second[epoch_][step] == whole
+
+
+@pytest.mark.parametrize("standard", [True, False])
+def test_batch_samplers(standard: bool) -> None:
+    data = Counting(7)
+    batches: Any = BatchSampler(SequentialSampler(data), 3, drop_last=False)
+    loader = DataLoader(data, batch_sampler=batches if standard else list(batches))
+    made = distribute_dataset(loader, alone(2))
+    assert len(made) == 3
+    assert numbers(made) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_samplers_with_replacement_are_the_users() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sampler = WeightedRandomSampler([0.0, 1.0, 0.0], 5, generator=generator)
+    loader = DataLoader(Counting(3), batch_size=2, sampler=sampler)
+    assert numbers(distribute_dataset(loader, alone())) == [[1, 1], [1, 1], [1]]
+    replacing = RandomSampler(Counting(3), replacement=True, num_samples=50)
+    steps = numbers(distribute_dataset(DataLoader(Counting(3), 50, sampler=replacing), alone()))
+    assert len(steps[0]) == 50
+
+
+def test_workers_that_draw_different_samples_all_raise() -> None:
+    def attempt(layout: InputLayout) -> None:
+        sampler = Subset(Counting(9), [1, 3, 5] if layout.worker else [1, 3, 7]).indices
+        loader = DataLoader(Counting(9), batch_size=2, sampler=sampler)
+        steps = iter(distribute_dataset(loader, layout))
+        next(steps)
+        with pytest.raises(ValueError, match=r"different data in step 1.*seeded"):
+            next(steps)
+
+    on_workers(layouts(2), attempt)
+
+
+def test_workers_whose_iterables_differ_in_length_all_raise() -> None:
+    def attempt(layout: InputLayout) -> None:
+        source = (i for i in range(4 + layout.worker))
+        with pytest.raises(ValueError, match="0 on worker 0, 1 on worker 1"):
+            list(distribute_dataset(source, layout, global_batch_size=2))
+
+    on_workers(layouts(2), attempt)
+
+
+def failing(paths: int) -> Iterator[int]:
+    yield 1
+    raise OSError(f"cannot read {paths}")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_worker_that_cannot_read_is_an_error_on_all(prefetch: int) -> None:
+    source = Files([0, 1], lambda i: failing(i) if i else range(9))  # type: ignore[list-item]
+
+    def attempt(layout: InputLayout) -> BaseException:
+        made = distribute_dataset(source, layout, global_batch_size=2, prefetch=prefetch)
+        with pytest.raises((OSError, FastdistError)) as caught:
+            list(made)
+        return caught.value
+
+    healthy, broken = on_workers(layouts(2), attempt)
+    assert isinstance(broken, OSError)
+    assert isinstance(healthy, FastdistError)
+    assert healthy.ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ({"sampler": DistributedSampler(range(4), 2, 0)}, {}, "shuffle=True"),  # type: ignore[arg-type]
+        ({"sampler": [1, 2]}, {"shuffle": True}, "contradicts"),
+        ({"batch_sampler": [[1, 2]]}, {"global_batch_size": 2}, "batch_sampler"),
+        ({"batch_size": None, "collate_fn": as_dict}, {"global_batch_size": 2}, "single examples"),
+    ],
+)
+def test_loaders_that_contradict(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distribute_dataset(DataLoader(Counting(4), **arguments), alone(), **options)
+
+
+def test_off_needs_batches_of_its_own_size() -> None:
+    loader = DataLoader(Counting(4), batch_sampler=[[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="OFF needs a batch size"):
+        distribute_dataset(loader, layouts(2)[0], auto_shard_policy=AutoShardPolicy.OFF)

@@ -1,0 +1,86 @@
+"""The strategies' contract: replicas as threads, as processes, and one alone."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+from ranks import ProcessRanks
+from strategy_contract import StrategyContract
+
+import fastdist as fd
+
+
+class OneProcess:
+    """A strategy made in this process."""
+
+    def __init__(self, make: Callable[[fd.CommunicationOptions], fd.Strategy]) -> None:
+        self._make = make
+
+    def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
+        return [case(self._make(fd.CommunicationOptions(**options)))]
+
+    def close(self) -> None:
+        """Nothing outlives a case."""
+
+
+class ManyProcesses:
+    """The same strategy in every process of a world."""
+
+    def __init__(self, size: int) -> None:
+        self._ranks = ProcessRanks(size)
+
+    def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
+        return self._ranks.run(_run_case, cloudpickle.dumps(case), options)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def _run_case(comm: fd.Communicator, case: bytes, options: dict[str, Any]) -> Any:
+    strategy = fd.MirroredStrategy(options=fd.CommunicationOptions(**options))
+    assert strategy.num_replicas_in_sync == comm.world_size
+    return pickle.loads(case)(strategy)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    assert metafunc.cls is not None
+    sizes = metafunc.cls.sizes
+    metafunc.parametrize(
+        "strategies", sizes, indirect=True, scope="class", ids=[f"replicas{n}" for n in sizes]
+    )
+
+
+@pytest.fixture(scope="class")
+def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = request.cls.make(request.param)
+    yield made
+    made.close()
+
+
+class TestOneDevice(StrategyContract):
+    sizes = (1,)
+
+    @staticmethod
+    def make(size: int) -> OneProcess:
+        return OneProcess(lambda options: fd.OneDeviceStrategy("cpu"))
+
+
+class TestMirroredByThreads(StrategyContract):
+    sizes = (1, 2, 3, 4)
+
+    @staticmethod
+    def make(size: int) -> OneProcess:
+        devices = [f"cpu:{i}" for i in range(size)]
+        return OneProcess(lambda options: fd.MirroredStrategy(devices, options=options))
+
+
+class TestMirroredByProcesses(StrategyContract):
+    sizes = (2, 3, 4)
+
+    @staticmethod
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size)

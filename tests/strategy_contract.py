@@ -6,17 +6,17 @@ A test hands a function to `strategies.run`, which calls it with a strategy once
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
+import fastdist as fd
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import fastdist as fd
 from fastdist import PerReplica, Strategy
 from fastdist.errors import FastdistError
+from torch import nn
 
 
 def replica_id() -> int:
@@ -81,11 +81,7 @@ def train(
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def alone(make: Any, **options: Any) -> list[torch.Tensor]:
-    """The same on one device, by plain torch."""
-    return train(fd.OneDeviceStrategy("cpu"), make, **options)
-
-
+@functools.cache
 def plain(make: Any, epochs: int = 1, global_batch: int = 100) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model, optimizer = make()
@@ -104,6 +100,33 @@ def require_close(got: list[torch.Tensor], wanted: list[torch.Tensor], atol: flo
         torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
+def train_on_dataset(strategy: Strategy, epochs: int) -> list[torch.Tensor]:
+    """By `distribute_dataset`, shuffled."""
+    torch.manual_seed(1)
+    with strategy.scope():
+        model, optimizer = sgd()
+    batches = strategy.distribute_dataset(digits(), global_batch_size=100, shuffle=True, seed=3)
+
+    def step(batch: Any) -> torch.Tensor:
+        x, y = batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(epochs):
+        for one in batches:
+            strategy.reduce("mean", strategy.run(step, args=(one,)))
+    strategy.check_in_sync()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@functools.cache
+def trained_on_one_device(epochs: int) -> list[torch.Tensor]:
+    return train_on_dataset(fd.OneDeviceStrategy("cpu"), epochs)
+
+
 def sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Net()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -117,7 +140,7 @@ def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
 class StrategyContract:
     """Bound to a kind of replicas by a subclass of a few lines."""
 
-    # --- reduce, gather, contexts (CASES 1 to 8) --------------------------------------------------
+    # --- reduce, gather, contexts (CASES 1 to 8) ---------------------------------------------------
 
     def test_reduce_of_one_on_each(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -313,7 +336,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- training (CASES 19 to 21) ------------------------------------------------------------------
+    # --- training (CASES 19 to 21) -----------------------------------------------------------------
 
     def test_summed_gradients(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -341,10 +364,49 @@ class StrategyContract:
 
         strategies.run(case)
 
+    def test_a_shuffled_dataset_trains_as_on_one_device(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            require_close(train_on_dataset(strategy, 2), trained_on_one_device(2), 4e-5)
+
+        strategies.run(case)
+
+    def test_batches_are_cut_among_replicas(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            sizes = []
+            for one in strategy.distribute_dataset(torch.arange(15), global_batch_size=4):
+                parts = strategy.gather(strategy.run(lambda x: torch.tensor([len(x)]), args=(one,)))
+                sizes.append(parts.tolist())
+            wanted = [len(part) for part in torch.arange(3).tensor_split(n)]
+            assert sizes[-1] == wanted
+            assert [sum(row) for row in sizes] == [4, 4, 4, 3]
+
+        strategies.run(case)
+
+    def test_datasets_from_function(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            calls = []
+
+            def make(context: Any) -> Any:
+                calls.append(context)
+                size = context.get_per_replica_batch_size(12)
+                worker = context.input_pipeline_id
+                replicas = context.num_replicas_in_sync // context.num_input_pipelines
+                rows = torch.arange(5 * size * replicas) + 1000 * worker
+                return rows.split(size)
+
+            batches = strategy.distribute_datasets_from_function(make)
+            rows = [strategy.gather(one) for one in batches]
+            assert len(rows) == 5
+            assert {len(row) for row in rows} == {12}
+            assert len(calls) == 1
+
+        strategies.run(case)
+
     def test_replicas_without_examples(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
-            got = train(strategy, sgd, global_batch=599)  # the last batch: 0 or 1797 % 599 = 0
-            require_close(got, plain(sgd, global_batch=599), 4e-5)
+            got = train(strategy, sgd, global_batch=898)  # one example for the last batch
+            require_close(got, plain(sgd, global_batch=898), 4e-5)
             torch.manual_seed(3)
             with strategy.scope():
                 model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -374,7 +436,7 @@ class StrategyContract:
                 model = nn.Sequential(nn.BatchNorm1d(1))
             n = strategy.num_replicas_in_sync
             rows = torch.arange(4.0 * n).reshape(-1, 1)
-            x, = batch(strategy, rows)
+            (x,) = batch(strategy, rows)
 
             def step(x: torch.Tensor) -> None:
                 model(x).sum().backward()
@@ -387,7 +449,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- modules and optimizers -----------------------------------------------------------------------
+    # --- modules and optimizers --------------------------------------------------------------------
 
     def test_the_model_stays_the_users_own(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -490,7 +552,7 @@ class StrategyContract:
                 outside = torch.rand(1)
                 rows = strategy.gather(drawn).reshape(n, -1)
                 assert len({tuple(row.tolist()) for row in rows}) == n
-                runs.append(rows.tolist() + [outside.tolist()])
+                runs.append([*rows.tolist(), outside.tolist()])
             assert runs[0] == runs[1]
             return runs[0]
 
@@ -526,7 +588,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- bad input ------------------------------------------------------------------------------------
+    # --- bad input ---------------------------------------------------------------------------------
 
     def test_out_of_sync_is_seen(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:

@@ -21,8 +21,10 @@ LAYERS = (
     ("fastdist",),
     ("fastdist.strategies",),
     (
+        "fastdist.buffers",
         "fastdist.callbacks",
         "fastdist.checkpoint",
+        "fastdist.collective_functions",
         "fastdist.context",
         "fastdist.data",
         "fastdist.gradients",
@@ -30,7 +32,8 @@ LAYERS = (
         "fastdist.modules",
         "fastdist.nn",
         "fastdist.ps",
-        "fastdist.values",
+        "fastdist.random_streams",
+        "fastdist.routing",
         "fastdist.variables",
     ),
     ("fastdist.default",),
@@ -46,6 +49,7 @@ LEAVES = {
     "fastdist.arrays": (),
     "fastdist.cluster": ("fastdist._config", "fastdist.errors"),
     "fastdist.errors": (),
+    "fastdist.values": (),
 }
 LAYER_OF = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 

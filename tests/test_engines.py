@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import contract
@@ -18,13 +21,223 @@ from fastdist.engines.host import HostEngine
 from fastdist.engines.links import Layout
 from fastdist.engines.machine_links import MachineLinks
 from fastdist.engines.replicas import engines_over_threads
-from ranks import ThreadRanks, run_threads
-from reference import SMALL_FLOATS, reduced, sample
+from ranks import RankError
+from reference import SMALL_FLOATS, reduced
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch.distributed")
 
 TIMEOUT_S = 60.0
 # Which ranks share a machine, by size of the world; not contiguous where possible.
 MACHINES = {2: ((0,), (1,)), 3: ((0, 2), (1,)), 4: ((0, 3), (1, 2))}
 _names = itertools.count()
 _store = torch.distributed.HashStore()
+
+
+def new_store() -> Any:
+    return torch.distributed.PrefixStore(f"test{next(_names)}", _store)
+
+
+class EngineThreads:
+    """Ranks as threads, each with an engine of its own; fresh for every call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def makers(self) -> list[Callable[[], Engine]]:
+        """What makes each rank's engine, in that rank's thread."""
+        raise NotImplementedError
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: dict[int, BaseException | str] = {}
+        communicators: list[Communicator] = []
+
+        def body(rank: int, make: Callable[[], Engine]) -> None:
+            try:
+                comm = Communicator(make(), TIMEOUT_S)
+                communicators.append(comm)
+                results[rank] = function(comm, *args)
+            except BaseException:
+                errors[rank] = traceback.format_exc()
+
+        threads = [
+            threading.Thread(target=body, args=(rank, make), daemon=True)
+            for rank, make in enumerate(self.makers())
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + limit_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            errors[-1] = f"still running after {limit_s} s"
+        if errors:
+            raise RankError(errors)
+        for comm in communicators:
+            comm.close()
+        return results
+
+    def close(self) -> None:
+        pass
+
+
+def gloo_makers(size: int, lazy: bool = False) -> list[Callable[[], GlooEngine]]:
+    store = new_store()
+
+    def make(rank: int) -> GlooEngine:
+        return GlooEngine(store, rank, size, "127.0.0.1", TIMEOUT_S, lazy)
+
+    return [lambda rank=rank: make(rank) for rank in range(size)]  # type: ignore[misc]
+
+
+class GlooThreads(EngineThreads):
+    """One rank per machine."""
+
+    def makers(self) -> list[Callable[[], Engine]]:
+        return list(gloo_makers(self.size))
+
+
+class MachineThreads(EngineThreads):
+    """Several ranks per machine; machines only in name."""
+
+    def makers(self) -> list[Callable[[], Engine]]:
+        layout = Layout(MACHINES[self.size])
+        inner = {
+            rank: engine
+            for place in layout.places
+            for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
+        }
+        store = new_store()
+        flat = gloo_makers(self.size, lazy=True)
+
+        def make(rank: int) -> Engine:
+            links = MachineLinks(flat[rank](), layout, store, TIMEOUT_S)
+            return HierarchicalEngine(layout, rank, inner[rank], links)
+
+        return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
+
+
+class ReplicaThreads(EngineThreads):
+    """Threads of two processes; the processes are threads, too."""
+
+    def makers(self) -> list[Callable[[], Engine]]:
+        local = self.size // 2
+        bases = HostEngine.of_threads(2)
+        made: dict[int, list[Engine]] = {}
+
+        def begin(process: int) -> None:
+            made[process] = engines_over_threads(bases[process], local, TIMEOUT_S)
+
+        threads = [threading.Thread(target=begin, args=(p,)) for p in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        engines = [*made[0], *made[1]]
+        return [lambda engine=engine: engine for engine in engines]  # type: ignore[misc]
+
+
+def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
+    """What a hierarchy gives: each place in order, then the places in order; a mean at the end."""
+
+    def in_two_levels(inputs: list[np.ndarray], op: str) -> np.ndarray:
+        dtype = inputs[0].dtype
+        small = dtype.name in SMALL_FLOATS
+        wide = [x.astype(np.float32) for x in inputs] if small else inputs
+        summed = "sum" if op == "mean" else op
+        result = reduced([reduced([wide[r] for r in ranks], summed) for ranks in places], summed)
+        if op == "mean":
+            parts = result.view(result.real.dtype)
+            result = (parts / np.array(len(inputs), parts.dtype)).view(result.dtype)
+        with np.errstate(all="ignore"):
+            return result.astype(dtype)
+
+    return in_two_levels
+
+
+class HierarchyContract(CommunicatorContract):
+    """The contract, with the sums of a hierarchy: floats are added in another order."""
+
+    @staticmethod
+    def places(size: int) -> tuple[tuple[int, ...], ...]:
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _two_levels(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        fixture = "ranks" if "ranks" in request.fixturenames else "doomed_ranks"
+        size = request.getfixturevalue(fixture).size
+        monkeypatch.setattr(contract, "reduced", reduced_by_place(self.places(size)))
+
+    def test_compression(self, ranks: Any) -> None:
+        """What crosses between places is narrow, hence not bit by bit what the contract says."""
+        ranks.run(check_compression_roughly)
+
+
+def check_compression_roughly(comm: Communicator) -> None:
+    n = comm.world_size
+    for dtype in ("float32", "float64"):
+        for size in (0, 3, 5_000):
+            inputs = [
+                np.random.default_rng([r, size]).standard_normal(size).astype(dtype)
+                for r in range(n)
+            ]
+            for op, exact in (("sum", sum(inputs)), ("mean", sum(inputs) / n)):
+                for name, error in (("bf16", 0.02), ("fp16", 0.002), ("fp8", 0.07)):
+                    x = [inputs[comm.rank].copy(), inputs[comm.rank].copy() / 1000]
+                    comm.all_reduce(x, op, compress=name)
+                    largest = max([np.abs(v).max() for v in inputs if v.size] or [1]) * n
+                    assert np.abs(x[0] - exact).max(initial=0) <= error * largest
+                    assert np.abs(x[1] * 1000 - exact).max(initial=0) <= error * largest
+                    everyone = comm.all_gather(x[0]).reshape(n, -1)
+                    assert (everyone == everyone[0]).all()
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One per path: nothing, one step, slices with a remainder."""
+    monkeypatch.setattr(contract, "SIZES", [0, 1, 17, 5_003, 150_001])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for fixture in ("ranks", "doomed_ranks"):
+        if fixture in metafunc.fixturenames and metafunc.cls is not None:
+            scope = "class" if fixture == "ranks" else "function"
+            worlds = metafunc.cls.worlds
+            metafunc.parametrize(
+                fixture, worlds, indirect=True, scope=scope, ids=lambda n: f"world{n}"
+            )
+
+
+@pytest.fixture(scope="class")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = request.cls.ranks_class(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def doomed_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = request.cls.ranks_class(request.param)
+    yield made
+    made.close()
+
+
+class TestGloo(CommunicatorContract):
+    ranks_class = GlooThreads
+    worlds = (2, 3)
+
+
+class TestMachines(HierarchyContract):
+    ranks_class = MachineThreads
+    worlds = (3, 4)
+    places = staticmethod(MACHINES.__getitem__)
+
+
+class TestReplicas(HierarchyContract):
+    ranks_class = ReplicaThreads
+    worlds = (2, 4)
+
+    @staticmethod
+    def places(size: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(range(p * size // 2, (p + 1) * size // 2)) for p in range(2))

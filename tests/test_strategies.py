@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
+import fastdist as fd
 import pytest
+import torch
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
-
-import fastdist as fd
 
 
 class OneProcess:
@@ -41,6 +41,7 @@ class ManyProcesses:
 
 
 def _run_case(comm: fd.Communicator, case: bytes, options: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
     strategy = fd.MirroredStrategy(options=fd.CommunicationOptions(**options))
     assert strategy.num_replicas_in_sync == comm.world_size
     return pickle.loads(case)(strategy)

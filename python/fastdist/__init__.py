@@ -53,9 +53,9 @@ _NEEDS_TORCH = {
     "OneDeviceStrategy": "fastdist.strategies",
     "ReplicaContext": "fastdist.context",
     "Strategy": "fastdist.strategies",
-    "get_replica_context": "fastdist.context",
-    "get_strategy": "fastdist.context",
-    "has_strategy": "fastdist.context",
+    "get_replica_context": "fastdist.strategies",
+    "get_strategy": "fastdist.strategies",
+    "has_strategy": "fastdist.strategies",
     "in_cross_replica_context": "fastdist.context",
     "PerReplica": "fastdist.values",
 }

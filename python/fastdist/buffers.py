@@ -54,9 +54,7 @@ class BufferSync:
         """Start to average what was written since the last time. Every replica must call."""
         self._note_written()
         self.restore()
-        written = [
-            buffer for i in sorted(self._written) for buffer in _floating(self._modules[i])
-        ]
+        written = [buffer for i in sorted(self._written) for buffer in _floating(self._modules[i])]
         self._written.clear()
         if not written:
             return None

@@ -59,9 +59,7 @@ def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
     return axis
 
 
-def _reduced(
-    communicator: Communicator | None, op: ReduceOp, tensor: torch.Tensor
-) -> torch.Tensor:
+def _reduced(communicator: Communicator | None, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     if communicator is not None:
         communicator.all_reduce(result, op)
@@ -77,8 +75,7 @@ def _gathered(
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     joined: torch.Tensor = communicator.all_gather(padded)
-    parts = joined.split(most) if most else [joined] * len(sizes)
-    kept = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    kept = [joined[i * most : i * most + size] for i, size in enumerate(sizes)]
     return torch.cat(kept).movedim(0, axis)
 
 
@@ -110,5 +107,6 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         total = all_reduce(ctx.communicator, "sum", gradients[0])
-        own = total.split(ctx.sizes, dim=ctx.axis)[ctx.communicator.rank]
+        rank = ctx.communicator.rank
+        own = total.narrow(ctx.axis, sum(ctx.sizes[:rank]), ctx.sizes[rank])
         return own, None, None, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,10 +16,15 @@ from fastdist.collective_functions import all_gather, all_reduce
 from fastdist.communicator import Communicator, ReduceOp
 from fastdist.values import map_structure
 
-if TYPE_CHECKING:
-    from fastdist.strategies.base import Strategy
-
 MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Replicas(Protocol):
+    """What a context needs to know of its strategy."""
+
+    num_replicas_in_sync: int
+    local_replica_ids: tuple[int, ...]
+    devices: tuple[torch.device, ...]
 
 
 class ReplicaContext:
@@ -36,7 +41,7 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         communicator: Communicator | None,
         merge: MergeCall,
         local_replica: int = 0,
@@ -110,50 +115,13 @@ class _ThreadState(threading.local):
     """What a thread is in the middle of."""
 
     def __init__(self) -> None:
-        self.scopes: list[Strategy] = []
+        self.scopes: list[Replicas] = []
         self.replica: ReplicaContext | None = None
 
 
 state = _ThreadState()
 
 
-class _Default:
-    """The strategy outside all scopes, made when first asked for."""
-
-    make: Callable[[], Strategy]
-    strategy: Strategy | None = None
-
-
-def set_default(make: Callable[[], Strategy]) -> None:
-    """Say how the strategy outside all scopes is made."""
-    _Default.make = staticmethod(make)
-
-
-def get_strategy() -> Strategy:
-    """The strategy of the innermost scope or run; the default strategy outside. Never None."""
-    if state.replica is not None:
-        return state.replica.strategy
-    if state.scopes:
-        return state.scopes[-1]
-    if _Default.strategy is None:
-        _Default.strategy = _Default.make()
-    return _Default.strategy
-
-
-def has_strategy() -> bool:
-    """True inside the scope or run of a strategy other than the default one."""
-    return get_strategy() is not _Default.strategy
-
-
 def in_cross_replica_context() -> bool:
     """True inside a scope and outside `run`."""
     return state.replica is None and bool(state.scopes)
-
-
-def get_replica_context() -> ReplicaContext | None:
-    """This replica's context; None in cross-replica context."""
-    if state.replica is not None:
-        return state.replica
-    if state.scopes:
-        return None
-    return get_strategy().default_replica_context()

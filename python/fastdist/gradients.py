@@ -6,7 +6,7 @@ gone, its gradients go into one fused, asynchronous all_reduce. At the end of ba
 is sent too, and all is waited for: when `backward()` returns, `.grad` is what one device would have
 computed on the global batch.
 
-The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0003, 0006).
+The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0003).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
 parameter that says how many replicas used it, so that one that nobody used keeps `grad` None.
 """
@@ -17,6 +17,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -87,13 +88,11 @@ class GradientSync:
             if i in self._hooked or not parameter.requires_grad:
                 continue
             self._hooked.add(i)
-            self._hooks.append(
-                parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._on_gradient(i))
-            )
+            after = partial(self._on_gradient, i)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             if self._reduction == "sum":
-                self._hooks.append(
-                    parameter.register_hook(lambda _, i=i: self._before_gradient(i))
-                )
+                before = partial(self._before_gradient, i)
+                self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
@@ -119,14 +118,14 @@ class GradientSync:
         for hook in self._hooks:
             hook.remove()
 
-    def _before_gradient(self, i: int) -> None:
+    def _before_gradient(self, i: int, gradient: object = None) -> None:
         """A sum that is accumulated into: its parts on all replicas must add up to itself."""
         grad = self._parameters[i].grad
         known = self._global.pop(i, None)
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
-    def _on_gradient(self, i: int) -> None:
+    def _on_gradient(self, i: int, parameter: object) -> None:
         if not self.enabled:
             return
         task = torch._C._current_graph_task_id()

@@ -1,10 +1,11 @@
-"""Modules made in a strategy's scope: found by torch's registration hooks, made equal everywhere."""
+"""Modules made in a strategy's scope: found by torch's registration hooks, made alike."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch.nn.modules import module as torch_module
 
 from fastdist.communicator import Communicator
 from fastdist.errors import FastdistError
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class ModuleRecorder:
@@ -45,7 +48,9 @@ class ModuleRecorder:
     def roots(self) -> list[nn.Module]:
         """The modules that are part of no other, in the order in which they were made."""
         inner = {
-            id(child) for module in self._seen.values() for child in module.modules()
+            id(child)
+            for module in self._seen.values()
+            for child in module.modules()
             if child is not module
         }
         return [module for key, module in self._seen.items() if key not in inner]
@@ -53,23 +58,22 @@ class ModuleRecorder:
 
 def named_parameters(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Every parameter once, with a name that tells the module too where there are several."""
-    return list(_once((name, p) for name, p in _named(roots, "parameters")))  # type: ignore[misc]
+    return list(_once(_named(roots, nn.Module.named_parameters)))
 
 
 def named_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
     """Every buffer once, as `named_parameters`."""
-    return list(_once(_named(roots, "buffers")))
+    return list(_once(_named(roots, nn.Module.named_buffers)))
 
 
-def _named(roots: Sequence[nn.Module], what: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(
+    roots: Sequence[nn.Module], names: Callable[..., Iterator[tuple[str, T]]]
+) -> Iterator[tuple[str, T]]:
     for i, root in enumerate(roots):
-        prefix = f"{type(root).__name__}[{i}]" if len(roots) > 1 else ""
-        yield from getattr(root, f"named_{what}")(prefix=prefix)
+        yield from names(root, prefix=f"{type(root).__name__}[{i}]" if len(roots) > 1 else "")
 
 
-def _once(
-    named: Iterator[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     seen: set[int] = set()
     for name, tensor in named:
         if id(tensor) not in seen:
@@ -90,9 +94,7 @@ def require_same_structure(
     Raises:
         FastdistError: the first tensor that differs, with its name and shape on each rank.
     """
-    own = [
-        f"{name}: {_describe(tensor)}" for name, tensor in named
-    ]
+    own = [f"{name}: {_describe(tensor)}" for name, tensor in named]
     digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
@@ -124,7 +126,7 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     if not is_materialized(tensor):
         return b""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
+    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -1,9 +1,9 @@
 """A random stream of its own for each replica, all of them drawn from the process's one.
 
-At every run each process draws one number from torch's default generator, the same on all processes
-that were seeded alike; it and the replica's id make the seed of the replica's stream. Afterwards the
-default generator is where the draw left it, so that random numbers drawn outside `run` stay the
-same on all processes, and `torch.manual_seed` alone makes a whole job reproducible.
+At every run each process draws one number from torch's default generator, the same on all
+processes that were seeded alike; it and the replica's id make the seed of the replica's stream.
+Afterwards the default generator is where the draw left it, so that random numbers drawn outside
+`run` stay the same on all processes, and `torch.manual_seed` alone makes a whole job reproducible.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class Routing:
             {**group, "params": [parameters[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ]
-        twin.state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined,call-arg]
+        twin.state = type(optimizer.state)(optimizer.state.default_factory)
         for key, value in optimizer.state.items():
             if isinstance(key, torch.Tensor) and id(key) in parameters:
                 own = parameters[id(key)]
@@ -276,15 +276,9 @@ def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
             setattr(twin, name, value)
 
 
-def watch_made(
-    kinds: Sequence[type], note: Callable[[Any], None]
-) -> contextlib.AbstractContextManager[None]:
-    """While it is open, `note` gets every object of these classes that is made."""
-    return _watch_made(kinds, note)
-
-
 @contextlib.contextmanager
-def _watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Any:
+def watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Iterator[None]:
+    """While it is open, `note` gets every object of these classes that is made."""
     originals = [kind.__dict__["__init__"] for kind in kinds]
 
     def watched(original: Any) -> Any:

@@ -19,12 +19,7 @@ from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.launch import Launch, detect_launch
 from fastdist.communicator import Communicator
 from fastdist.engines.engine import Engine
-from fastdist.engines.gloo import GlooEngine
-from fastdist.engines.hierarchical import HierarchicalEngine
 from fastdist.engines.host import HostEngine
-from fastdist.engines.machine_links import MachineLinks
-from fastdist.engines.machines import machine_id, meet_machines
-from fastdist.engines.replicas import engines_over_threads
 from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.rendezvous import meet
 
@@ -154,6 +149,8 @@ def replica_group(
             "replica_group: every process must have as many replicas, got "
             + ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(given))
         )
+    from fastdist.engines.replicas import engines_over_threads
+
     return [
         Communicator(engine, timeout_s)
         for engine in engines_over_threads(base.engine, local, timeout_s)
@@ -230,6 +227,8 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
 
 
 def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
+    from fastdist.engines.machines import machine_id
+
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     key = bootstrap.bcast(secrets.token_hex(16))
     machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
@@ -252,6 +251,12 @@ def _on_one_machine(launch: Launch, timeout_s: float) -> HostEngine:
 
 def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> Engine:
     """Meet through a store; then the engine for what was found."""
+    # Imported where there are several machines: `import fastdist` is to be quick.
+    from fastdist.engines.gloo import GlooEngine
+    from fastdist.engines.hierarchical import HierarchicalEngine
+    from fastdist.engines.machine_links import MachineLinks
+    from fastdist.engines.machines import meet_machines
+
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     meeting = meet_machines(

@@ -6,17 +6,17 @@ from typing import Any
 
 
 def c10d() -> Any:
-    """The module torch.distributed.distributed_c10d.
+    """The module that holds torch's stores and process groups.
 
     Raises:
         ImportError: torch is not installed, or without Gloo.
     """
     try:
-        from torch.distributed import distributed_c10d
+        import torch.distributed
     except ImportError:
         raise ImportError(
             "ranks on several machines need torch: pip install 'fastdist[torch]'"
         ) from None
-    if not distributed_c10d.is_gloo_available():
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         raise ImportError("ranks on several machines need Gloo, and this torch is without it")
-    return distributed_c10d
+    return torch._C._distributed_c10d  # torch.distributed shows only some of it

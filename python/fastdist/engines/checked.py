@@ -20,6 +20,7 @@ from fastdist.engines.engine import Calls, Engine
 from fastdist.engines.queues import CallQueue
 from fastdist.engines.signature import (
     OPS,
+    RECORD_BYTES,
     REDUCE_OPS,
     Signature,
     mismatch,
@@ -42,6 +43,8 @@ from fastdist.errors import (
     PeerFailureError,
 )
 
+# Arrays up to this size travel with the signature, and the call is over in one step.
+_PAYLOAD_BYTES = 512
 _COMPRESSIONS = ("fp16", "bf16", "fp8")
 
 
@@ -53,11 +56,15 @@ class Call:
         signature: what all ranks compare.
         move: moves the bytes; takes the seconds that each of its steps may wait.
         result: what the user gets.
+        payload: an array that travels with the signature where it is small; and what then takes
+            the place of `move`, given every rank's.
     """
 
     signature: Signature
     move: Callable[[float], None]
     result: Any
+    payload: View | None = None
+    finish: Callable[[list[View]], None] | None = None
 
 
 Run = Callable[[Call, float, bool], Any]
@@ -115,7 +122,14 @@ class CheckedEngine(Engine):
         def move(step_s: float) -> None:
             self._all_reduce(ins, outs, op, compress, step_s)
 
-        return run(Call(signature, move, arrays if out is None else out), timeout_s, async_op)
+        def finish(parts: list[View]) -> None:
+            self._reduce_payloads(parts, outs[0], op)
+
+        # Machines of different kinds may round a complex product differently: one does it.
+        exact = compress is None and not (op == "prod" and signature.dtype.startswith("complex"))
+        payload = ins[0] if exact and not is_list else None
+        call = Call(signature, move, arrays if out is None else out, payload, finish)
+        return run(call, timeout_s, async_op)
 
     def _call_reduce(
         self,
@@ -168,10 +182,16 @@ class CheckedEngine(Engine):
                     target.memory[:] = source.memory
             self._broadcast(targets, root, step_s)
 
+        def finish(parts: list[View]) -> None:
+            if targets is not sources:
+                targets[0].memory[:] = parts[root].memory
+
         call = Call(
             Signature.of("broadcast", targets, is_list, root=root),
             move,
             arrays if out is None else out,
+            None if is_list else (sources or targets)[0],
+            finish,
         )
         return run(call, timeout_s, async_op)
 
@@ -185,7 +205,12 @@ class CheckedEngine(Engine):
         def move(step_s: float) -> None:
             self._all_gather(source, target, step_s)
 
-        call = Call(Signature.of("all_gather", [source], False), move, out)
+        def finish(parts: list[View]) -> None:
+            for rank, part in enumerate(parts):
+                at = rank * source.nbytes
+                target.memory[at : at + source.nbytes] = part.memory
+
+        call = Call(Signature.of("all_gather", [source], False), move, out, source, finish)
         return run(call, timeout_s, async_op)
 
     def _call_gather(
@@ -336,8 +361,14 @@ class CheckedEngine(Engine):
         self._check_usable()
 
         def steps() -> None:
-            self._agree(call.signature, site, timeout_s)
-            if call.signature.op != "barrier":  # all have agreed: all are here
+            payload = call.payload
+            if payload is not None and payload.nbytes > _PAYLOAD_BYTES:
+                payload = None
+            data = b"" if payload is None else payload.memory.tobytes()
+            others = self._agree(call.signature, site, data, timeout_s)
+            if payload is not None and call.finish is not None:
+                call.finish([payload.at(bytearray(other[: payload.nbytes])) for other in others])
+            elif call.signature.op != "barrier":  # all have agreed: all are here
                 call.move(timeout_s)
 
         self._guard(steps, call.signature)
@@ -356,14 +387,22 @@ class CheckedEngine(Engine):
             self._lose(PeerFailureError(f"rank {self.rank} failed with {error!r}", (self.rank,)))
             raise
 
-    def _agree(self, signature: Signature, site: str, timeout_s: float) -> None:
-        """Compare signatures; differing ones raise on every rank, before anything has moved."""
+    def _agree(
+        self, signature: Signature, site: str, payload: bytes, timeout_s: float
+    ) -> list[bytes]:
+        """Compare signatures; differing ones raise on every rank, before anything has moved.
+
+        Returns:
+            Every rank's payload.
+        """
         self._sequence += 1
         self._last[self.rank] = signature
-        records = self._share(signature.pack(self._sequence), timeout_s)
+        own = signature.pack(self._sequence) + payload.ljust(_PAYLOAD_BYTES, b"\0")
+        shared = self._share(own, timeout_s)
+        records = [data[:RECORD_BYTES] for data in shared]
         self._last = [Signature.unpack(record)[1] for record in records]
         if records.count(records[0]) == len(records):
-            return
+            return [data[RECORD_BYTES:] for data in shared]
         sites = self._share(pack_site(site), timeout_s)
         raise mismatch(self.rank, records, [unpack_site(text) for text in sites])
 
@@ -416,6 +455,10 @@ class CheckedEngine(Engine):
     @abstractmethod
     def _share(self, record: bytes, step_s: float) -> list[bytes]:
         """Every rank's record, in rank order. All are as long as this one."""
+
+    @abstractmethod
+    def _reduce_payloads(self, parts: list[View], out: View, op: str) -> None:
+        """Reduce every rank's array here, to the bits that `_all_reduce` would give."""
 
     @abstractmethod
     def _leave(self, error: FastdistError | None) -> None:

@@ -6,7 +6,7 @@ broadcast); bytes cross between places once, whatever the number of ranks in the
 
 | collective | inner | outer | inner |
 |---|---|---|---|
-| comparison of signatures, barrier | all_gather | all_gather | broadcast |
+| comparison of signatures, with arrays up to 512 B; barrier | all_gather | all_gather | broadcast |
 | all_reduce | reduce | all_reduce | broadcast |
 | reduce | reduce | reduce | to the root |
 | broadcast | broadcast, at the root's | broadcast | broadcast, elsewhere |
@@ -36,7 +36,13 @@ from fastdist.engines.checked import CheckedEngine, Run
 from fastdist.engines.departures import Cause
 from fastdist.engines.engine import Bytes, Calls, Engine
 from fastdist.engines.links import Layout, Links
-from fastdist.engines.reduction import accumulates_wide, divide, narrow, widen
+from fastdist.engines.reduction import (
+    accumulates_wide,
+    divide,
+    narrow,
+    reduce_in_order,
+    widen,
+)
 from fastdist.engines.views import View
 from fastdist.errors import FastdistError
 
@@ -61,6 +67,8 @@ class HierarchicalEngine(CheckedEngine):
         self._inner_engine = inner
         self._inner = inner.trusted_calls()
         self._links = links
+        # Where leaders have nobody to wait for, nobody need wait for leaders that do.
+        self._grace_s = _GRACE_S if layout.width > 1 else 0.0
         self._outer: Calls = {}
         if links.outer is not None:
             self._outer = links.outer.trusted_calls()
@@ -97,7 +105,7 @@ class HierarchicalEngine(CheckedEngine):
         everyone = np.zeros(len(self._layout.places) * block, np.uint8)
         if not self._outer:
             self._step("all_gather", _bytes_of(record), self._blank(length), step_s)
-            self._step("broadcast", everyone, 0, None, step_s + 2 * _GRACE_S)
+            self._step("broadcast", everyone, 0, None, step_s + 2 * self._grace_s)
         else:
             self._share_as_leader(record, everyone.reshape(-1, block), step_s)
         records = []
@@ -123,14 +131,14 @@ class HierarchicalEngine(CheckedEngine):
             lost_here = error
             _write_cause(own, error)
         try:
-            self._cross("all_gather", own, everyone.reshape(-1), step_s + _GRACE_S)
+            self._cross("all_gather", own, everyone.reshape(-1), step_s + self._grace_s)
         except FastdistError as error:
             if lost_here is None:
                 everyone[:] = 0
                 _write_cause(everyone[self._place], error)
         if lost_here is not None:
             raise lost_here
-        self._step("broadcast", everyone.reshape(-1), 0, None, step_s + 2 * _GRACE_S)
+        self._step("broadcast", everyone.reshape(-1), 0, None, step_s + 2 * self._grace_s)
 
     def _blank(self, length: int) -> Bytes:
         return np.zeros(self._inner_engine.size * length, np.uint8)
@@ -180,7 +188,7 @@ class HierarchicalEngine(CheckedEngine):
             flats = [view.flat for view in totals]
             self._cross("all_reduce", flats, _summed(op), None, compress, step_s)
             self._conclude(totals, outs, op)
-        self._step("broadcast", [v.flat for v in outs], 0, None, step_s + 2 * _GRACE_S)
+        self._step("broadcast", [v.flat for v in outs], 0, None, step_s + 2 * self._grace_s)
 
     def _reduce_here(self, ins: list[View], into: list[View], op: str, step_s: float) -> list[View]:
         """Reduce within the place; the leader gets the totals, in `into` or wider memory."""
@@ -194,6 +202,19 @@ class HierarchicalEngine(CheckedEngine):
         out = None if in_place or not self._outer else [view.flat for view in totals]
         self._step("reduce", [view.flat for view in sources], _summed(op), 0, out, step_s)
         return totals
+
+    def _reduce_payloads(self, parts: list[View], out: View, op: str) -> None:
+        wide = accumulates_wide(op, out.dtype)
+        if wide:
+            parts = [View(widen(part), "float32") for part in parts]
+        here = []
+        for ranks in self._layout.places:
+            here.append(parts[ranks[0]])
+            reduce_in_order([parts[rank] for rank in ranks], _summed(op), here[-1])
+        reduce_in_order(here, _summed(op), here[0])
+        self._conclude(here[:1], [out], op)
+        if not wide:
+            out.flat[:] = here[0].flat
 
     def _conclude(self, totals: list[View], outs: list[View], op: str) -> None:
         """On a leader: the mean's division and the rounding of small floats."""
@@ -247,7 +268,11 @@ class HierarchicalEngine(CheckedEngine):
                 part = mine
         here = part.part(0, self._inner_engine.size * rows)
         self._step(
-            "scatter", here.flat if self._outer else None, 0, target.flat, step_s + 2 * _GRACE_S
+            "scatter",
+            here.flat if self._outer else None,
+            0,
+            target.flat,
+            step_s + 2 * self._grace_s,
         )
 
     # --- movement -------------------------------------------------------------------------------
@@ -260,7 +285,7 @@ class HierarchicalEngine(CheckedEngine):
         if self._outer:
             self._cross("broadcast", flats, place, None, step_s)
         if place != self._place:
-            self._step("broadcast", flats, 0, None, step_s + 2 * _GRACE_S)
+            self._step("broadcast", flats, 0, None, step_s + 2 * self._grace_s)
 
     def _all_gather(self, source: View, target: View, step_s: float) -> None:
         block = self._gather_here(source.memory, step_s)
@@ -268,7 +293,7 @@ class HierarchicalEngine(CheckedEngine):
             everyone = np.empty(len(self._layout.places) * block.nbytes, np.uint8)
             self._cross("all_gather", block, everyone, step_s)
             self._in_rank_order(everyone, target.memory)
-        self._step("broadcast", target.memory, 0, None, step_s + 2 * _GRACE_S)
+        self._step("broadcast", target.memory, 0, None, step_s + 2 * self._grace_s)
 
     def _gather(self, source: View, target: View | None, root: int, step_s: float) -> None:
         place, _ = self._layout.place_of(root)
@@ -284,7 +309,7 @@ class HierarchicalEngine(CheckedEngine):
                 joined = np.empty(total, np.uint8)
                 self._in_rank_order(everyone, joined)
         if place == self._place:
-            joined = self._pass_on(joined, total, 0, root, step_s + 2 * _GRACE_S)
+            joined = self._pass_on(joined, total, 0, root, step_s + 2 * self._grace_s)
             if target is not None:
                 target.memory[:] = joined
 
@@ -305,7 +330,7 @@ class HierarchicalEngine(CheckedEngine):
                     ]
             self._cross("scatter", by_place, place, part, step_s)
         here = part[: self._inner_engine.size * length] if self._outer else None
-        self._step("scatter", here, 0, target.memory, step_s + 2 * _GRACE_S)
+        self._step("scatter", here, 0, target.memory, step_s + 2 * self._grace_s)
 
     def _all_to_all(
         self, source: View, target: View, table: list[list[int]], step_s: float
@@ -333,7 +358,7 @@ class HierarchicalEngine(CheckedEngine):
                         pieces[i, j] = arrived[at : at + nbytes[i][j]]
                         at += nbytes[i][j]
             arrived = _join(pieces[i, j] for j in here for i in range(self.size))
-        self._step("all_to_all", arrived, target.memory, _flatten(down), step_s + 2 * _GRACE_S)
+        self._step("all_to_all", arrived, target.memory, _flatten(down), step_s + 2 * self._grace_s)
 
     def _across(self, gathered: Bytes, nbytes: list[list[int]], step_s: float) -> Bytes:
         """Exchange between leaders: from each rank here to each rank elsewhere."""
@@ -365,7 +390,7 @@ class HierarchicalEngine(CheckedEngine):
         counts = [nbytes if (i, j) == (src, dst) else 0 for i in range(n) for j in range(n)]
         out = np.empty(nbytes if self._local == dst else 0, np.uint8)
         given = memory if self._local == src else memory[:0]
-        self._step("all_to_all", given, out, counts, step_s + 2 * _GRACE_S)
+        self._step("all_to_all", given, out, counts, step_s + 2 * self._grace_s)
         return out
 
     def _first(self) -> int:

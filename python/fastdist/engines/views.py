@@ -96,6 +96,10 @@ class View:
 
         return torch.from_numpy(memory).view(self.flat.dtype)
 
+    def at(self, data: bytearray) -> View:
+        """An array of the same kind over these bytes."""
+        return View(self.like(np.frombuffer(data, np.uint8)), self.dtype)
+
     def new(self, count: int) -> View:
         """An uninitialised array of the same kind."""
         item = self.flat.itemsize

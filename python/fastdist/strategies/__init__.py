@@ -1,7 +1,12 @@
 """The strategies: which replicas train together, and where they are."""
 
 from fastdist.strategies.base import Strategy
-from fastdist.strategies.default import DefaultStrategy
+from fastdist.strategies.default import (
+    DefaultStrategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
 from fastdist.strategies.mirrored import MirroredStrategy
 from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
@@ -12,4 +17,7 @@ __all__ = [
     "MirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
 ]

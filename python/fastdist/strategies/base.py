@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from fastdist.buffers import BufferSync
 from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
+from fastdist.data import (
+    AutoShardPolicy,
+    DistributedDataset,
+    InputContext,
+    InputLayout,
+    distribute_dataset,
+    distribute_datasets_from_function,
+)
 from fastdist.gradients import GradientSync
 from fastdist.modules import (
     broadcast_state,
@@ -78,7 +87,9 @@ class Strategy:
 
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.devices))
-        return f"<fastdist.{type(self).__name__} {self.num_replicas_in_sync} replicas, here {places}>"
+        return (
+            f"<fastdist.{type(self).__name__} {self.num_replicas_in_sync} replicas, here {places}>"
+        )
 
     # --- making things --------------------------------------------------------------------------
 
@@ -148,6 +159,62 @@ class Strategy:
             return self._roots
         return [self._routing.twin(root, replica) for root in self._roots]
 
+    def distribute_dataset(
+        self,
+        source: Any,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Cut a source into global batches and each of them among the replicas.
+
+        Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
+        """
+        return distribute_dataset(
+            source,
+            self._input_layout(),
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_remainder=drop_remainder,
+            auto_shard_policy=auto_shard_policy,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch=prefetch,
+        )
+
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int = 2
+    ) -> DistributedDataset:
+        """A dataset of per-replica batches that `fn` makes, once for each worker.
+
+        Every worker must call. See `fastdist.data.distribute_datasets_from_function`.
+        """
+        return distribute_datasets_from_function(fn, self._input_layout(), prefetch=prefetch)
+
+    def _input_layout(self) -> InputLayout:
+        return InputLayout(
+            num_replicas=self.num_replicas_in_sync,
+            local_replicas=self.local_replica_ids,
+            num_workers=self._workers,
+            worker=self._worker,
+            devices=self.devices,
+            all_gather_ints=self._all_gather_ints,
+        )
+
+    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        workers = self._links.workers
+        if workers is None:
+            return [list(values)]
+        table: list[list[int]] = workers.all_gather(np.array([values], np.int64)).tolist()
+        return table
+
     # --- running --------------------------------------------------------------------------------
 
     def run(
@@ -194,7 +261,8 @@ class Strategy:
     def _run_threads(
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
     ) -> list[Any]:
-        assert self._threads is not None and self._routing is not None
+        assert self._threads is not None
+        assert self._routing is not None
         self._refresh()
         links = self._links
 
@@ -362,5 +430,3 @@ def _joined(calls: list[Any]) -> Any:
         return values[0] if all(v is values[0] for v in values) else PerReplica(values)
 
     return map_structure(join, *calls)
-
-

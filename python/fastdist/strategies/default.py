@@ -1,10 +1,13 @@
-"""The strategy outside all scopes: one replica, nothing changed."""
+"""The strategy outside all scopes, and which strategy a thread is in."""
 
 from __future__ import annotations
 
+import functools
+from typing import cast
+
 import torch
 
-from fastdist.context import set_default
+from fastdist.context import ReplicaContext, state
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.links import Links
 
@@ -19,4 +22,27 @@ class DefaultStrategy(Strategy):
         super().__init__([torch.device("cpu")], Links)
 
 
-set_default(DefaultStrategy)
+@functools.cache
+def _default() -> DefaultStrategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy of the innermost scope or run; the default strategy outside. Never None."""
+    if state.replica is not None:
+        return cast(Strategy, state.replica.strategy)
+    if state.scopes:
+        return cast(Strategy, state.scopes[-1])
+    return _default()
+
+
+def has_strategy() -> bool:
+    """True inside the scope or run of a strategy other than the default one."""
+    return get_strategy() is not _default()
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """This replica's context; None in cross-replica context."""
+    if state.replica is not None:
+        return state.replica
+    return None if state.scopes else _default().default_replica_context()

@@ -42,8 +42,9 @@ def process_links(world: Communicator) -> Links:
     """For one replica in each process of `world`. Every rank must call."""
     if world.world_size == 1:
         return Links()
-    workers = world.split(0)
-    context = world.split(0)
-    gradients = world.split(0)
-    assert workers is not None and context is not None and gradients is not None
+    ranks = range(world.world_size)
+    workers, context, gradients = (world.subgroup(ranks) for _ in range(3))
+    assert workers is not None
+    assert context is not None
+    assert gradients is not None
     return Links((context,), (gradients,), workers)

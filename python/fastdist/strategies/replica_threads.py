@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class ReplicaThreads:
                 meeting.leave(replica, None)
 
         for replica, jobs in enumerate(self._queues):
-            jobs.put(lambda replica=replica: job(replica))
+            jobs.put(partial(job, replica))
         meeting.serve()
         if meeting.failures:
             replica, error = meeting.failures[0]
@@ -105,9 +106,7 @@ class Meeting:
             self._merge = merge
             self._arrived[replica] = argument
             self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: replica not in self._arrived or bool(self._left)
-            )
+            self._condition.wait_for(lambda: replica not in self._arrived or bool(self._left))
             if replica in self._arrived:
                 del self._arrived[replica]
                 self._require_all(replica)

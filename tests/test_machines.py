@@ -1,0 +1,349 @@
+"""Ranks on two machines: two network namespaces with a cable between them, two ranks in each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+import contract
+import fastdist
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
+from fastdist.world import replica_group
+from ranks import TESTS, ProcessRanks, RankError
+from test_engines import check_compression_roughly, reduced_by_place
+
+pytest.importorskip("torch.distributed")
+
+MACHINES = ((0, 1), (2, 3))
+WORLD = 4
+_ports = itertools.count(29600)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Two namespaces, and the address of each."""
+
+    names: tuple[str, str]
+    addresses: tuple[str, str]
+
+    def command(self, machine: int, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self.names[machine], *command]
+
+
+def _ip(*args: str) -> None:
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(args)}: {done.stderr.strip()}")
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs ip (iproute2) to make network namespaces")
+    tag = secrets.token_hex(2)
+    names = (f"fd{tag}a", f"fd{tag}b")
+    addresses = ("10.213.7.1", "10.213.7.2")
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            _ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
+            for name, address in zip(names, addresses, strict=True):
+                _ip("link", "set", name, "netns", name)
+                for args in (
+                    ("addr", "add", f"{address}/24", "dev", name),
+                    ("link", "set", name, "up"),
+                    ("link", "set", "lo", "up"),
+                ):
+                    _ip("netns", "exec", name, "ip", *args)
+        except OSError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield Network(names, addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+class MachineRanks(ProcessRanks):
+    """Ranks as processes on the two machines."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__(WORLD)
+        self.network = network
+
+    def start(self) -> None:
+        port = str(next(_ports))
+        for machine, ranks in enumerate(MACHINES):
+            for local, rank in enumerate(ranks):
+                ours, theirs = Pipe()
+                env = dict(os.environ)
+                env |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(local)}
+                env |= {"LOCAL_WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": "1"}
+                env |= {"MASTER_ADDR": self.network.addresses[0], "MASTER_PORT": port}
+                env.pop("FASTDIST_JOB", None)
+                server = [sys.executable, "-W", "error", str(TESTS / "ranks.py")]
+                command = self.network.command(machine, *server, str(theirs.fileno()))
+                process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], cwd=TESTS)
+                self._processes.append(process)
+                theirs.close()
+                self._pipes.append(ours)
+
+
+@pytest.fixture(scope="module")
+def ranks(network: Network) -> Iterator[MachineRanks]:
+    made = MachineRanks(network)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def doomed_ranks(network: Network) -> Iterator[MachineRanks]:
+    made = MachineRanks(network)
+    yield made
+    made.close()
+
+
+def by_machine(comm: Communicator, function: Callable[..., Any], *args: Any) -> Any:
+    """A function of the contract, with the sums of a hierarchy."""
+    usual = contract.reduced, contract.SIZES
+    contract.reduced = reduced_by_place(MACHINES)
+    contract.SIZES = [0, 1, 17, 5_003, 150_001]
+    try:
+        return function(comm, *args)
+    finally:
+        contract.reduced, contract.SIZES = usual
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (contract.check_reductions, ("float32",)),
+        (contract.check_reductions, ("bfloat16",)),
+        (contract.check_reductions, ("uint16",)),
+        (contract.check_sizes, (True,)),
+        (contract.check_movement, (False,)),
+        (contract.check_splits, ()),
+        (contract.check_send_recv, ()),
+        (contract.check_lists, (["float32", "int8", "float64", "bfloat16"],)),
+        (contract.check_layouts, ()),
+        (contract.check_bad_arguments, ()),
+        (contract.check_mismatch, ()),
+        (contract.check_mismatch_of_send, ()),
+        (contract.check_async, ()),
+        (contract.check_groups, ()),
+        (contract.check_random_calls, (2, 80)),
+        (check_compression_roughly, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_contract(ranks: MachineRanks, function: Callable[..., Any], args: tuple[Any]) -> None:
+    ranks.run(by_machine, function, *args)
+
+
+def test_same_bits_everywhere(ranks: MachineRanks) -> None:
+    assert len(set(ranks.run(contract.check_same_bits))) == 1
+
+
+def listening(comm: Communicator) -> list[str]:
+    """The addresses that anything in this namespace listens on."""
+    del comm
+    lines = [
+        line
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    rows = [line.split() for line in lines]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A"]
+
+
+def test_listens_on_the_given_address_only(ranks: MachineRanks) -> None:
+    found = ranks.run(listening)
+    for machine, members in enumerate(MACHINES):
+        octets = [int(part) for part in ranks.network.addresses[machine].split(".")]
+        expected = "".join(f"{octet:02X}" for octet in reversed(octets))
+        for rank in members:
+            assert set(found[rank]) == {expected}
+
+
+def replicas(comm: Communicator, local: int) -> list[tuple[int, float]]:
+    group = replica_group(comm, local)
+    results: list[Any] = [None] * local
+
+    def train(i: int) -> None:
+        x = np.full(70_001, group[i].rank + 1.0, np.float32)
+        group[i].all_reduce(x, "mean")
+        parts = group[i].all_gather(np.array([group[i].rank]))
+        assert (parts == np.arange(comm.world_size * local)).all()
+        half = group[i].split(group[i].rank % 2)
+        assert half is not None
+        assert half.all_gather(np.array([group[i].rank])).tolist() == [
+            r for r in range(comm.world_size * local) if r % 2 == group[i].rank % 2
+        ]
+        half.close()
+        results[i] = (group[i].rank, float(x[-1]))
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(local)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    comm.barrier()  # is still there
+    for member in group:
+        member.close()
+    return results
+
+
+def test_threads_of_processes_of_machines(ranks: MachineRanks) -> None:
+    n = WORLD * 2
+    expected = [(rank, (n + 1) / 2) for rank in range(n)]
+    assert [pair for pairs in ranks.run(replicas, 2) for pair in pairs] == expected
+
+
+def uneven_replicas(comm: Communicator) -> None:
+    with pytest.raises(ClusterConfigError, match="2 on rank 0, 1 on rank 1"):
+        replica_group(comm, 2 if comm.rank == 0 else 1)
+    comm.barrier()
+
+
+def test_processes_must_agree_on_threads(ranks: MachineRanks) -> None:
+    ranks.run(uneven_replicas)
+
+
+def die_amid_calls(comm: Communicator, doomed: int, size: int) -> None:
+    x = np.ones(size, np.float32)
+    comm.all_reduce(x)
+    if comm.rank == doomed:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start = time.monotonic()
+
+    def go_on() -> None:
+        while True:
+            comm.all_reduce(x)
+
+    with pytest.raises(PeerFailureError) as caught:
+        go_on()
+    assert time.monotonic() - start < 5
+    assert caught.value.ranks == (doomed,), str(caught.value)
+    with pytest.raises(FastdistError, match="cannot be used any more"):
+        comm.barrier()
+
+
+@pytest.mark.parametrize(("doomed", "size"), [(0, 100), (2, 2_000_000), (3, 2_000_000)])
+def test_killed_rank(doomed_ranks: MachineRanks, doomed: int, size: int) -> None:
+    with pytest.raises(RankError) as caught:
+        doomed_ranks.run(die_amid_calls, doomed, size)
+    assert list(caught.value.errors) == [doomed], caught.value
+
+
+def come_late(world: Communicator, late: int) -> None:
+    comm = world.split(0)  # is lost, and the world is not
+    assert comm is not None
+    comm.barrier()
+    if comm.rank == late:
+        time.sleep(1.5)
+    start = time.monotonic()
+
+    def two_calls() -> None:
+        comm.all_reduce(np.zeros(3, np.float32), timeout=0.3)
+        comm.barrier()  # the late rank learns it here at the latest
+
+    with pytest.raises(FastdistError) as caught:
+        two_calls()
+    assert time.monotonic() - start < 3
+    if comm.rank != late:
+        assert isinstance(caught.value, CollectiveTimeoutError)
+        assert caught.value.ranks == (late,), str(caught.value)
+        assert f"rank {late}: call 1, barrier()" in str(caught.value)
+    world.barrier()
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_late_rank(ranks: MachineRanks, late: int) -> None:
+    ranks.run(come_late, late)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What `init` needs of a resolver."""
+
+    rank: int | None
+    world_size: int
+    coordinator_address: str
+
+
+RESOLVED = """
+    import sys, numpy as np, fastdist as fd
+    class Place:
+        rank, world_size, coordinator_address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    comm = fd.init(cluster=Place())
+    x = np.array([comm.rank + 1.0])
+    print(comm.all_reduce(x)[0], type(comm.engine).__name__)
+"""
+
+
+def start_resolved(prefix: list[str], rank: int, size: int, address: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(RESOLVED)
+    command = [*prefix, sys.executable, "-W", "error", "-c", code, str(rank), str(size), address]
+    return subprocess.Popen(command, cwd=TESTS, text=True, stdout=subprocess.PIPE)
+
+
+def test_ranks_from_a_resolver(network: Network) -> None:
+    address = f"{network.addresses[1]}:{next(_ports)}"
+    started = [start_resolved(network.command(1 - r), r, 2, address) for r in range(2)]
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+
+
+def test_resolver_on_one_machine_needs_no_network() -> None:
+    address = f"localhost:{next(_ports)}"
+    started = [start_resolved([], r, 2, address) for r in range(2)]
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 HostEngine\n"] * 2
+
+
+def test_task_that_does_not_train() -> None:
+    with pytest.raises(ClusterConfigError, match="does not train"):
+        fastdist.init(cluster=Place(None, 2, "10.0.0.1:1"))
+
+
+def test_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 4), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ClusterConfigError, match="expected MASTER_ADDR and MASTER_PORT"):
+        fastdist.init()
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")  # of documentation: nobody has it
+    with pytest.raises(ClusterConfigError, match=r"cannot listen at 192\.0\.2\.77"):
+        fastdist.init()
+    monkeypatch.setenv("MASTER_PORT", "0x50")
+    with pytest.raises(ClusterConfigError, match="malformed address"):
+        fastdist.init()
+
+
+def test_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(next(_ports)))
+    with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not come within 0.5 s"):
+        fastdist.init()

@@ -1,4 +1,4 @@
-"""What every strategy with replicas must do, whatever its replicas are; rows of CASES in `test_*`.
+"""What every strategy with replicas must do, whatever its replicas are.
 
 A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
 """
@@ -140,7 +140,7 @@ def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
 class StrategyContract:
     """Bound to a kind of replicas by a subclass of a few lines."""
 
-    # --- reduce, gather, contexts (CASES 1 to 8) ---------------------------------------------------
+    # --- reduce, gather, contexts ----------------------------------------------------------------
 
     def test_reduce_of_one_on_each(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -336,7 +336,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- training (CASES 19 to 21) -----------------------------------------------------------------
+    # --- training --------------------------------------------------------------------------------
 
     def test_summed_gradients(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -449,7 +449,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- modules and optimizers --------------------------------------------------------------------
+    # --- modules and optimizers ------------------------------------------------------------------
 
     def test_the_model_stays_the_users_own(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -588,7 +588,7 @@ class StrategyContract:
 
         strategies.run(case)
 
-    # --- bad input ---------------------------------------------------------------------------------
+    # --- bad input -------------------------------------------------------------------------------
 
     def test_out_of_sync_is_seen(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:

@@ -1,4 +1,4 @@
-"""Rows 14 to 18 of CASES.md, and what must hold for every split."""
+"""How a global batch is cut, by the numbers that tf.distribute documents, and what always holds."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_seven_on_four_replicas_wherever_they_are(workers: int, replicas: int) -
     assert [part for worker in steps for part in worker[0]] == [[0, 1], [2, 3], [4, 5], [6]]
 
 
-CASE_17 = {
+POLICIES = {
     AutoShardPolicy.FILE: [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [10, 11]]],
     AutoShardPolicy.DATA: [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 11]]],
     AutoShardPolicy.OFF: [[[i, i + 1] for i in range(0, 12, 2)]] * 2,
 }
 
 
-@pytest.mark.parametrize("policy", CASE_17)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policies_on_files(policy: AutoShardPolicy) -> None:
     source = Files(["0", "6"], lambda path: range(int(path), int(path) + 6))
 
@@ -78,7 +78,7 @@ def test_policies_on_files(policy: AutoShardPolicy) -> None:
         return epoch(dataset)
 
     assert on_workers(layouts(2), steps) == [
-        [[batch] for batch in worker] for worker in CASE_17[policy]
+        [[batch] for batch in worker] for worker in POLICIES[policy]
     ]
 
 
@@ -92,7 +92,7 @@ def test_policies_on_other_sources(policy: AutoShardPolicy, kind: str) -> None:
         )
 
     assert on_workers(layouts(2), steps) == [
-        [[batch] for batch in worker] for worker in CASE_17[policy]
+        [[batch] for batch in worker] for worker in POLICIES[policy]
     ]
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Digits on a strategy.")
     parser.add_argument("--strategy", choices=["mirrored", "one_device"], default="mirrored")
     parser.add_argument("--devices", nargs="*", help="of the replicas; all GPUs, else a CPU")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--global-batch-size", type=int, default=128)
     options = parser.parse_args()
 

@@ -449,6 +449,44 @@ class StrategyContract:
 
         strategies.run(case)
 
+    def test_sync_batch_norm_sees_the_global_batch(self, strategies: Any) -> None:
+        def losses(strategy: Strategy, layer: Any) -> list[torch.Tensor]:
+            torch.manual_seed(4)
+            with strategy.scope():
+                model = nn.Sequential(nn.Conv2d(1, 3, 2), layer(3), nn.Flatten(), nn.Linear(27, 2))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            torch.manual_seed(5)
+            images, targets = torch.randn(10, 1, 4, 4), torch.randn(10, 2)
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+            for _ in range(3):
+                strategy.run(step, args=batch(strategy, images, targets))
+            strategy.check_in_sync()
+            return [value.detach().clone().float() for value in model.state_dict().values()]
+
+        def case(strategy: Strategy) -> None:
+            wanted = losses(fd.OneDeviceStrategy("cpu"), nn.BatchNorm2d)
+            require_close(losses(strategy, fd.nn.SyncBatchNorm), wanted, 1e-5)
+            converted = fd.nn.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
+            assert isinstance(converted[0], fd.nn.SyncBatchNorm)
+
+        strategies.run(case)
+
+    def test_average_and_regularization_loss(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            per_example = torch.arange(7.0)
+            (one,) = batch(strategy, per_example)
+            average = strategy.run(fd.nn.compute_average_loss, args=(one,))
+            assert strategy.reduce("sum", average) == pytest.approx(3.0)
+            shares = strategy.run(fd.nn.scale_regularization_loss, args=(torch.tensor(2.0),))
+            assert strategy.reduce("sum", shares) == pytest.approx(2.0)
+
+        strategies.run(case)
+
     # --- modules and optimizers ------------------------------------------------------------------
 
     def test_the_model_stays_the_users_own(self, strategies: Any) -> None:
@@ -558,6 +596,43 @@ class StrategyContract:
 
         results = strategies.run(case)
         assert all(result == results[0] for result in results)
+
+    def test_sparse_gradients(self, strategies: Any) -> None:
+        def train(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(6)
+            with strategy.scope():
+                model = nn.Embedding(20, 3, sparse=True)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+            def step(rows: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(rows).square().sum(1).mean().backward()
+                assert model.weight.grad.is_sparse
+                optimizer.step()
+
+            for rows in ([1, 2, 3, 1, 7, 9, 1], [4, 4, 4], [5, 6, 7, 8, 9, 10, 11, 12]):
+                strategy.run(step, args=batch(strategy, torch.tensor(rows)))
+            strategy.check_in_sync()
+            return [model.weight.detach().clone()]
+
+        def case(strategy: Strategy) -> None:
+            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-6)
+
+        strategies.run(case)
+
+    def test_an_optimizer_made_outside(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if strategy.num_replicas_in_sync > 1:
+                with pytest.raises(ValueError, match="made outside the scope"):
+                    strategy.run(optimizer.step)
+            elsewhere = nn.Linear(1, 1)
+            free = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+            strategy.run(free.step)
+
+        strategies.run(case)
 
     def test_schedulers_and_scalers(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:

@@ -236,7 +236,7 @@ class TestMachines(HierarchyContract):
 
 class TestReplicas(HierarchyContract):
     ranks_class = ReplicaThreads
-    worlds = (2, 4)
+    worlds = (4,)
 
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastdist import errors
 from fastdist._version import __version__
 from fastdist.communicator import Communicator, Work
@@ -23,7 +25,14 @@ from fastdist.default import (
 from fastdist.world import default_communicator, init, local_group
 
 __all__ = [
+    "CommunicationOptions",
     "Communicator",
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReplicaContext",
+    "Strategy",
     "Work",
     "__version__",
     "all_gather",
@@ -33,17 +42,38 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "data",
     "default_communicator",
     "errors",
     "gather",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
     "init",
     "local_group",
+    "nn",
     "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
     "send",
 ]
+
+if TYPE_CHECKING:
+    from fastdist import data, nn
+    from fastdist.context import ReplicaContext, in_cross_replica_context
+    from fastdist.strategies import (
+        CommunicationOptions,
+        DefaultStrategy,
+        MirroredStrategy,
+        OneDeviceStrategy,
+        Strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+    )
+    from fastdist.values import PerReplica
 
 # These need torch, which `import fastdist` does not load.
 _NEEDS_TORCH = {
@@ -62,12 +92,14 @@ _NEEDS_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEEDS_TORCH:
+    is_module = name in ("data", "nn")
+    if name not in _NEEDS_TORCH and not is_module:
         raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
     import importlib
 
     try:
-        importlib.import_module("fastdist.strategies")
+        if is_module:
+            return importlib.import_module(f"fastdist.{name}")
         return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -37,6 +37,7 @@ class ReplicaContext:
         device: where this replica computes.
         examples: of the batch that `run` was given, for each replica of the job; None where it
             was given no batch from `distribute_dataset`.
+        weight: what this replica's gradients count for in their mean, 1 being the average.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class ReplicaContext:
         merge: MergeCall,
         local_replica: int = 0,
         examples: tuple[int, ...] | None = None,
+        weight: float = 1.0,
     ) -> None:
         self.strategy = strategy
         self.local_replica = local_replica
         self.replica_id_in_sync_group: int = strategy.local_replica_ids[local_replica]
         self.device: torch.device = strategy.devices[local_replica]
         self.examples = examples
+        self.weight = weight
         self._communicator = communicator
         self._merge = merge
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -47,6 +47,7 @@ class GradientSync:
     Args:
         communicator: of all replicas, and for nothing else.
         parameters: name and parameter, in the same order on all replicas; each only once.
+        sparse: ids of the parameters whose gradients are sparse.
         buffers: of the same modules; averaged at the end of backward where they were written.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: gradients that travel together are at most so large, or a single one.
@@ -57,6 +58,7 @@ class GradientSync:
         self,
         communicator: Communicator,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: Set[int],
         buffers: BufferSync,
         *,
         reduction: GradientReduction = "mean",
@@ -67,6 +69,7 @@ class GradientSync:
         self.examples: tuple[int, ...] | None = None
         self._communicator = communicator
         self._parameters = [parameter for _, parameter in parameters]
+        self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
         self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
@@ -132,7 +135,9 @@ class GradientSync:
         if task != self._task:
             self._begin(task)
         self._arrived[i] = True
-        bucket = self._bucket_of[i]
+        bucket = self._bucket_of.get(i)
+        if bucket is None:
+            return  # sparse: at the end
         bucket.waiting -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
             self._send(self._buckets[self._next])
@@ -199,6 +204,9 @@ class GradientSync:
         work = self._buffer_sync.send()
         for bucket in self._buckets:
             self._receive(bucket)
+        for i in self._sparse:
+            if self._trainable[i]:
+                self._reduce_sparse(i)
         if work is not None:
             work.wait()
 
@@ -214,12 +222,39 @@ class GradientSync:
         bucket.work = None
         bucket.sent = []
 
+    def _reduce_sparse(self, i: int) -> None:
+        """All replicas' rows; equal ones are added up."""
+        parameter = self._parameters[i]
+        rows = None
+        if parameter.grad is not None:
+            if not self._arrived[i]:
+                self._before_gradient(i)
+            grad = parameter.grad.coalesce()
+            rows = grad.indices(), grad.values() * self._share()
+        parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
+        if not parts:
+            return
+        indices = torch.cat([part[0] for part in parts], 1)
+        values = torch.cat([part[1] for part in parts])
+        size = parameter.shape
+        grad = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
+        parameter.grad = grad.coalesce()
+        if self._reduction == "sum":
+            self._global[i] = weakref.ref(parameter.grad)
+
+    def _share(self) -> float:
+        """What a replica's gradients are multiplied with before they are added up."""
+        if self._reduction == "sum":
+            return 1.0
+        weight = self._weight()
+        return 1.0 / self._communicator.world_size if weight is None else weight
+
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable
         groups: list[list[int]] = []
         size = 0
         for i in reversed(range(len(self._parameters))):
-            if not trainable[i]:
+            if not trainable[i] or i in self._sparse:
                 continue
             bytes_ = self._parameters[i].numel() * self._parameters[i].element_size()
             if not groups or size + bytes_ > self._bucket_bytes:

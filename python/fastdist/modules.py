@@ -81,6 +81,16 @@ def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
             yield name, tensor
 
 
+def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
+    """The ids of parameters whose gradients are sparse."""
+    return {
+        id(module.weight)
+        for root in roots
+        for module in root.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+
+
 def is_materialized(tensor: torch.Tensor) -> bool:
     """False for a lazy module's parameter or buffer that has no shape yet."""
     return not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))

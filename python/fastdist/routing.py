@@ -82,6 +82,10 @@ class Routing:
         _route(thing, [_bare_copy(thing) for _ in self._devices[1:]])
         self._others.append(thing)
 
+    def optimizer_twins(self) -> list[torch.optim.Optimizer]:
+        """Of all optimizers, for all replicas but the first."""
+        return [twin for optimizer in self._optimizers for twin in optimizer.__dict__[_TWINS]]
+
     def twin(self, module: nn.Module, replica: int) -> nn.Module:
         """A replica's own copy of a module: the module itself for replica 0."""
         found: nn.Module = module if replica == 0 else module.__dict__[_TWINS][replica - 1]

@@ -5,7 +5,7 @@ rank (Gloo's all_to_all), all at once. With n ranks of N bytes:
 
 | collective | steps after the comparison of signatures | bytes that each rank sends |
 |---|---|---|
-| all_reduce, broadcast, all_gather up to 512 B | none: the array travels with the signature | (n-1)·548 |
+| all_reduce, broadcast, all_gather up to 512 B | none: travels with the signature | (n-1)·548 |
 | all_reduce up to 16 KiB | everybody's array to everybody | (n-1)·N |
 | all_reduce | slices to their owners; results to everybody | 2·N·(n-1)/n |
 | reduce | slices to their owners; results to the root | at most 2·N·(n-1)/n |

@@ -29,12 +29,14 @@ from fastdist.modules import (
     named_buffers,
     named_parameters,
     require_same_structure,
+    sparse_parameters,
 )
 from fastdist.random_streams import draw_seed, replica_stream, shared_stream
 from fastdist.routing import Routing
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links
 from fastdist.strategies.options import CommunicationOptions
+from fastdist.strategies.outside import OutsideOptimizers
 from fastdist.strategies.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
 from fastdist.strategies.scope import Scope
@@ -75,9 +77,10 @@ class Strategy:
         self._make_links = make_links
         self._links = make_links()
         self._roots: list[nn.Module] = []
-        self._made: list[Any] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._syncs: list[GradientSync] = []
         self._uneven = UnevenResults()
+        self._outside = OutsideOptimizers()
         self._routing: Routing | None = None
         self._threads: ReplicaThreads | None = None
         if len(self.devices) > 1:
@@ -125,9 +128,10 @@ class Strategy:
                 else:
                     self._routing.add_other(thing)
         self._roots += roots
-        self._made += made
+        self._optimizers += [t for t in made if isinstance(t, torch.optim.Optimizer)]
         if roots:
             self._sync_gradients()
+        self._allow_optimizers()
 
     def _sync_gradients(self) -> None:
         for sync in self._syncs:
@@ -137,12 +141,22 @@ class Strategy:
             for replica, communicator in enumerate(self._links.gradients)
         ]
 
+    def _allow_optimizers(self) -> None:
+        parameters = [
+            parameter
+            for replica in range(len(self.devices))
+            for _, parameter in named_parameters(self._replica_roots(replica))
+        ]
+        twins = self._routing.optimizer_twins() if self._routing is not None else []
+        self._outside.allow([*self._optimizers, *twins], parameters)
+
     def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
         roots = self._replica_roots(replica)
 
         return GradientSync(
             communicator,
             named_parameters(roots),
+            sparse_parameters(roots),
             BufferSync(communicator, roots),
             reduction=self.options.gradient_reduction,
             bucket_bytes=self.options.bucket_bytes,
@@ -153,6 +167,7 @@ class Strategy:
         """What was changed outside `run` reaches all local replicas."""
         if self._routing is not None and self._routing.refresh():
             self._sync_gradients()
+            self._allow_optimizers()
 
     def _replica_roots(self, replica: int) -> list[nn.Module]:
         if self._routing is None:
@@ -249,11 +264,15 @@ class Strategy:
             )
         given = (tuple(args), kwargs or {})
         examples = _examples_of(given)
-        seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
-        if self._threads is None:
-            results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
+        if self.num_replicas_in_sync == 1:
+            results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
-            results = self._run_threads(fn, given, examples, seed)
+            seed = draw_seed()
+            with self._outside:
+                if self._threads is None:
+                    results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
+                else:
+                    results = self._run_threads(fn, given, examples, seed)
         if examples is not None:
             self._uneven.note(results, examples)
         return results[0] if len(results) == 1 else regroup(results, examples)
@@ -296,7 +315,11 @@ class Strategy:
         merge: Callable[[Callable[..., Any], Any, Any], Any],
     ) -> Any:
         communicator = self._links.context[replica] if self._links.context else None
-        context = ReplicaContext(self, communicator, merge, replica, examples)
+        weight = 1.0
+        if examples is not None and self.options.gradient_reduction == "mean":
+            share = examples[self.local_replica_ids[replica]] / max(1, sum(examples))
+            weight = share * len(examples)
+        context = ReplicaContext(self, communicator, merge, replica, examples, weight)
         sync = self._syncs[replica] if self._syncs else None
         args, kwargs = select(given, replica)
         state.replica = context

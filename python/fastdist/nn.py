@@ -1,0 +1,157 @@
+"""Layers and losses for code that runs in several replicas (tf.nn's counterparts)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.collective_functions import as_tensor
+from fastdist.context import ReplicaContext, state
+
+
+def compute_average_loss(
+    per_example_loss: torch.Tensor,
+    sample_weight: torch.Tensor | None = None,
+    global_batch_size: int | None = None,
+) -> torch.Tensor:
+    """The sum of a replica's losses over the global batch size (tf.nn.compute_average_loss).
+
+    For `gradient_reduction="sum"`: the replicas' results add up to the mean over the global batch.
+
+    Args:
+        per_example_loss: shape (examples of this replica, …).
+        sample_weight: factors, of a shape that broadcasts to it.
+        global_batch_size: examples of all replicas; by default what `distribute_dataset` has put
+            into the batch of the running `run`, or this replica's examples times the replicas.
+    """
+    losses = as_tensor(per_example_loss)
+    if sample_weight is not None:
+        losses = losses * sample_weight
+    if global_batch_size is None:
+        global_batch_size = _global_batch_size(losses)
+    if global_batch_size <= 0:
+        raise ValueError(f"global_batch_size must be positive, got {global_batch_size}")
+    return losses.sum() / global_batch_size
+
+
+def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that does not depend on the batch, over the number of replicas.
+
+    For `gradient_reduction="sum"`, where every replica adds it (tf.nn.scale_regularization_loss).
+    """
+    replica = state.replica
+    return loss if replica is None else loss / replica.num_replicas_in_sync
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalization with the statistics of the global batch.
+
+    Every replica must call. Arguments as for `torch.nn.BatchNorm1d` to `3d`; any number of
+    dimensions from 2 on: shape (examples, channels, …). Replicas may have different numbers of
+    examples, or none. Outside of `run`, in evaluation and with one replica it is torch's own.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize over all replicas' examples."""
+        replica = state.replica
+        if not self.training or replica is None or replica.num_replicas_in_sync == 1:
+            return super().forward(input)
+        mean, variance, count = self._statistics(input, replica)
+        if self.track_running_stats:
+            self._update_running(mean, variance, count)
+        shape = (1, -1, *(1,) * (input.dim() - 2))
+        scale = torch.rsqrt(variance + self.eps)
+        weight = scale if self.weight is None else scale * self.weight
+        bias = -mean * weight if self.bias is None else self.bias - mean * weight
+        normalized: torch.Tensor = input * weight.reshape(shape) + bias.reshape(shape)
+        return normalized
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got shape {tuple(input.shape)}")
+
+    def _statistics(self, input: torch.Tensor, replica: ReplicaContext) -> Any:
+        """Mean and variance per channel, in two steps so that nothing cancels; and the count."""
+        self._check_input_dim(input)
+        axes = [axis for axis in range(input.dim()) if axis != 1]
+        own_count = torch.tensor([float(input.numel() // max(1, input.shape[1]))])
+        total = _sum_over_replicas(replica, torch.cat([input.sum(axes), own_count.to(input)]))
+        count = total[-1].detach()
+        mean = total[:-1] / count
+        shape = (1, -1, *(1,) * (input.dim() - 2))
+        squares = (input - mean.reshape(shape)).square().sum(axes)
+        variance = _sum_over_replicas(replica, squares) / count
+        return mean, variance, count
+
+    @torch.no_grad()
+    def _update_running(
+        self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        rate = self.momentum
+        if rate is None:
+            rate = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean), rate)
+        self.running_var.lerp_(unbiased.to(self.running_var), rate)
+
+    @classmethod
+    def convert(cls, module: nn.Module) -> nn.Module:
+        """Replace every BatchNorm layer inside by this one, with its parameters and statistics."""
+        converted = module
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            converted = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+            )
+            converted._parameters.update(module._parameters)
+            converted._buffers.update(module._buffers)
+            converted.training = module.training
+        for name, child in module.named_children():
+            setattr(converted, name, cls.convert(child))
+        return converted
+
+
+def _sum_over_replicas(replica: ReplicaContext, value: torch.Tensor) -> torch.Tensor:
+    """With gradients that fit the weighted mean of the replicas' losses.
+
+    A replica's gradients are multiplied with its weight at the end of backward. What reaches it
+    from the other replicas' losses through the sum must have their weights instead.
+    """
+    weight = replica.weight
+    inside = _ScaleGradient.apply(value, 1.0 / weight if weight else 0.0)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = replica.all_reduce("sum", inside)
+    scaled: torch.Tensor = _ScaleGradient.apply(total, weight)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return gradients[0] * ctx.factor, None
+
+
+def _global_batch_size(losses: torch.Tensor) -> int:
+    own = losses.shape[0] if losses.dim() else 1
+    replica = state.replica
+    if replica is None:
+        return own
+    if replica.examples is not None:
+        return sum(replica.examples)
+    return own * replica.num_replicas_in_sync
+
+
+__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]

@@ -238,6 +238,36 @@ class StrategyContract:
 
         strategies.run(case)
 
+    def test_reduce_to_a_device(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            one = strategy.run(lambda: torch.tensor(1.0))
+            assert strategy.reduce_to("sum", one, "cpu") == n
+            pairs = [(one, "cpu"), (strategy.run(lambda: torch.ones(2)), torch.zeros(1))]
+            scalar, vector = strategy.batch_reduce_to("sum", pairs)
+            assert scalar == n
+            assert vector.tolist() == [n, n]
+
+        strategies.run(case)
+
+    def test_update_each_component(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(2, 1)
+            amount = strategy.distribute_values_from_function(lambda context: 3.0)
+
+            def put(component: torch.Tensor, value: float) -> int:
+                component.fill_(value)
+                return id(component)
+
+            ids = strategy.update(model.weight, put, args=(amount,))
+            assert len(set(strategy.local_results(ids))) == len(strategy.devices)
+            strategy.check_in_sync()
+            for total in strategy.local_results(strategy.run(lambda: model.weight.sum().item())):
+                assert total == 6.0
+
+        strategies.run(case)
+
     def test_contexts(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
             assert not fd.has_strategy()

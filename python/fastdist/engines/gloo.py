@@ -57,6 +57,8 @@ from fastdist.errors import (
 
 _SMALL_BYTES = 16 << 10
 _BUCKET_BYTES = 32 << 20
+_CHUNK_BYTES = 8 << 20
+_LEAST_SLICE_BYTES = 1 << 20
 _LONGEST_S = 1e8
 # How long ranks whose call fails wait for each other's explanations.
 _GRACE_S = 0.3
@@ -99,7 +101,7 @@ class GlooEngine(CheckedEngine):
         options = gloo._Options()
         options._devices = [device]
         options._timeout = _duration(self._connect_s)
-        options._threads = 1
+        options._threads = 2
         try:
             self._store.set(f"address/{self.rank}", self.address)
             store = c10d().PrefixStore("gloo", self._store)
@@ -138,12 +140,23 @@ class GlooEngine(CheckedEngine):
         step_s: float,
     ) -> None:
         """Send `sent[p]` bytes to each rank p and receive `received[p]`, one after the other."""
+        self._finish(self._begin_swap(incoming, outgoing, received, sent, step_s), step_s)
+
+    def _begin_swap(
+        self,
+        incoming: Bytes,
+        outgoing: Bytes,
+        received: Sequence[int],
+        sent: Sequence[int],
+        step_s: float,
+    ) -> Any:
+        """The same, in flight; ranks begin them in the same order."""
         if self.size == 1:
             incoming[:] = outgoing
-            return
+            return None
         options = c10d().AllToAllOptions()
         options.timeout = _duration(step_s)
-        self._finish(
+        return self._begin(
             lambda group: group.alltoall_base(
                 _tensor(incoming), _tensor(outgoing), list(received), list(sent), options
             ),
@@ -161,11 +174,19 @@ class GlooEngine(CheckedEngine):
         rows = self._share_bytes(np.frombuffer(record, np.uint8), step_s)
         return [row.tobytes() for row in rows.reshape(self.size, len(record))]
 
-    def _finish(self, start: Callable[[Any], Any], step_s: float) -> None:
+    def _begin(self, start: Callable[[Any], Any], step_s: float) -> Any:
         group = self._group
         self._check_usable()
         try:
-            start(group).wait()
+            return start(group)
+        except RuntimeError as error:
+            raise self._blame(str(error), step_s) from None
+
+    def _finish(self, work: Any, step_s: float) -> None:
+        if work is None:
+            return
+        try:
+            work.wait()
         except RuntimeError as error:
             raise self._blame(str(error), step_s) from None
 
@@ -194,23 +215,42 @@ class GlooEngine(CheckedEngine):
             everyone = self._share_bytes(source.memory, step_s)
             reduce_in_order(self._parts(source, everyone), op, target)
             return
-        own, counts = self._reduce_slice(source, op, step_s)
-        n = self.size
-        copies = np.tile(own.memory, n)
-        self._swap(target.memory, copies, counts, [own.nbytes] * n, step_s)
+        chunk = max(1, max(_CHUNK_BYTES, self.size * _LEAST_SLICE_BYTES) // source.flat.itemsize)
+        starts = range(0, source.count, chunk)
+        slices = [
+            _Slices(
+                self, source.part(at, min(at + chunk, source.count)), target.part(at, at + chunk)
+            )
+            for at in starts
+        ]
+        # The reduction of one chunk overlaps the transfer of the next, and two chunks' memory
+        # serves all of them.
+        memory = [slices[0].memory() for _ in slices[:2]]
+        slices[0].scatter(memory[0], step_s)
+        for k, own in enumerate(slices):
+            if k >= 1:
+                slices[k - 1].finish(step_s)
+            if k + 1 < len(slices):
+                slices[k + 1].scatter(memory[(k + 1) % 2], step_s)
+            own.reduce_and_spread(op, step_s)
+        slices[-1].finish(step_s)
 
     def _reduce_payloads(self, parts: list[View], out: View, op: str) -> None:
         reduce_in_order(parts, op, out)
 
     def _reduce_slice(self, source: View, op: str, step_s: float) -> tuple[View, list[int]]:
         """This rank's slice, reduced; and the bytes of every rank's slice."""
-        n, item = self.size, source.nbytes // source.count
-        counts = [(source.count // n + (r < source.count % n)) * item for r in range(n)]
+        n, counts = self.size, self.slice_bytes(source)
         staging = np.empty(n * counts[self.rank], np.uint8)
         self._swap(staging, source.memory, [counts[self.rank]] * n, counts, step_s)
         parts = self._parts(source, staging)
         reduce_in_order(parts, op, parts[0])
         return parts[0], counts
+
+    def slice_bytes(self, source: View) -> list[int]:
+        """How much of an array each rank reduces."""
+        n, item = self.size, source.flat.itemsize
+        return [(source.count // n + (r < source.count % n)) * item for r in range(n)]
 
     def _parts(self, kind: View, memory: Bytes) -> list[View]:
         rows = memory.reshape(self.size, -1)
@@ -305,7 +345,8 @@ class GlooEngine(CheckedEngine):
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = _duration(step_s)
-        self._finish(lambda group: group.broadcast([_tensor(memory)], options), step_s)
+        work = self._begin(lambda group: group.broadcast([_tensor(memory)], options), step_s)
+        self._finish(work, step_s)
 
     def _all_gather(self, source: View, target: View, step_s: float) -> None:
         if self.size == 1 or source.count == 0:
@@ -313,12 +354,13 @@ class GlooEngine(CheckedEngine):
             return
         options = c10d().AllgatherOptions()
         options.timeout = _duration(step_s)
-        self._finish(
+        work = self._begin(
             lambda group: group._allgather_base(
                 _tensor(target.memory), _tensor(source.memory), options
             ),
             step_s,
         )
+        self._finish(work, step_s)
 
     def _gather(self, source: View, target: View | None, root: int, step_s: float) -> None:
         if source.count == 0:
@@ -498,6 +540,47 @@ class GlooEngine(CheckedEngine):
             else:
                 self._departures.post(Cause.of(error))
         self._group = None  # closes the connections, once no call uses them
+
+
+class _Slices:
+    """A chunk of an all_reduce: slices go to their owners, and results to everybody."""
+
+    def __init__(self, engine: GlooEngine, source: View, target: View) -> None:
+        self._engine = engine
+        self._source = source
+        self._target = target
+        self._counts = engine.slice_bytes(source)
+        self._own = self._counts[engine.rank]
+        self._work: Any = None
+        self._staging = np.empty(0, np.uint8)
+
+    def memory(self) -> Bytes:
+        """What this chunk or a smaller one needs."""
+        return np.empty(2 * self._engine.size * max(self._counts), np.uint8)
+
+    def scatter(self, memory: Bytes, step_s: float) -> None:
+        """Begin to send each slice to its owner."""
+        n, own = self._engine.size, self._own
+        half = memory.nbytes // 2
+        self._staging, self._copies = memory[: n * own], memory[half : half + n * own]
+        self._work = self._engine._begin_swap(
+            self._staging, self._source.memory, [own] * n, self._counts, step_s
+        )
+
+    def reduce_and_spread(self, op: str, step_s: float) -> None:
+        """Reduce the own slice, and begin to send it to everybody."""
+        n, own = self._engine.size, self._own
+        self._engine._finish(self._work, step_s)
+        parts = self._engine._parts(self._source, self._staging)
+        reduce_in_order(parts, op, parts[0])
+        self._copies.reshape(n, own)[:] = parts[0].memory
+        self._work = self._engine._begin_swap(
+            self._target.memory, self._copies, self._counts, [own] * n, step_s
+        )
+
+    def finish(self, step_s: float) -> None:
+        """Wait for everybody's results."""
+        self._engine._finish(self._work, step_s)
 
 
 class _Lane:

@@ -9,13 +9,14 @@ could write there is executed.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
+import fcntl
 import json
 import os
 import secrets
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ from fastdist.engines.links import Layout
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
+_SIOCGIFADDR = 0x8915
+# A store ends with its last user in this process, and the next `init` needs it to be there still.
+_stores: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +148,15 @@ def _open_store(
         if listener is not None:  # else this process has a store there, by torch.distributed
             options["master_listen_fd"] = listener.detach()
     try:
-        return distributed.PrefixStore(prefix, distributed.TCPStore(host, port, None, **options))
+        store = distributed.TCPStore(host, port, None, **options)
     except (RuntimeError, ValueError) as error:
         raise ClusterConfigError(
             f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
             f"{host}:{port} within {timeout_s:g} s: {str(error).partition(chr(10))[0]}",
             (0,),
         ) from None
+    _stores.append(store)
+    return distributed.PrefixStore(prefix, store)
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
@@ -177,10 +183,18 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address from which this machine reaches the store: the others reach it there."""
-    with contextlib.suppress(OSError):
+    """Where other machines reach this one: the address of the interface that the user named for
+    Gloo, or that from which this machine reaches the store."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    try:
+        if interface:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                request = struct.pack("256s", interface.encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
-    raise ClusterConfigError(f"rendezvous: no route to {host}:{port}")
+    except OSError as error:
+        place = f"GLOO_SOCKET_IFNAME={interface!r}" if interface else f"no route to {host}:{port}"
+        raise ClusterConfigError(f"rendezvous: {place}: {error.strerror or error}") from None

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastdist.buffers import BufferSync
-from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
 from fastdist.data import (
     AutoShardPolicy,
@@ -23,20 +21,10 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
-from fastdist.gradients import GradientSync
-from fastdist.modules import (
-    broadcast_state,
-    named_buffers,
-    named_parameters,
-    require_same_structure,
-    sparse_parameters,
-)
 from fastdist.random_streams import draw_seed, replica_stream, shared_stream
-from fastdist.routing import Routing
-from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links
+from fastdist.strategies.members import Members
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.outside import OutsideOptimizers
 from fastdist.strategies.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
 from fastdist.strategies.scope import Scope
@@ -76,15 +64,10 @@ class Strategy:
         self._workers = workers
         self._make_links = make_links
         self._links = make_links()
-        self._roots: list[nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._syncs: list[GradientSync] = []
+        self._members = Members(self.devices, self.options)
         self._uneven = UnevenResults()
-        self._outside = OutsideOptimizers()
-        self._routing: Routing | None = None
         self._threads: ReplicaThreads | None = None
         if len(self.devices) > 1:
-            self._routing = Routing(self.devices)
             self._threads = ReplicaThreads(self.devices)
             weakref.finalize(self, self._threads.close)
 
@@ -114,65 +97,7 @@ class Strategy:
         return module
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        for root in roots:
-            root.to(self.devices[0])
-        named = [*named_parameters(roots), *named_buffers(roots)]
-        if self._links.workers is not None and named:
-            require_same_structure(self._links.workers, named)
-            broadcast_state(self._links.workers, [tensor for _, tensor in named])
-        if self._routing is not None:
-            self._routing.add_modules(roots)
-            for thing in made:
-                if isinstance(thing, torch.optim.Optimizer):
-                    self._routing.add_optimizer(thing)
-                else:
-                    self._routing.add_other(thing)
-        self._roots += roots
-        self._optimizers += [t for t in made if isinstance(t, torch.optim.Optimizer)]
-        if roots:
-            self._sync_gradients()
-        self._allow_optimizers()
-
-    def _sync_gradients(self) -> None:
-        for sync in self._syncs:
-            sync.close()
-        self._syncs = [
-            self._gradient_sync(replica, communicator)
-            for replica, communicator in enumerate(self._links.gradients)
-        ]
-
-    def _allow_optimizers(self) -> None:
-        parameters = [
-            parameter
-            for replica in range(len(self.devices))
-            for _, parameter in named_parameters(self._replica_roots(replica))
-        ]
-        twins = self._routing.optimizer_twins() if self._routing is not None else []
-        self._outside.allow([*self._optimizers, *twins], parameters)
-
-    def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
-        roots = self._replica_roots(replica)
-
-        return GradientSync(
-            communicator,
-            named_parameters(roots),
-            sparse_parameters(roots),
-            BufferSync(communicator, roots),
-            reduction=self.options.gradient_reduction,
-            bucket_bytes=self.options.bucket_bytes,
-            compress=self.options.compress,
-        )
-
-    def _refresh(self) -> None:
-        """What was changed outside `run` reaches all local replicas."""
-        if self._routing is not None and self._routing.refresh():
-            self._sync_gradients()
-            self._allow_optimizers()
-
-    def _replica_roots(self, replica: int) -> list[nn.Module]:
-        if self._routing is None:
-            return self._roots
-        return [self._routing.twin(root, replica) for root in self._roots]
+        self._members.adopt(self._links, roots, made)
 
     def distribute_dataset(
         self,
@@ -268,7 +193,7 @@ class Strategy:
             results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
             seed = draw_seed()
-            with self._outside:
+            with self._members.outside:
                 if self._threads is None:
                     results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
                 else:
@@ -281,8 +206,7 @@ class Strategy:
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
     ) -> list[Any]:
         assert self._threads is not None
-        assert self._routing is not None
-        self._refresh()
+        self._members.refresh(self._links)
         links = self._links
 
         def body(replica: int, meeting: Meeting) -> Any:
@@ -297,12 +221,12 @@ class Strategy:
 
         try:
             results = self._threads.run(body, on_failure)
-            self._routing.note_values()
+            self._members.note_values()
             return results
         except BaseException:
             links.close()
             self._links = self._make_links()
-            self._sync_gradients()
+            self._members.connect(self._links)
             raise
 
     def _run_replica(
@@ -320,7 +244,7 @@ class Strategy:
             share = examples[self.local_replica_ids[replica]] / max(1, sum(examples))
             weight = share * len(examples)
         context = ReplicaContext(self, communicator, merge, replica, examples, weight)
-        sync = self._syncs[replica] if self._syncs else None
+        syncs = self._members.syncs
         args, kwargs = select(given, replica)
         state.replica = context
         try:
@@ -328,7 +252,7 @@ class Strategy:
                 return fn(*args, **kwargs)
             shared = self._threads is not None and context.device.type == "cpu"
             stream = shared_stream if shared else replica_stream
-            with stream(context, seed), sync.step(examples) if sync else nullcontext():
+            with stream(context, seed), syncs[replica].step(examples) if syncs else nullcontext():
                 return fn(*args, **kwargs)
         finally:
             state.replica = None
@@ -364,7 +288,9 @@ class Strategy:
         They are added to `.grad`, and reduced with those of the next backward outside.
         """
         replica = state.replica
-        syncs = self._syncs if replica is None else self._syncs[replica.local_replica :][:1]
+        syncs = self._members.syncs
+        if replica is not None:
+            syncs = syncs[replica.local_replica :][:1]
         for sync in syncs:
             sync.enabled = False
         try:
@@ -399,6 +325,52 @@ class Strategy:
             weights = [examples[i] / total for i in self.local_replica_ids]
         return reduce_values(self._links.workers, op, values, axis, weights)
 
+    def reduce_to(self, op: CrossReplicaOp, value: Any, destination: Any) -> Any:
+        """Reduce as `reduce` does, and put the result on a device. Every worker must call.
+
+        Args:
+            op: the reduction.
+            value: per-replica values.
+            destination: a device, or a tensor whose device is meant.
+        """
+        return self.reduce(op, value).to(_device_of(destination))
+
+    def batch_reduce_to(self, op: CrossReplicaOp, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """`reduce_to` of several (value, destination) pairs. Every worker must call."""
+        reduced = self.reduce(op, [value for value, _ in pairs])
+        return [
+            value.to(_device_of(destination))
+            for value, (_, destination) in zip(reduced, pairs, strict=True)
+        ]
+
+    def update(
+        self,
+        parameter: nn.Parameter,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)` for a parameter on each local replica.
+
+        Args:
+            parameter: of a module made in the scope.
+            fn: changes its component; gradients are off.
+            args: per-replica values inside become the component's own.
+            kwargs: as args.
+
+        Returns:
+            What fn returns; with several local replicas, per-replica values.
+        """
+        self._members.refresh(self._links)
+        given = (tuple(args), kwargs or {})
+        results = []
+        with torch.no_grad():
+            for replica, component in enumerate(self._members.components(parameter)):
+                own_args, own_kwargs = select(given, replica)
+                results.append(fn(component, *own_args, **own_kwargs))
+        self._members.note_values()
+        return results[0] if len(results) == 1 else regroup(results)
+
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Join the replicas' tensors along an axis, in replica order. Every worker must call.
 
@@ -430,12 +402,14 @@ class Strategy:
         Raises:
             FastdistError: they differ; the message names the first tensor and the replicas.
         """
-        self._refresh()
-        replicas = []
-        for replica in range(len(self.devices)):
-            roots = self._replica_roots(replica)
-            replicas.append([*named_parameters(roots), *named_buffers(roots)])
-        require_in_sync(self._links.workers, replicas)
+        self._members.refresh(self._links)
+        self._members.require_in_sync(self._links.workers)
+
+
+def _device_of(destination: Any) -> torch.device:
+    if isinstance(destination, torch.Tensor):
+        return destination.device
+    return torch.device(destination)
 
 
 def _examples_of(given: Any) -> tuple[int, ...] | None:

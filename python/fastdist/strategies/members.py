@@ -1,0 +1,132 @@
+"""The modules and optimizers that belong to a strategy, kept alike on all its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.buffers import BufferSync
+from fastdist.communicator import Communicator
+from fastdist.gradients import GradientSync
+from fastdist.modules import (
+    broadcast_state,
+    named_buffers,
+    named_parameters,
+    require_same_structure,
+    sparse_parameters,
+)
+from fastdist.routing import Routing
+from fastdist.strategies.in_sync import require_in_sync
+from fastdist.strategies.links import Links
+from fastdist.strategies.options import CommunicationOptions
+from fastdist.strategies.outside import OutsideOptimizers
+
+
+class Members:
+    """What was made in the scope of a strategy, or passed to `mirror`.
+
+    Attributes:
+        syncs: for each local replica, what reduces its gradients; empty where there is one in all.
+        outside: a `with` statement that refuses optimizers that are no members.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], options: CommunicationOptions) -> None:
+        self.syncs: list[GradientSync] = []
+        self.outside = OutsideOptimizers()
+        self._devices = devices
+        self._options = options
+        self._roots: list[nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._routing = Routing(devices) if len(devices) > 1 else None
+
+    def adopt(self, links: Links, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        """Take modules, and optimizers, schedulers and scalers. Every worker must call.
+
+        Raises:
+            FastdistError: the modules differ between workers.
+        """
+        for root in roots:
+            root.to(self._devices[0])
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        if links.workers is not None:
+            require_same_structure(links.workers, named)
+            broadcast_state(links.workers, [tensor for _, tensor in named])
+        optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
+        if self._routing is not None:
+            self._routing.add_modules(roots)
+            for optimizer in optimizers:
+                self._routing.add_optimizer(optimizer)
+            for thing in made:
+                if not isinstance(thing, torch.optim.Optimizer):
+                    self._routing.add_other(thing)
+        self._roots += roots
+        self._optimizers += optimizers
+        self.connect(links)
+
+    def connect(self, links: Links) -> None:
+        """Reduce gradients through these communicators from now on."""
+        for sync in self.syncs:
+            sync.close()
+        self.syncs = [
+            self._gradient_sync(replica, communicator)
+            for replica, communicator in enumerate(links.gradients)
+        ]
+        parameters = [
+            parameter
+            for replica in range(len(self._devices))
+            for _, parameter in named_parameters(self._roots_of(replica))
+        ]
+        twins = self._routing.optimizer_twins() if self._routing is not None else []
+        self.outside.allow([*self._optimizers, *twins], parameters)
+
+    def refresh(self, links: Links) -> None:
+        """Bring what was changed outside `run` to all local replicas."""
+        if self._routing is not None and self._routing.refresh():
+            self.connect(links)
+
+    def note_values(self) -> None:
+        """A run has ended well: what replica 0 holds is what all replicas hold."""
+        if self._routing is not None:
+            self._routing.note_values()
+
+    def components(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """A parameter of a member's, on each local replica."""
+        if self._routing is None:
+            return [parameter]
+        others = [
+            self._routing.parameter_twins(replica)[id(parameter)]
+            for replica in range(1, len(self._devices))
+        ]
+        return [parameter, *others]
+
+    def require_in_sync(self, workers: Communicator | None) -> None:
+        """Check that all replicas hold the same bits. Every worker must call.
+
+        Raises:
+            FastdistError: they differ.
+        """
+        replicas = []
+        for replica in range(len(self._devices)):
+            roots = self._roots_of(replica)
+            replicas.append([*named_parameters(roots), *named_buffers(roots)])
+        require_in_sync(workers, replicas)
+
+    def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
+        roots = self._roots_of(replica)
+        return GradientSync(
+            communicator,
+            named_parameters(roots),
+            sparse_parameters(roots),
+            BufferSync(communicator, roots),
+            reduction=self._options.gradient_reduction,
+            bucket_bytes=self._options.bucket_bytes,
+            compress=self._options.compress,
+        )
+
+    def _roots_of(self, replica: int) -> list[nn.Module]:
+        if self._routing is None:
+            return self._roots
+        return [self._routing.twin(root, replica) for root in self._roots]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
+from fastdist.engines import gloo
 from fastdist.engines.engine import Engine
 from fastdist.engines.gloo import GlooEngine
 from fastdist.engines.hierarchical import HierarchicalEngine
@@ -21,6 +22,7 @@ from fastdist.engines.host import HostEngine
 from fastdist.engines.links import Layout
 from fastdist.engines.machine_links import MachineLinks
 from fastdist.engines.replicas import engines_over_threads
+from fastdist.errors import CollectiveMismatchError
 from ranks import RankError
 from reference import SMALL_FLOATS, reduced
 
@@ -82,11 +84,11 @@ class EngineThreads:
         pass
 
 
-def gloo_makers(size: int, lazy: bool = False) -> list[Callable[[], GlooEngine]]:
+def gloo_makers(size: int, lanes_only: bool = False) -> list[Callable[[], GlooEngine]]:
     store = new_store()
 
     def make(rank: int) -> GlooEngine:
-        return GlooEngine(store, rank, size, "127.0.0.1", TIMEOUT_S, lazy)
+        return GlooEngine(store, rank, size, "127.0.0.1", TIMEOUT_S, lanes_only)
 
     return [lambda rank=rank: make(rank) for rank in range(size)]  # type: ignore[misc]
 
@@ -109,7 +111,7 @@ class MachineThreads(EngineThreads):
             for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
         }
         store = new_store()
-        flat = gloo_makers(self.size, lazy=True)
+        flat = gloo_makers(self.size, lanes_only=True)
 
         def make(rank: int) -> Engine:
             links = MachineLinks(flat[rank](), layout, store, TIMEOUT_S)
@@ -195,8 +197,11 @@ def check_compression_roughly(comm: Communicator) -> None:
 
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One per path: nothing, one step, slices with a remainder."""
-    monkeypatch.setattr(contract, "SIZES", [0, 1, 17, 5_003, 150_001])
+    """One per path: nothing, with the signature, one step, slices, several chunks and buckets."""
+    monkeypatch.setattr(contract, "SIZES", [0, 1, 17, 1_000, 5_003, 90_001])
+    monkeypatch.setattr(gloo, "_CHUNK_BYTES", 100_000)
+    monkeypatch.setattr(gloo, "_LEAST_SLICE_BYTES", 1_000)
+    monkeypatch.setattr(gloo, "_BUCKET_BYTES", 500_000)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -241,3 +246,39 @@ class TestReplicas(HierarchyContract):
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(p * size // 2, (p + 1) * size // 2)) for p in range(2))
+
+
+def round_once(comm: Communicator) -> None:
+    x = np.full(3, 2048.0 if comm.rank == 0 else 1.0, np.float16)
+    comm.all_reduce(x)
+    assert (x == np.float16(2048.0 + comm.world_size - 1)).all()
+
+
+@pytest.mark.parametrize("kind", [GlooThreads, MachineThreads])
+def test_small_floats_are_rounded_once(kind: type[EngineThreads]) -> None:
+    kind(3).run(round_once)
+
+
+def mean_of_many(comm: Communicator) -> bytes:
+    arrays = [np.full(size, comm.rank + 0.1, np.float32) for size in (3, 70_000, 9)]
+    comm.all_reduce(arrays, "mean")
+    comm.all_reduce(arrays[0], "mean")
+    one = np.full(3, comm.rank + 0.1, np.float32)
+    comm.all_reduce(one, "mean")  # by another way than in a list
+    assert (one == arrays[1][:3]).all()
+    return b"".join(x.tobytes() for x in arrays)
+
+
+@pytest.mark.parametrize("kind", [GlooThreads, MachineThreads])
+def test_every_way_gives_the_same_bits(kind: type[EngineThreads]) -> None:
+    assert len(set(kind(3).run(mean_of_many))) == 1
+
+
+def other_compression(comm: Communicator) -> None:
+    with pytest.raises(CollectiveMismatchError, match='compress="bf16"'):
+        comm.all_reduce(np.ones(4, np.float32), compress="bf16" if comm.rank else "fp16")
+    comm.barrier()
+
+
+def test_ranks_must_agree_on_compression() -> None:
+    GlooThreads(2).run(other_compression)

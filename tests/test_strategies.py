@@ -28,22 +28,28 @@ class OneProcess:
 
 
 class ManyProcesses:
-    """The same strategy in every process of a world."""
+    """The same strategy in every process of a world, with so many replicas in each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, local: int = 0) -> None:
         self._ranks = ProcessRanks(size)
+        self._local = local
 
     def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
-        return self._ranks.run(_run_case, cloudpickle.dumps(case), options)
+        return self._ranks.run(_run_case, cloudpickle.dumps(case), self._local, options)
 
     def close(self) -> None:
         self._ranks.close()
 
 
-def _run_case(comm: fd.Communicator, case: bytes, options: dict[str, Any]) -> Any:
+def _run_case(comm: fd.Communicator, case: bytes, local: int, options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
-    strategy = fd.MirroredStrategy(options=fd.CommunicationOptions(**options))
-    assert strategy.num_replicas_in_sync == comm.world_size
+    chosen = fd.CommunicationOptions(**options)
+    strategy: fd.Strategy
+    if local == 0:
+        strategy = fd.MirroredStrategy(options=chosen)
+    else:
+        strategy = fd.MultiWorkerMirroredStrategy(devices=["cpu"] * local, options=chosen)
+    assert strategy.num_replicas_in_sync == comm.world_size * max(1, local)
     return pickle.loads(case)(strategy)
 
 
@@ -85,3 +91,11 @@ class TestMirroredByProcesses(StrategyContract):
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return ManyProcesses(size)
+
+
+class TestMultiWorkerMirrored(StrategyContract):
+    sizes = (1, 2)
+
+    @staticmethod
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(2, local=size)

@@ -269,9 +269,9 @@ def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> En
     inner = _on_one_machine(Launch("machines", local, here, local, here, key), timeout_s)
     if len(layout.places) == 1:
         return inner
-    lazy = layout.width > 1
-    flat = GlooEngine(meeting.store, rank, size, meeting.address, timeout_s, lazy)
-    if not lazy:
+    several = layout.width > 1
+    flat = GlooEngine(meeting.store, rank, size, meeting.address, timeout_s, lanes_only=several)
+    if not several:
         return flat
     links = MachineLinks(flat, layout, meeting.store, timeout_s)
     return HierarchicalEngine(layout, rank, inner, links)

@@ -18,6 +18,10 @@ _KINDS: dict[str, type[FastdistError]] = {
 }
 
 
+class StoreLostError(Exception):
+    """The process that has the store has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Why a communicator was lost.
@@ -66,6 +70,7 @@ class Departures:
         self._store = store
         self._rank = rank
         self._size = size
+        self._is_lost = False
 
     def close(self) -> None:
         """Say that this rank has closed the communicator."""
@@ -92,15 +97,23 @@ class Departures:
         return {rank: Cause.unpack(data) for rank, data in self._all("cause").items()}
 
     def _set(self, what: str, data: bytes) -> None:
+        if self._is_lost:
+            return
         try:
             self._store.set(f"{what}/{self._rank}", data)
         except RuntimeError:  # the store's process has ended
-            return
+            self._is_lost = True
 
     def _all(self, what: str) -> dict[int, bytes]:
+        if self._is_lost:  # each try would fill the screen with torch's warnings
+            raise StoreLostError
         keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
-        return {
-            rank: bytes(self._store.get(key))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+        try:
+            return {
+                rank: bytes(self._store.get(key))
+                for rank, key in keys.items()
+                if self._store.check([key])
+            }
+        except RuntimeError:
+            self._is_lost = True
+            raise StoreLostError from None

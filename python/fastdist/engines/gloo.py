@@ -23,6 +23,7 @@ torch.distributed is not touched.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import re
 import threading
@@ -35,13 +36,12 @@ import numpy as np
 
 from fastdist.engines.c10d import c10d
 from fastdist.engines.checked import CheckedEngine, Run, source_line
-from fastdist.engines.departures import Cause, Departures
+from fastdist.engines.departures import Cause, Departures, StoreLostError
 from fastdist.engines.engine import Bytes
 from fastdist.engines.queues import CallQueue
 from fastdist.engines.reduction import narrow, reduce_in_order
 from fastdist.engines.signature import (
     RECORD_BYTES,
-    SITE_BYTES,
     Signature,
     pack_site,
     unpack_site,
@@ -63,7 +63,10 @@ _LONGEST_S = 1e8
 # How long ranks whose call fails wait for each other's explanations.
 _GRACE_S = 0.3
 _POLL_S = 0.02
-_HELLO_TAG, _REPLY_TAG, _DATA_TAG = 1, 2, 3
+# Gloo's thread drops its references a moment after the end of an operation.
+_RELEASE_S = 0.05
+_PATROL_S = 0.5
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 2e-3
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:[0-9]+")
 _WIRE = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 _LARGEST_FP8_SUM = 421.0  # stays finite although every rank rounds its part up
@@ -78,26 +81,34 @@ class GlooEngine(CheckedEngine):
         size: the number of ranks.
         address: of this machine, where the others can connect to.
         timeout_s: seconds to wait for the other ranks to connect.
-        lazy: connect to a rank when something is first sent to it.
+        lanes_only: send, recv and subset are all that is ever called.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, address: str, timeout_s: float, lazy: bool = False
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        address: str,
+        timeout_s: float,
+        lanes_only: bool = False,
     ) -> None:
         super().__init__(rank, size)
         self._store = store
         self.address = address
         self._connect_s = timeout_s
-        self._lazy = lazy
+        self._lanes_only = lanes_only
         self._subsets = 0
         self._departures = Departures(store, rank, size)
-        self._group: Any = None if size == 1 else self._connect()
+        self._in_flight = 0
+        self._addresses: list[str] = []  # of all ranks
+        self._group: Any = None if size == 1 or lanes_only else self._connect()
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self._lanes_lock = threading.Lock()
 
     def _connect(self) -> Any:
         gloo = c10d().ProcessGroupGloo
-        device = gloo.create_device(hostname=self.address, lazy_init=self._lazy)
+        device = gloo.create_device(hostname=self.address, lazy_init=False)
         options = gloo._Options()
         options._devices = [device]
         options._timeout = _duration(self._connect_s)
@@ -105,7 +116,10 @@ class GlooEngine(CheckedEngine):
         try:
             self._store.set(f"address/{self.rank}", self.address)
             store = c10d().PrefixStore("gloo", self._store)
-            return gloo(store, self.rank, self.size, options)
+            group = gloo(store, self.rank, self.size, options)
+            keys = [f"address/{rank}" for rank in range(self.size)]
+            self._addresses = [bytes(self._store.get(key)).decode() for key in keys]
+            return group
         except RuntimeError as error:
             raise ClusterConfigError(
                 f"rank {self.rank} of {self.size} could not connect to the other machines from "
@@ -125,7 +139,7 @@ class GlooEngine(CheckedEngine):
                 store = c10d().PrefixStore(name, self._store)
                 rank = list(group).index(self.rank)
                 return GlooEngine(
-                    store, rank, len(group), self.address, self._connect_s, self._lazy
+                    store, rank, len(group), self.address, self._connect_s, self._lanes_only
                 )
         return None
 
@@ -149,17 +163,17 @@ class GlooEngine(CheckedEngine):
         received: Sequence[int],
         sent: Sequence[int],
         step_s: float,
-    ) -> Any:
+    ) -> _Flight | None:
         """The same, in flight; ranks begin them in the same order."""
         if self.size == 1:
             incoming[:] = outgoing
             return None
         options = c10d().AllToAllOptions()
         options.timeout = _duration(step_s)
+        tensors = [_tensor(incoming), _tensor(outgoing)]
         return self._begin(
-            lambda group: group.alltoall_base(
-                _tensor(incoming), _tensor(outgoing), list(received), list(sent), options
-            ),
+            lambda group: group.alltoall_base(*tensors, list(received), list(sent), options),
+            tensors,
             step_s,
         )
 
@@ -174,21 +188,38 @@ class GlooEngine(CheckedEngine):
         rows = self._share_bytes(np.frombuffer(record, np.uint8), step_s)
         return [row.tobytes() for row in rows.reshape(self.size, len(record))]
 
-    def _begin(self, start: Callable[[Any], Any], step_s: float) -> Any:
+    def _begin(
+        self, start: Callable[[Any], Any], tensors: list[Any], step_s: float
+    ) -> _Flight | None:
         group = self._group
         self._check_usable()
         try:
-            return start(group)
+            return _Flight(start(group), group, tensors)
         except RuntimeError as error:
             raise self._blame(str(error), step_s) from None
 
-    def _finish(self, work: Any, step_s: float) -> None:
-        if work is None:
+    def _finish(self, flight: _Flight | None, step_s: float) -> None:
+        if flight is None:
             return
+        self._in_flight += 1
         try:
-            work.wait()
+            flight.wait(self._patrol)
+        except FastdistError:
+            raise
         except RuntimeError as error:
             raise self._blame(str(error), step_s) from None
+        finally:
+            self._in_flight -= 1
+
+    def _patrol(self) -> None:
+        """Look around while a call waits: was the communicator given up, here or elsewhere?"""
+        self._check_usable()
+        try:
+            causes = self._departures.causes()
+        except StoreLostError:
+            return  # Gloo notices by itself whom that concerns
+        if causes:
+            raise self._adopt(*min(causes.items()))
 
     # --- reductions -----------------------------------------------------------------------------
 
@@ -345,8 +376,9 @@ class GlooEngine(CheckedEngine):
         options.rootRank = root
         options.rootTensor = 0
         options.timeout = _duration(step_s)
-        work = self._begin(lambda group: group.broadcast([_tensor(memory)], options), step_s)
-        self._finish(work, step_s)
+        tensors = [_tensor(memory)]
+        flight = self._begin(lambda group: group.broadcast(tensors, options), tensors, step_s)
+        self._finish(flight, step_s)
 
     def _all_gather(self, source: View, target: View, step_s: float) -> None:
         if self.size == 1 or source.count == 0:
@@ -354,13 +386,11 @@ class GlooEngine(CheckedEngine):
             return
         options = c10d().AllgatherOptions()
         options.timeout = _duration(step_s)
-        work = self._begin(
-            lambda group: group._allgather_base(
-                _tensor(target.memory), _tensor(source.memory), options
-            ),
-            step_s,
+        tensors = [_tensor(target.memory), _tensor(source.memory)]
+        flight = self._begin(
+            lambda group: group._allgather_base(*tensors, options), tensors, step_s
         )
-        self._finish(work, step_s)
+        self._finish(flight, step_s)
 
     def _gather(self, source: View, target: View | None, root: int, step_s: float) -> None:
         if source.count == 0:
@@ -389,7 +419,7 @@ class GlooEngine(CheckedEngine):
         sent = [count * item for count in table[self.rank]]
         self._swap(target.memory, source.memory, received, sent, step_s)
 
-    # --- send and recv: both sides compare what they call, then the bytes go ---------------------
+    # --- send and recv: a group of two ranks for each direction, made when first used -----------
 
     def _call_send(self, run: Run, array: Any, dst: int, timeout_s: float, async_op: bool) -> Any:
         return self._call_transfer("send", array, dst, timeout_s, async_op)
@@ -418,45 +448,60 @@ class GlooEngine(CheckedEngine):
     def _transfer(
         self, lane: _Lane, signature: Signature, site: str, view: View, step_s: float
     ) -> None:
-        lane.transfers += 1
+        """Both compare what they call, then the bytes go."""
         sends = signature.op == "send"
-        peer = lane.peer
-        own = np.frombuffer(signature.pack(lane.transfers) + pack_site(site), np.uint8).copy()
-        theirs = np.empty(RECORD_BYTES + SITE_BYTES, np.uint8)
-        out_tag, in_tag = (_HELLO_TAG, _REPLY_TAG) if sends else (_REPLY_TAG, _HELLO_TAG)
-        begun = [
-            lambda: self._group.recv([_tensor(theirs)], peer, in_tag),
-            lambda: self._group.send([_tensor(own)], peer, out_tag),
-        ]
-        self._finish_transfers(begun, peer, step_s)
-        record = theirs[:RECORD_BYTES].tobytes()
-        number, other = Signature.unpack(record)
-        fits = replace(other, op=signature.op, root=signature.root) == signature
-        if not fits or number != lane.transfers:
-            raise self._transfer_mismatch(
-                peer,
-                number,
-                (signature, site),
-                (other, unpack_site(theirs[RECORD_BYTES:].tobytes())),
-            )
-        if view.nbytes == 0:
-            return
-        data = _tensor(view.memory)
-        if sends:
-            begun = [lambda: self._group.send([data], peer, _DATA_TAG)]
-        else:
-            begun = [lambda: self._group.recv([data], peer, _DATA_TAG)]
-        self._finish_transfers(begun, peer, step_s)
-
-    def _finish_transfers(
-        self, starts: Sequence[Callable[[], Any]], peer: int, step_s: float
-    ) -> None:
+        if lane.pair is None:
+            lane.pair = self._meet(lane.peer, sends, step_s)
+        lane.transfers += 1
         try:
-            works = [start() for start in starts]
-            for work in works:
-                work.wait(_duration(step_s))
-        except RuntimeError as error:
-            raise self._blame(str(error), step_s, peer) from None
+            records = lane.pair._share(signature.pack(lane.transfers) + pack_site(site), step_s)
+            theirs = records[1 if sends else 0]
+            number, other = Signature.unpack(theirs[:RECORD_BYTES])
+            if replace(other, op=signature.op, root=signature.root) != signature:
+                raise self._transfer_mismatch(
+                    lane.peer,
+                    number,
+                    (signature, site),
+                    (other, unpack_site(theirs[RECORD_BYTES:])),
+                )
+            if view.nbytes == 0:
+                return
+            nothing = np.empty(0, np.uint8)
+            if sends:
+                lane.pair._swap(nothing, view.memory, [0, 0], [0, view.nbytes], step_s)
+            else:
+                lane.pair._swap(view.memory, nothing, [view.nbytes, 0], [0, 0], step_s)
+        except CollectiveMismatchError:
+            raise
+        except FastdistError as error:
+            self._patrol()  # says more, where the whole communicator is lost
+            text = str(error).replace(f"rank {error.ranks[0]}", f"rank {lane.peer}", 1)
+            raise type(error)(text, (lane.peer,)) from None
+
+    def _meet(self, peer: int, sends: bool, step_s: float) -> GlooEngine:
+        """The group of this rank and a peer; both wait here for the other, and can be stopped."""
+        src, dst = (self.rank, peer) if sends else (peer, self.rank)
+        store = c10d().PrefixStore(f"lane/{src}-{dst}", self._store)
+        try:
+            store.set(f"here/{self.rank}", b"1")
+            began = patrolled = time.monotonic()
+            while not store.check([f"here/{peer}"]):
+                now = time.monotonic()
+                if now - began > step_s:
+                    raise CollectiveTimeoutError(
+                        f"timed out after {step_s:.1f} s waiting for rank {peer}", (peer,)
+                    )
+                if now - patrolled > _PATROL_S:
+                    patrolled = now
+                    self._patrol()
+                    if peer in self._departures.closed():
+                        raise PeerFailureError(f"rank {peer} has closed the communicator", (peer,))
+                time.sleep(_POLL_S)
+        except FastdistError:
+            raise
+        except (RuntimeError, StoreLostError):
+            raise PeerFailureError(f"rank {peer} cannot be reached", (peer,)) from None
+        return GlooEngine(store, int(not sends), 2, self.address, self._connect_s)
 
     def _transfer_mismatch(
         self, peer: int, number: int, own: tuple[Signature, str], theirs: tuple[Signature, str]
@@ -472,19 +517,19 @@ class GlooEngine(CheckedEngine):
 
     # --- failure --------------------------------------------------------------------------------
 
-    def _blame(self, message: str, step_s: float, peer: int | None = None) -> FastdistError:
+    def _blame(self, message: str, step_s: float) -> FastdistError:
         """Find out why Gloo gave up, and about whom."""
         timed_out = "timed out" in message.lower() or "timeout" in message.lower()
-        suspect = peer if peer is not None else self._rank_at(message)
+        suspect = self._rank_at(message)
         if self.size == 2:
             suspect = 1 - self.rank
         try:
             self._departures.notice("timeout" if timed_out else "closure")
             cause, missing = self._inquire(timed_out, suspect)
-        except RuntimeError:  # the store is gone, and with it the rank that has it
+        except StoreLostError:  # and with it the rank that has it
             cause, missing = None, [0 if suspect is None else suspect]
         if cause is not None:
-            return cause.error()
+            return cause
         if timed_out:
             late = missing if suspect is None else [suspect]
             names = ", ".join(map(str, late))
@@ -495,18 +540,19 @@ class GlooEngine(CheckedEngine):
         names = ", ".join(map(str, gone)) or "of another machine"
         return PeerFailureError(f"rank {names} has died or cannot be reached", tuple(gone))
 
-    def _inquire(self, timed_out: bool, suspect: int | None) -> tuple[Cause | None, list[int]]:
+    def _inquire(
+        self, timed_out: bool, suspect: int | None
+    ) -> tuple[FastdistError | None, list[int]]:
         """What other ranks say; or the ranks that say nothing at all."""
         until = time.monotonic() + _GRACE_S
         while True:
             causes = self._departures.causes()
             if causes:
-                rank, cause = min(causes.items())
-                return replace(cause, text=f"{cause.text} (noticed by rank {rank})"), []
+                return self._adopt(*min(causes.items())), []
             closed = self._departures.closed()
             if closed and not timed_out:
                 text = f"rank {closed[0]} has closed the communicator"
-                return Cause(False, (closed[0],), text), []
+                return PeerFailureError(text, (closed[0],)), []
             noticed = self._departures.noticed()
             silent = [r for r in range(self.size) if r != self.rank and r not in noticed]
             # A timeout needs the grace to tell those who are late from those who wait as we do.
@@ -518,28 +564,69 @@ class GlooEngine(CheckedEngine):
                 return None, silent
             time.sleep(_POLL_S)
 
+    def _adopt(self, rank: int, cause: Cause) -> FastdistError:
+        seen = "" if rank in cause.ranks else f" (noticed by rank {rank})"
+        return replace(cause, text=cause.text + seen).error()
+
     def _rank_at(self, message: str) -> int | None:
         """The only rank at the address in one of Gloo's messages."""
         found = _ADDRESS.search(message)
-        if found is None:
-            return None
-        try:
-            keys = [f"address/{rank}" for rank in range(self.size)]
-            if not self._store.check(keys):
-                return None
-            addresses = [bytes(self._store.get(key)).decode() for key in keys]
-        except RuntimeError:
-            return None
-        ranks = [rank for rank, address in enumerate(addresses) if address == found[1]]
+        ranks = [r for r, address in enumerate(self._addresses) if found and address == found[1]]
         return ranks[0] if len(ranks) == 1 and ranks != [self.rank] else None
 
     def _leave(self, error: FastdistError | None) -> None:
         if self.size > 1:
-            if error is None:
+            if error is None and not self._in_flight:
                 self._departures.close()
+            elif error is None:
+                text = f"rank {self.rank} has closed the communicator"
+                self._departures.post(Cause(False, (self.rank,), text))
             else:
                 self._departures.post(Cause.of(error))
         self._group = None  # closes the connections, once no call uses them
+        with self._lanes_lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            if lane.pair is not None:
+                lane.pair.close()
+
+
+class _Flight:
+    """An operation of Gloo in flight; it holds the process group and the arrays until it ends."""
+
+    def __init__(self, work: Any, group: Any, tensors: list[Any]) -> None:
+        self._work = work
+        self._group = group
+        self._tensors = tensors
+
+    def wait(self, patrol: Callable[[], None]) -> None:
+        """Wait for the end.
+
+        Gloo's own wait can neither be given up nor survives the end of the interpreter, so this
+        looks again and again, ever less often, and now and then lets `patrol` look around.
+
+        Raises:
+            RuntimeError: the operation failed.
+            FastdistError: what `patrol` raised; the operation is left to itself.
+        """
+        began = patrolled = time.monotonic()
+        while not self._work.is_completed():
+            now = time.monotonic()
+            if now - patrolled > _PATROL_S:
+                patrolled = now
+                try:
+                    patrol()
+                except BaseException:
+                    # For ever: who drops a process group waits for its operations.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    raise
+            time.sleep(min(max((now - began) / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+        self._work.wait()
+        self._work = None
+        until = time.monotonic() + _RELEASE_S
+        while any(t._use_count() > 1 for t in self._tensors) and time.monotonic() < until:
+            time.sleep(0)
+        self._tensors.clear()
 
 
 class _Slices:
@@ -551,7 +638,7 @@ class _Slices:
         self._target = target
         self._counts = engine.slice_bytes(source)
         self._own = self._counts[engine.rank]
-        self._work: Any = None
+        self._flight: _Flight | None = None
         self._staging = np.empty(0, np.uint8)
 
     def memory(self) -> Bytes:
@@ -563,24 +650,24 @@ class _Slices:
         n, own = self._engine.size, self._own
         half = memory.nbytes // 2
         self._staging, self._copies = memory[: n * own], memory[half : half + n * own]
-        self._work = self._engine._begin_swap(
+        self._flight = self._engine._begin_swap(
             self._staging, self._source.memory, [own] * n, self._counts, step_s
         )
 
     def reduce_and_spread(self, op: str, step_s: float) -> None:
         """Reduce the own slice, and begin to send it to everybody."""
         n, own = self._engine.size, self._own
-        self._engine._finish(self._work, step_s)
+        self._engine._finish(self._flight, step_s)
         parts = self._engine._parts(self._source, self._staging)
         reduce_in_order(parts, op, parts[0])
         self._copies.reshape(n, own)[:] = parts[0].memory
-        self._work = self._engine._begin_swap(
+        self._flight = self._engine._begin_swap(
             self._target.memory, self._copies, self._counts, [own] * n, step_s
         )
 
     def finish(self, step_s: float) -> None:
         """Wait for everybody's results."""
-        self._engine._finish(self._work, step_s)
+        self._engine._finish(self._flight, step_s)
 
 
 class _Lane:
@@ -589,6 +676,7 @@ class _Lane:
     def __init__(self, rank: int, peer: int) -> None:
         self.peer = peer
         self.transfers = 0
+        self.pair: GlooEngine | None = None  # the sender is its rank 0
         self.queue = CallQueue(f"fastdist rank {rank} with {peer}")
 
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdist.engines.c10d import c10d
-from fastdist.engines.departures import Cause, Departures
+from fastdist.engines.departures import Cause, Departures, StoreLostError
 from fastdist.engines.engine import Engine
 from fastdist.engines.gloo import GlooEngine
 from fastdist.engines.links import Layout, Links
 
 
 class MachineLinks(Links):
-    """Machines, by Gloo: a group of all ranks that connects on demand, and one of the leaders.
+    """Machines, by Gloo: a group of the leaders, and lanes between any two ranks.
 
     Args:
-        flat: all ranks.
+        flat: all ranks; for its lanes.
         layout: which are where.
         store: torch's, with a prefix of this communicator.
         timeout_s: seconds to wait for other leaders to connect.
@@ -39,7 +39,7 @@ class MachineLinks(Links):
             )
 
     def lane(self, peer: int, sends: bool) -> tuple[Engine, int]:
-        """The group of all ranks."""
+        """Of the group of all ranks."""
         return self._flat, peer
 
     def subset(
@@ -71,7 +71,7 @@ class MachineLinks(Links):
         """From the store; nothing where that is gone."""
         try:
             return self._departures.causes()
-        except RuntimeError:
+        except StoreLostError:
             return {}
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from fastdist.strategies.default import (
     has_strategy,
 )
 from fastdist.strategies.mirrored import MirroredStrategy
+from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
 
@@ -15,6 +16,7 @@ __all__ = [
     "CommunicationOptions",
     "DefaultStrategy",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
     "get_replica_context",

@@ -32,6 +32,7 @@ from fastdist.strategies.uneven import UnevenResults
 from fastdist.values import PerReplica, leaves, local_results, map_structure, regroup, select
 
 M = TypeVar("M", bound=nn.Module)
+_GRACE_S = 1.0
 
 
 class Strategy:
@@ -215,7 +216,11 @@ class Strategy:
 
             return self._run_replica(replica, fn, given, examples, seed, merge)
 
-        def on_failure(replica: int) -> None:
+        def on_failure(replica: int, meeting: Meeting) -> None:
+            # Leaving is for good where other processes take part. Those who wait for this replica
+            # need it, those who end by themselves don't.
+            if self._workers > 1 and meeting.others_end(_GRACE_S):
+                return
             links.context[replica].close()
             links.gradients[replica].close()
 
@@ -224,9 +229,10 @@ class Strategy:
             self._members.note_values()
             return results
         except BaseException:
-            links.close()
-            self._links = self._make_links()
-            self._members.connect(self._links)
+            if self._workers == 1:
+                links.close()
+                self._links = self._make_links()
+                self._members.connect(self._links)
             raise
 
     def _run_replica(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdist.communicator import Communicator
-from fastdist.world import local_group
+from fastdist.world import local_group, replica_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +48,15 @@ def process_links(world: Communicator) -> Links:
     assert context is not None
     assert gradients is not None
     return Links((context,), (gradients,), workers)
+
+
+def worker_links(world: Communicator, local: int, timeout_s: float | None) -> Links:
+    """For `local` replicas, threads, in each process of `world`. Every rank must call."""
+    if world.world_size == 1:
+        return thread_links(local, timeout_s)
+    if local == 1:
+        return process_links(world)
+    workers = world.subgroup(range(world.world_size))
+    context = replica_group(world, local, timeout=timeout_s)
+    gradients = replica_group(world, local, timeout=timeout_s)
+    return Links(tuple(context), tuple(gradients), workers)

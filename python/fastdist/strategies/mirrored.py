@@ -9,6 +9,7 @@ import torch
 from fastdist.cluster import detect_launch
 from fastdist.errors import ClusterConfigError
 from fastdist.strategies.base import Strategy
+from fastdist.strategies.devices import every_device, physical_device
 from fastdist.strategies.links import process_links, thread_links
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.world import init
@@ -42,9 +43,9 @@ class MirroredStrategy(Strategy):
             raise ValueError("devices must not be empty; None takes what the machine has")
         launch = detect_launch()
         if launch is None or launch.world_size == 1:
-            own = given or _every_device()
+            own = given or every_device()
             super().__init__(
-                [_physical(device) for device in own],
+                [physical_device(device) for device in own],
                 lambda: thread_links(len(own), options.timeout_s),
                 options=options,
             )
@@ -61,22 +62,12 @@ class MirroredStrategy(Strategy):
                 f"{launch.world_size} processes, each of which is one replica: give as many "
                 "devices, or none"
             )
-        chosen = (given or _every_device())[:]
+        chosen = (given or every_device())[:]
         device = chosen[launch.local_rank % len(chosen)]
         super().__init__(
-            [_physical(device)],
+            [physical_device(device)],
             lambda: process_links(init(timeout=options.timeout_s)),
             worker=launch.rank,
             workers=launch.world_size,
             options=options,
         )
-
-
-def _every_device() -> list[torch.device]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")]
-
-
-def _physical(device: torch.device) -> torch.device:
-    """torch has one CPU, whatever its number."""
-    return torch.device("cpu") if device.type == "cpu" else device

@@ -57,7 +57,10 @@ def gather_values(
         ValueError: a scalar, or other dimensions that differ; the message shows the shapes.
     """
     tensors = [as_tensor(value).detach() for value in values]
-    axis = check_joinable([tuple(tensor.shape) for tensor in tensors], axis)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if workers is not None:
+        shapes = [shape for worker in workers.all_gather_object(shapes) for shape in worker]
+    axis = check_joinable(shapes, axis)
     home = tensors[0].device
     joined = torch.cat([tensor.to(home) for tensor in tensors], axis)
     return joined if workers is None else all_gather(workers, joined, axis)

@@ -39,7 +39,7 @@ class ReplicaThreads:
     def run(
         self,
         body: Callable[[int, Meeting], Any],
-        on_failure: Callable[[int], None],
+        on_failure: Callable[[int, Meeting], None],
     ) -> list[Any]:
         """Call `body(replica, meeting)` in every thread and return what the calls return.
 
@@ -59,7 +59,7 @@ class ReplicaThreads:
                 results[replica] = body(replica, meeting)
             except BaseException as error:
                 meeting.leave(replica, error)
-                on_failure(replica)
+                on_failure(replica, meeting)
             else:
                 meeting.leave(replica, None)
 
@@ -122,6 +122,11 @@ class Meeting:
             if error is not None:
                 self.failures.append((replica, error))
             self._condition.notify_all()
+
+    def others_end(self, timeout_s: float) -> bool:
+        """Wait for all replicas to end by themselves; False if some have not in this time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: len(self._left) == self._count, timeout_s)
 
     def serve(self) -> None:
         """Answer merge calls in this thread until all replicas have ended."""

@@ -6,7 +6,7 @@ gone, its gradients go into one fused, asynchronous all_reduce. At the end of ba
 is sent too, and all is waited for: when `backward()` returns, `.grad` is what one device would have
 computed on the global batch.
 
-The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0003).
+The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
 parameter that says how many replicas used it, so that one that nobody used keeps `grad` None.
 """

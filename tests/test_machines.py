@@ -314,6 +314,40 @@ def test_ranks_from_a_resolver(network: Network) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
+BOOTSTRAPPED = """
+    import os, pickle, sys, time, fastdist as fd, numpy as np
+    class Bootstrap:  # as mpi4py's, by way of files
+        calls = 0
+        Get_rank, Get_size = (lambda self: int(sys.argv[1])), (lambda self: int(sys.argv[2]))
+        def bcast(self, obj, root=0):
+            self.calls += 1
+            path = os.path.join(sys.argv[3], str(self.calls))
+            if root == self.Get_rank():
+                with open(path + ".part", "wb") as file: pickle.dump(obj, file)
+                os.rename(path + ".part", path)
+            while not os.path.exists(path): time.sleep(0.01)
+            with open(path, "rb") as file: return pickle.load(file)
+    comm = fd.init(bootstrap=Bootstrap())
+    print(comm.all_reduce(np.array([comm.rank + 1.0]))[0], type(comm.engine).__name__)
+"""
+
+
+def test_ranks_from_mpi(network: Network, tmp_path: Path) -> None:
+    env = os.environ | {"MASTER_ADDR": network.addresses[0]}
+    code = textwrap.dedent(BOOTSTRAPPED)
+    python = [sys.executable, "-W", "error", "-c", code]
+    started = [
+        subprocess.Popen(
+            network.command(r, *python, str(r), "2", str(tmp_path)),
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        for r in range(2)
+    ]
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+
+
 def test_resolver_on_one_machine_needs_no_network() -> None:
     address = f"localhost:{next(_ports)}"
     started = [start_resolved([], r, 2, address) for r in range(2)]

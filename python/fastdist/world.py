@@ -126,7 +126,7 @@ def replica_group(
     """Communicators for threads of this process that are ranks together with other processes'.
 
     Every rank of `base` must call, with the same `local`. Thread i of the process with rank p in
-    `base` is rank p · local + i. `base` stays as it is and must outlive nothing of this.
+    `base` is rank p · local + i. `base` stays usable, and may be closed before these.
 
     Args:
         base: the processes; None or a world of one: only this process.

@@ -208,7 +208,7 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
             """Leaves `out` as it is."""
 
     def wrong_group(size: int, *, timeout: float) -> list[Wrong]:
-        return [Wrong(c._host, timeout) for c in fastdist.local_group(size, timeout=timeout)]
+        return [Wrong(c.engine, timeout) for c in fastdist.local_group(size, timeout=timeout)]
 
     monkeypatch.setattr(engines, "local_group", wrong_group)
     section = engines.check_section()

@@ -27,7 +27,7 @@ def engines_section() -> Section:
             _available("local", "any array, world of one"),
             _available("host", "CPU arrays, ranks of one machine"),
             _not_built("nccl", "CUDA arrays", "this version has no CUDA engine"),
-            _not_built("gloo", "CPU arrays across machines", "ranks must share one machine"),
+            _gloo(),
             _not_built("xla", "TPU arrays", "this version has no XLA engine"),
         ),
     )
@@ -69,6 +69,13 @@ def check_section() -> Section:
 
 def _available(engine: str, serves: str) -> Fact:
     return Fact(engine, "available", f"available   {serves}", State.GOOD)
+
+
+def _gloo() -> Fact:
+    serves = "CPU arrays across machines"
+    if version_of("torch") is None:
+        return Fact("gloo", "not available", f"needs torch  {serves}", State.ABSENT)
+    return _available("gloo", serves)
 
 
 def _not_built(engine: str, serves: str, why: str) -> Fact:

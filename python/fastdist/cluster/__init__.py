@@ -1,15 +1,23 @@
-"""Where this process stands among the ranks of its job, and on which machines the others are."""
+"""Where this process stands among the ranks of its job, and on which machines the others are.
 
-from fastdist.cluster.address import join_address, split_address
-from fastdist.cluster.detection import detect_resolver
-from fastdist.cluster.kubernetes import IndexedJobClusterResolver, KubernetesClusterResolver
+The resolvers are loaded when first used: `import fastdist` needs none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fastdist.cluster.launch import Launch, detect_launch
-from fastdist.cluster.mpi import MPIClusterResolver
-from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
-from fastdist.cluster.slurm import SlurmClusterResolver
-from fastdist.cluster.spec import ClusterSpec
-from fastdist.cluster.tf_config import TFConfigClusterResolver
-from fastdist.cluster.torchrun import TorchrunClusterResolver
+
+if TYPE_CHECKING:
+    from fastdist.cluster.address import join_address, split_address
+    from fastdist.cluster.detection import detect_resolver
+    from fastdist.cluster.kubernetes import IndexedJobClusterResolver, KubernetesClusterResolver
+    from fastdist.cluster.mpi import MPIClusterResolver
+    from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+    from fastdist.cluster.slurm import SlurmClusterResolver
+    from fastdist.cluster.spec import ClusterSpec
+    from fastdist.cluster.tf_config import TFConfigClusterResolver
+    from fastdist.cluster.torchrun import TorchrunClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -27,3 +35,24 @@ __all__ = [
     "join_address",
     "split_address",
 ]
+
+_MODULES = {
+    "ClusterResolver": "resolver",
+    "ClusterSpec": "spec",
+    "IndexedJobClusterResolver": "kubernetes",
+    "KubernetesClusterResolver": "kubernetes",
+    "MPIClusterResolver": "mpi",
+    "SimpleClusterResolver": "resolver",
+    "SlurmClusterResolver": "slurm",
+    "TFConfigClusterResolver": "tf_config",
+    "TorchrunClusterResolver": "torchrun",
+    "detect_resolver": "detection",
+    "join_address": "address",
+    "split_address": "address",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fastdist.cluster' has no attribute {name!r}")
+    return getattr(import_module(f"fastdist.cluster.{_MODULES[name]}"), name)

@@ -627,6 +627,30 @@ class StrategyContract:
         results = strategies.run(case)
         assert all(result == results[0] for result in results)
 
+    @pytest.mark.parametrize("first_forward", ["inside", "outside"])
+    def test_lazy_modules(self, strategies: Any, first_forward: str) -> None:
+        def case(strategy: Strategy) -> None:
+            torch.manual_seed(strategy.local_replica_ids[0])
+            with strategy.scope():
+                single = nn.LazyLinear(4)
+                model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+                parameters = [*single.parameters(), *model.parameters()]
+                optimizer = torch.optim.SGD(parameters, lr=0.1)
+            if first_forward == "outside":
+                model(single(torch.ones(2, 3)))
+
+            def step(x: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(single(x)).square().mean().backward()
+                optimizer.step()
+
+            for _ in range(3):
+                strategy.run(step, args=batch(strategy, torch.randn(8, 3)))
+                strategy.check_in_sync()
+            assert type(single).__name__ == "Linear"
+
+        strategies.run(case)
+
     def test_sparse_gradients(self, strategies: Any) -> None:
         def train(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(6)

@@ -28,6 +28,7 @@ LAYERS = (
         "fastdist.context",
         "fastdist.data",
         "fastdist.gradients",
+        "fastdist.lazy_modules",
         "fastdist.metrics",
         "fastdist.modules",
         "fastdist.nn",

@@ -26,6 +26,7 @@ from torch.autograd.variable import Variable
 from fastdist.buffers import BufferSync
 from fastdist.communicator import Communicator, Compression, Work
 from fastdist.errors import FastdistError
+from fastdist.modules import is_materialized
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -88,7 +89,7 @@ class GradientSync:
     def watch(self) -> None:
         """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
         for i, parameter in enumerate(self._parameters):
-            if i in self._hooked or not parameter.requires_grad:
+            if i in self._hooked or not _is_trainable(parameter):
                 continue
             self._hooked.add(i)
             after = partial(self._on_gradient, i)
@@ -148,7 +149,7 @@ class GradientSync:
         self._task = task
         self._next = 0
         self._arrived = [False] * len(self._parameters)
-        trainable = [parameter.requires_grad for parameter in self._parameters]
+        trainable = [_is_trainable(parameter) for parameter in self._parameters]
         if trainable != self._trainable:
             self._make_buckets(trainable)
         for bucket in self._buckets:
@@ -264,3 +265,7 @@ class GradientSync:
             size += bytes_
         self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+
+
+def _is_trainable(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and is_materialized(parameter)

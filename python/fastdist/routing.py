@@ -222,14 +222,16 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _route(thing: Any, twins: list[Any]) -> None:
-    is_routed = _TWINS in thing.__dict__
     thing.__dict__[_TWINS] = twins
-    if is_routed:
-        return
-    plain = type(thing)
-    if plain not in _classes:
-        _classes[plain] = _make_routed_class(plain)
-    object.__setattr__(thing, "__class__", _classes[plain])
+    object.__setattr__(thing, "__class__", _routed_class(type(thing)))
+
+
+def _routed_class(kind: type) -> type:
+    if kind in _classes.values():
+        return kind
+    if kind not in _classes:
+        _classes[kind] = _make_routed_class(kind)
+    return _classes[kind]
 
 
 def _own_twin(thing: Any) -> Any:
@@ -253,6 +255,8 @@ def _make_routed_class(plain: Any) -> type:
             if twin is not None:
                 setattr(twin, name, value)
                 return
+            if name == "__class__":  # a lazy module that has become another
+                value = _routed_class(value)
             super().__setattr__(name, value)
             if state.replica is None and isinstance(self, nn.Module):
                 _set_on_twins(self, name, value)
@@ -273,7 +277,7 @@ def _make_routed_class(plain: Any) -> type:
 
 def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
     """Plain attributes (`training`, a rate) set outside `run` hold for all replicas."""
-    if isinstance(value, (nn.Module, torch.Tensor)):
+    if isinstance(value, (nn.Module, torch.Tensor)) or name == "__class__":
         return
     for twin in module.__dict__.get(_TWINS, ()):
         with contextlib.suppress(AttributeError):  # a property without a setter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from fastdist.buffers import BufferSync
 from fastdist.communicator import Communicator
+from fastdist.context import state
 from fastdist.gradients import GradientSync
+from fastdist.lazy_modules import when_initialized
 from fastdist.modules import (
     broadcast_state,
     named_buffers,
@@ -79,6 +82,9 @@ class Members:
             for replica in range(len(self._devices))
             for _, parameter in named_parameters(self._roots_of(replica))
         ]
+        if self.syncs:
+            for replica in range(len(self._devices)):
+                when_initialized(self._roots_of(replica), partial(self._share_lazy, links))
         twins = self._routing.optimizer_twins() if self._routing is not None else []
         self.outside.allow([*self._optimizers, *twins], parameters)
 
@@ -113,6 +119,16 @@ class Members:
             roots = self._roots_of(replica)
             replicas.append([*named_parameters(roots), *named_buffers(roots)])
         require_in_sync(workers, replicas)
+
+    def _share_lazy(self, links: Links, module: nn.Module) -> None:
+        """A lazy module has made its parameters: all replicas take those of replica 0."""
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        replica = 0 if state.replica is None else state.replica.local_replica
+        if state.replica is not None:
+            broadcast_state(links.context[replica], tensors)
+        elif links.workers is not None:
+            broadcast_state(links.workers, tensors)
+        self.syncs[replica].watch()
 
     def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
         roots = self._roots_of(replica)

@@ -79,6 +79,9 @@ class GlooGroup:
         options._timeout = _duration(timeout_s)
         options._threads = 2
         try:
+            # A connection of its own: while one thread waits for a key, nothing else gets through,
+            # such as what a rank waits for to set a key.
+            store = store.clone()
             store.set(f"address/{self.rank}", address)
             own = c10d().PrefixStore("gloo", store)
             group = gloo(own, self.rank, self.size, options)

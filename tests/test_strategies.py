@@ -12,10 +12,13 @@ import pytest
 import torch
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
+from strategy_variables import VariableContract
 
 
 class OneProcess:
     """A strategy made in this process."""
+
+    runs_in_one_process = True
 
     def __init__(self, make: Callable[[fd.CommunicationOptions], fd.Strategy]) -> None:
         self._make = make
@@ -29,6 +32,8 @@ class OneProcess:
 
 class ManyProcesses:
     """The same strategy in every process of a world, with so many replicas in each."""
+
+    runs_in_one_process = False
 
     def __init__(self, size: int, local: int = 0) -> None:
         self._ranks = ProcessRanks(size)
@@ -68,7 +73,11 @@ def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
     made.close()
 
 
-class TestOneDevice(StrategyContract):
+class Contract(StrategyContract, VariableContract):
+    """All of it."""
+
+
+class TestOneDevice(Contract):
     sizes = (1,)
 
     @staticmethod
@@ -76,7 +85,7 @@ class TestOneDevice(StrategyContract):
         return OneProcess(lambda options: fd.OneDeviceStrategy("cpu"))
 
 
-class TestMirroredByThreads(StrategyContract):
+class TestMirroredByThreads(Contract):
     sizes = (1, 2, 3, 4)
 
     @staticmethod
@@ -85,7 +94,7 @@ class TestMirroredByThreads(StrategyContract):
         return OneProcess(lambda options: fd.MirroredStrategy(devices, options=options))
 
 
-class TestMirroredByProcesses(StrategyContract):
+class TestMirroredByProcesses(Contract):
     sizes = (2, 3, 4)
 
     @staticmethod
@@ -93,7 +102,7 @@ class TestMirroredByProcesses(StrategyContract):
         return ManyProcesses(size)
 
 
-class TestMultiWorkerMirrored(StrategyContract):
+class TestMultiWorkerMirrored(Contract):
     sizes = (1, 2)
 
     @staticmethod

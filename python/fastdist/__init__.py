@@ -34,6 +34,9 @@ __all__ = [
     "PerReplica",
     "ReplicaContext",
     "Strategy",
+    "Variable",
+    "VariableAggregation",
+    "VariableSynchronization",
     "Work",
     "__version__",
     "all_gather",
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
         has_strategy,
     )
     from fastdist.values import PerReplica
+    from fastdist.variables import Variable, VariableAggregation, VariableSynchronization
 
 # These need torch, which `import fastdist` does not load.
 _NEEDS_TORCH = {
@@ -91,6 +95,9 @@ _NEEDS_TORCH = {
     "has_strategy": "fastdist.strategies",
     "in_cross_replica_context": "fastdist.context",
     "PerReplica": "fastdist.values",
+    "Variable": "fastdist.variables",
+    "VariableAggregation": "fastdist.variables",
+    "VariableSynchronization": "fastdist.variables",
 }
 
 

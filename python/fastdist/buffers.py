@@ -15,6 +15,7 @@ from torch import nn
 
 from fastdist.communicator import Communicator, Work
 from fastdist.modules import is_materialized
+from fastdist.variables import Variable
 
 
 class BufferSync:
@@ -27,7 +28,7 @@ class BufferSync:
 
     def __init__(self, communicator: Communicator, roots: Sequence[nn.Module]) -> None:
         self._communicator = communicator
-        modules = {id(m): m for root in roots for m in root.modules() if m._buffers}
+        modules = {id(m): m for root in roots for m in root.modules() if _has_buffers(m)}
         self._modules = list(modules.values())
         self._seen: list[list[tuple[torch.Tensor, int]]] = [_stamps(m) for m in self._modules]
         self._written: set[int] = set()
@@ -70,6 +71,10 @@ class BufferSync:
             ):
                 self._written.add(i)
                 self._seen[i] = now
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return bool(module._buffers) and not isinstance(module, Variable)
 
 
 def _stamps(module: nn.Module) -> list[tuple[torch.Tensor, int]]:

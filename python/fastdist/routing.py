@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.context import state
+from fastdist.variables import Variable, local_components
 
 _TWINS = "_fastdist_twins"
 _classes: dict[type, type] = {}
@@ -61,8 +62,11 @@ class Routing:
             copies = copy.deepcopy(list(roots), memo)
             for root in copies:
                 _move(root, device)
-            for key in everything:
+            for key, module in everything.items():
                 twins[key].append(memo[key])
+                if isinstance(module, Variable) and _TWINS in module.__dict__:
+                    previous = module.__dict__[_TWINS][len(twins[key]) - 1]
+                    memo[key].assign(previous.component)
         for key, module in everything.items():
             _route(module, twins[key])
 
@@ -118,7 +122,12 @@ class Routing:
             self._make_twins(self._modules)
             self._states.clear()
         elif versions != self._versions:
-            changed = [i for i, v in enumerate(versions) if v != self._versions[i]]
+            apart = local_components(self._modules)
+            changed = [
+                i
+                for i, v in enumerate(versions)
+                if v != self._versions[i] and id(tensors[i]) not in apart
+            ]
             for replica in range(1, len(self._devices)):
                 twins = _tensors_of([self.twin(root, replica) for root in self._modules])
                 with torch.no_grad():

@@ -30,6 +30,7 @@ from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
 from fastdist.strategies.scope import Scope
 from fastdist.strategies.uneven import UnevenResults
 from fastdist.values import PerReplica, leaves, local_results, map_structure, regroup, select
+from fastdist.variables import Variable
 
 M = TypeVar("M", bound=nn.Module)
 _GRACE_S = 1.0
@@ -65,7 +66,9 @@ class Strategy:
         self._workers = workers
         self._make_links = make_links
         self._links = make_links()
-        self._members = Members(self.devices, self.options)
+        self._members = Members(
+            self.devices, self.local_replica_ids, self.num_replicas_in_sync, self.options
+        )
         self._uneven = UnevenResults()
         self._threads: ReplicaThreads | None = None
         if len(self.devices) > 1:
@@ -321,7 +324,7 @@ class Strategy:
         return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
-        values = local_results(value)
+        values = self.local_results(value)
         if len(values) != len(self.devices):
             values = values * len(self.devices)  # the same on every replica
         weights = None
@@ -351,16 +354,16 @@ class Strategy:
 
     def update(
         self,
-        parameter: nn.Parameter,
+        variable: nn.Parameter | Variable,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `fn(component, *args, **kwargs)` for a parameter on each local replica.
+        """Call `fn(component, *args, **kwargs)` for a variable on each local replica.
 
         Args:
-            parameter: of a module made in the scope.
-            fn: changes its component; gradients are off.
+            variable: a parameter of a module made in the scope, or a `fastdist.Variable`.
+            fn: changes its component, a tensor; gradients are off.
             args: per-replica values inside become the component's own.
             kwargs: as args.
 
@@ -371,7 +374,7 @@ class Strategy:
         given = (tuple(args), kwargs or {})
         results = []
         with torch.no_grad():
-            for replica, component in enumerate(self._members.components(parameter)):
+            for replica, component in enumerate(self._members.components(variable)):
                 own_args, own_kwargs = select(given, replica)
                 results.append(fn(component, *own_args, **own_kwargs))
         self._members.note_values()
@@ -385,12 +388,18 @@ class Strategy:
         """
 
         def gather_leaf(leaf: Any) -> torch.Tensor:
-            return gather_values(self._links.workers, local_results(leaf), axis)
+            return gather_values(self._links.workers, self.local_results(leaf), axis)
 
         return map_structure(gather_leaf, value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, in order (experimental_local_results)."""
+        """The values of this process's replicas, in order (experimental_local_results).
+
+        Args:
+            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+        """
+        if isinstance(value, Variable):
+            return tuple(self._members.components(value))
         return local_results(value)
 
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:

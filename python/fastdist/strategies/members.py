@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.outside import OutsideOptimizers
+from fastdist.variables import Variable, local_components, own
 
 
 class Members:
@@ -36,7 +37,16 @@ class Members:
         outside: a `with` statement that refuses optimizers that are no members.
     """
 
-    def __init__(self, devices: Sequence[torch.device], options: CommunicationOptions) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        replica_ids: tuple[int, ...],
+        replicas: int,
+        options: CommunicationOptions,
+    ) -> None:
+        self.local_replica_ids = replica_ids
+        self.num_replicas_in_sync = replicas
+        self.workers: Communicator | None = None
         self.syncs: list[GradientSync] = []
         self.outside = OutsideOptimizers()
         self._devices = devices
@@ -68,9 +78,14 @@ class Members:
         self._roots += roots
         self._optimizers += optimizers
         self.connect(links)
+        for root in roots:
+            for module in root.modules():
+                if isinstance(module, Variable):
+                    own(module, self)
 
     def connect(self, links: Links) -> None:
         """Reduce gradients through these communicators from now on."""
+        self.workers = links.workers
         for sync in self.syncs:
             sync.close()
         self.syncs = [
@@ -98,15 +113,24 @@ class Members:
         if self._routing is not None:
             self._routing.note_values()
 
-    def components(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """A parameter of a member's, on each local replica."""
+    def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
+        """The tensor of a member's parameter or variable, on each local replica."""
+        if isinstance(thing, Variable):
+            return [variable.component for variable in self.variables(thing)]
         if self._routing is None:
-            return [parameter]
+            return [thing]
         others = [
-            self._routing.parameter_twins(replica)[id(parameter)]
+            self._routing.parameter_twins(replica)[id(thing)]
             for replica in range(1, len(self._devices))
         ]
-        return [parameter, *others]
+        return [thing, *others]
+
+    def variables(self, variable: Variable) -> list[Variable]:
+        """A variable on each local replica."""
+        if self._routing is None:
+            return [variable]
+        twins = [self._routing.twin(variable, i) for i in range(len(self._devices))]
+        return cast(list[Variable], twins)
 
     def require_in_sync(self, workers: Communicator | None) -> None:
         """Check that all replicas hold the same bits. Every worker must call.
@@ -117,7 +141,9 @@ class Members:
         replicas = []
         for replica in range(len(self._devices)):
             roots = self._roots_of(replica)
-            replicas.append([*named_parameters(roots), *named_buffers(roots)])
+            apart = local_components(roots)
+            named = [*named_parameters(roots), *named_buffers(roots)]
+            replicas.append([(name, tensor) for name, tensor in named if id(tensor) not in apart])
         require_in_sync(workers, replicas)
 
     def _share_lazy(self, links: Links, module: nn.Module) -> None:

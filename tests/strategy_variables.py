@@ -1,0 +1,254 @@
+"""What variables do under every strategy, whatever its replicas are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fastdist as fd
+import pytest
+import torch
+from fastdist import PerReplica, Strategy, VariableAggregation, VariableSynchronization
+from fastdist.values import local_results
+from strategy_contract import replica_id
+from torch import nn
+
+ON_READ = VariableSynchronization.ON_READ
+ON_WRITE = VariableSynchronization.ON_WRITE
+NONE = VariableAggregation.NONE
+SUM = VariableAggregation.SUM
+MEAN = VariableAggregation.MEAN
+FIRST = VariableAggregation.ONLY_FIRST_REPLICA
+
+
+def made(strategy: Strategy, *args: Any, **kwargs: Any) -> fd.Variable:
+    with strategy.scope():
+        return fd.Variable(*args, **kwargs)
+
+
+def in_replicas(strategy: Strategy, fn: Any) -> list[Any]:
+    """What fn returns on the local replicas."""
+    return [box.content for box in local_results(strategy.run(lambda: Box(fn())))]
+
+
+class Box:
+    """No structure that `run` would take apart."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Counter(nn.Module):
+    """A model with state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen = fd.Variable(0, synchronization=ON_READ, aggregation=SUM)
+        self.loss = fd.Variable(0.0, synchronization=ON_READ, aggregation=MEAN)
+        self.steps = fd.Variable(0, aggregation=FIRST)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.assign_add(len(x))
+        return self.layer(x)
+
+
+class VariableContract:
+    @pytest.mark.parametrize("aggregation", list(VariableAggregation))
+    def test_aggregated_on_write(self, strategies: Any, aggregation: VariableAggregation) -> None:
+        def check(strategy: Strategy, synchronization: VariableSynchronization) -> None:
+            n, local = strategy.num_replicas_in_sync, len(strategy.devices)
+            v = made(strategy, [1.0, 1.0], synchronization=synchronization, aggregation=aggregation)
+
+            def step() -> list[float]:
+                v.assign(torch.ones(2) * 2)
+                return v.value.tolist()
+
+            expected = 2.0 * n if aggregation is SUM else 2.0
+            assert in_replicas(strategy, step) == [[expected] * 2] * local
+            assert v.value.tolist() == [expected] * 2
+
+            def add() -> float:
+                v.assign_add(1.0)
+                v.assign_sub(3)
+                return float(v.value[1])
+
+            expected -= 2.0 * n if aggregation is SUM else 2.0
+            assert in_replicas(strategy, add) == [expected] * local
+            v.assign(7)
+            assert in_replicas(strategy, lambda: float(v.value[0])) == [7] * local
+            strategy.check_in_sync()
+
+        def case(strategy: Strategy) -> None:
+            for synchronization in (ON_WRITE, VariableSynchronization.AUTO):
+                check(strategy, synchronization)
+
+        strategies.run(case)
+
+    def test_only_first_replica(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            for initial in (5, 5.0, True):
+                v = made(strategy, initial, aggregation=FIRST)
+                in_replicas(strategy, lambda v=v: v.assign(replica_id()))
+                assert not v.value.any()
+                assert not any(in_replicas(strategy, lambda v=v: bool(v.value)))
+
+        strategies.run(case)
+
+    def test_each_keeps_its_own(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            v = made(strategy, 0.0)
+            in_replicas(strategy, lambda: v.assign(replica_id()))
+            assert in_replicas(strategy, lambda: int(v.value)) == list(strategy.local_replica_ids)
+            strategy.check_in_sync()  # of what is to be in sync
+
+        strategies.run(case)
+
+    def test_aggregated_on_read(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            sums = made(strategy, 0, synchronization=ON_READ, aggregation=SUM)
+            means = made(strategy, 0.0, synchronization=ON_READ, aggregation=MEAN)
+            first = made(strategy, 9, synchronization=ON_READ, aggregation=FIRST)
+            none = made(strategy, 9, synchronization=ON_READ)
+
+            def step() -> list[int]:
+                for v in (sums, means, first, none):
+                    v.assign(replica_id())
+                    if replica_id() == 0:  # alone: it does not communicate
+                        v.assign_add(0)
+                return [int(v.value) for v in (sums, means, first, none)]
+
+            for replica, seen in zip(
+                strategy.local_replica_ids, in_replicas(strategy, step), strict=True
+            ):
+                assert seen == [replica] * 4
+            assert sums.value == n * (n - 1) / 2
+            assert means.value == (n - 1) / 2
+            assert first.value == 0
+            if n > 1:
+                with pytest.raises(ValueError, match="has no one value outside run"):
+                    _ = none.value
+            locals_ = [int(value) for value in strategy.local_results(none)]
+            assert locals_ == list(strategy.local_replica_ids)
+            in_replicas(strategy, lambda: None)  # changes nothing
+            assert sums.value == n * (n - 1) / 2
+            assert int(strategy.reduce("sum", sums)) == n * (n - 1) / 2
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_written_outside_run(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            v = made(strategy, 7, synchronization=ON_READ, aggregation=SUM)
+            assert v.value == 7
+            v.assign(11)
+            assert v.value == 11
+            v.assign_add(3)
+            assert v.value == 14
+            in_replicas(strategy, lambda: v.assign_add(1))
+            assert v.value == 14 + n
+            mean = made(strategy, 3.0, synchronization=ON_READ, aggregation=MEAN)
+            mean.assign_sub(1)
+            assert in_replicas(strategy, lambda: float(mean.value)) == [2.0] * len(strategy.devices)
+            assert mean.value == 2
+
+        strategies.run(case)
+
+    def test_a_run_that_fails_keeps_what_was_written(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            v = made(strategy, 0, synchronization=ON_READ, aggregation=SUM)
+
+            def step() -> None:
+                v.assign_add(1)
+                raise KeyError("nothing")
+
+            with pytest.raises(KeyError):
+                strategy.run(step)
+            in_replicas(strategy, lambda: None)
+            assert v.value == n
+
+        if strategies.runs_in_one_process:
+            strategies.run(case)
+
+    def test_update(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            v = made(strategy, 1.0)
+            parts = PerReplica(tuple(float(i) for i in strategy.local_replica_ids))
+
+            def fn(component: torch.Tensor, x: float) -> float:
+                component.add_(x)
+                return x
+
+            got = strategy.update(v, fn, args=(parts,))
+            assert list(local_results(got)) == list(parts.values)
+            seen = in_replicas(strategy, lambda: float(v.value))
+            assert seen == [1.0 + i for i in strategy.local_replica_ids]
+
+        strategies.run(case)
+
+    def test_part_of_a_model(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = Counter()
+
+            def step() -> dict[str, Any]:
+                model(torch.ones(replica_id() + 1, 2)).sum().backward()
+                model.loss.assign(float(replica_id()))
+                model.steps.assign_add(1)
+                return {k: v.clone() for k, v in model.state_dict().items()}
+
+            inside = in_replicas(strategy, step)[0]
+            saved = {k: v.clone() for k, v in model.state_dict().items()}
+            assert set(saved) == {
+                "layer.weight", "layer.bias", "seen.value", "loss.value", "steps.value",
+            }  # fmt: skip
+            for name, value in saved.items():
+                torch.testing.assert_close(inside[name], value)
+            assert saved["seen.value"] == n * (n + 1) // 2
+            assert saved["loss.value"] == (n - 1) / 2
+            assert saved["steps.value"] == 1
+
+            plain = Counter()
+            plain.load_state_dict(saved)
+            assert plain.seen.value == saved["seen.value"]
+            model.seen.assign(0)
+            model.load_state_dict(plain.state_dict())
+            torch.testing.assert_close(model.state_dict(), saved)
+
+            def load() -> int:
+                model.load_state_dict(saved)
+                return int(model.seen.value)
+
+            parts = strategy.gather(strategy.run(lambda: torch.tensor([load()])))
+            assert int(parts.sum()) == saved["seen.value"]
+            assert int(parts.max() - parts.min()) <= 1
+            torch.testing.assert_close(model.state_dict(), saved)
+
+            model.double()  # new tensors: what replicas hold for themselves stays
+            in_replicas(strategy, lambda: None)
+            assert model.seen.value == saved["seen.value"]
+            assert type(copy.deepcopy(model).seen) is fd.Variable
+            with pytest.raises(RuntimeError, match=r"size mismatch for seen.value: \(2,\)"):
+                model.load_state_dict({**saved, "seen.value": torch.zeros(2)})
+            with pytest.raises(RuntimeError, match=r"Missing key.*seen\.value"):
+                model.load_state_dict({k: v for k, v in saved.items() if k != "seen.value"})
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_refused(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with pytest.raises(ValueError, match=r"torch.int64 cannot .*MEAN"):
+                made(strategy, 1, aggregation=MEAN)
+            for aggregation in (SUM, MEAN):
+                with pytest.raises(ValueError, match="bool"):
+                    made(strategy, True, aggregation=aggregation)
+            with pytest.raises(ValueError, match="'average' is not a valid"):
+                made(strategy, 1.0, aggregation="average")
+
+        strategies.run(case)

@@ -138,6 +138,7 @@ def adam() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class StrategyContract:
+    copies_parameters = True
     """Bound to a kind of replicas by a subclass of a few lines."""
 
     # --- reduce, gather, contexts ----------------------------------------------------------------
@@ -251,6 +252,8 @@ class StrategyContract:
         strategies.run(case)
 
     def test_update_each_component(self, strategies: Any) -> None:
+        copies_parameters = self.copies_parameters
+
         def case(strategy: Strategy) -> None:
             with strategy.scope():
                 model = nn.Linear(2, 1)
@@ -261,7 +264,8 @@ class StrategyContract:
                 return id(component)
 
             ids = strategy.update(model.weight, put, args=(amount,))
-            assert len(set(strategy.local_results(ids))) == len(strategy.devices)
+            copies = len(strategy.devices) if copies_parameters else 1
+            assert len(set(strategy.local_results(ids))) == copies
             strategy.check_in_sync()
             for total in strategy.local_results(strategy.run(lambda: model.weight.sum().item())):
                 assert total == 6.0
@@ -648,6 +652,32 @@ class StrategyContract:
                 strategy.run(step, args=batch(strategy, torch.randn(8, 3)))
                 strategy.check_in_sync()
             assert type(single).__name__ == "Linear"
+
+        strategies.run(case)
+
+    def test_gradients_outside_run(self, strategies: Any) -> None:
+        def train(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(4)
+            with strategy.scope():
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+            def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+                F.cross_entropy(model(x), y).backward()
+
+            images, labels = digits()
+            for i in range(4):
+                optimizer.zero_grad(set_to_none=i % 2 == 0)
+                for part in (slice(0, 50), slice(50, 90)):  # adds up
+                    strategy.run(backward, args=batch(strategy, images[part], labels[part]))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+            strategy.run(lambda: None)
+            strategy.check_in_sync()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        def case(strategy: Strategy) -> None:
+            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-5)
 
         strategies.run(case)
 

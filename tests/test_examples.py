@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -37,33 +39,93 @@ def test_digits_all_reduce_gives_the_same_on_any_number_of_ranks(tmp_path: Path)
             torch.testing.assert_close(value, alone[name], rtol=0, atol=2e-3)
 
 
-def run_mirrored(*command: str) -> tuple[str, float]:
-    """The last epoch's loss and the accuracy that it prints."""
+def run_example(*command: str, env: dict[str, str] | None = None) -> tuple[float, float, str]:
+    """The last epoch's loss, the accuracy, and all that it prints."""
     done = subprocess.run(
-        [sys.executable, *command, "--epochs", "20"],
+        [sys.executable, *command, "--epochs", "15"],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
         cwd=ROOT,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
-    loss = re.findall(r"epoch 20/20  loss ([\d.]+)", done.stdout)
-    accuracy = re.findall(r"accuracy on held-out digits: ([\d.]+)", done.stdout)
-    assert len(loss) == len(accuracy) == 1, done.stdout
-    return loss[0], float(accuracy[0])
+    return *numbers(done.stdout), done.stdout
 
 
-def test_mirrored_gives_the_same_on_every_strategy() -> None:
-    script = "examples/mirrored.py"
-    loss, accuracy = run_mirrored(script, "--strategy", "one_device")
+def numbers(text: str) -> tuple[float, float]:
+    loss = re.findall(r"epoch 15/15  loss ([\d.]+)  [\d,]+ examples/s", text)
+    accuracy = re.findall(r"accuracy on held-out digits: ([\d.]+)", text)
+    assert len(loss) == len(accuracy) == 1, text
+    return float(loss[0]), float(accuracy[0])
+
+
+RUN = ("-m", "fastdist", "run", "--no-prefix", "-n")
+THREADS = ("--devices", "cpu:0", "cpu:1", "cpu:2")
+
+
+@pytest.mark.parametrize(
+    ("script", "others"),
+    [
+        ("mirrored", [(*RUN, "2"), (*RUN, "3"), THREADS]),
+        (
+            "central_storage",
+            [THREADS, ("--strategy", "mirrored", *THREADS), ("--strategy", "default")],
+        ),
+        ("custom_loop", [(*RUN, "3"), THREADS, ("--strategy", "central_storage", *THREADS)]),
+    ],
+)
+def test_same_on_every_strategy(script: str, others: list[tuple[str, ...]]) -> None:
+    path = f"examples/{script}.py"
+    loss, accuracy, _ = run_example(path, "--strategy", "one_device")
     assert accuracy > 0.95
-    run = ("-m", "fastdist", "run", "--no-prefix", "-n")
-    for command in (
-        (script, "--devices", "cpu:0", "cpu:1", "cpu:2"),
-        (*run, "2", script),
-        (*run, "3", script),
-    ):
-        same_loss, same_accuracy = run_mirrored(*command)
-        assert float(same_loss) == pytest.approx(float(loss), abs=2e-4)
+    for options in others:
+        command = (*options, path) if options[0] == "-m" else (path, *options)
+        same_loss, same_accuracy, _ = run_example(*command)
+        assert same_loss == pytest.approx(loss, abs=2e-4)
         assert same_accuracy == pytest.approx(accuracy, abs=0.003)
+
+
+def test_central_storage_keeps_one_copy() -> None:
+    sizes = []
+    for strategy in ("central_storage", "mirrored"):
+        printed = run_example("examples/central_storage.py", "--strategy", strategy, *THREADS)[2]
+        found = re.search(r"replicas: (\d+) bytes", printed)
+        assert found is not None
+        sizes.append(int(found[1]))
+    assert sizes[1] == 3 * sizes[0]
+
+
+def test_multi_worker_by_tf_config(tmp_path: Path) -> None:
+    script, path = "examples/multi_worker.py", tmp_path / "weights.pt"
+    loss, accuracy, _ = run_example(script, "--strategy", "one_device", "--save", str(path))
+    assert accuracy > 0.95
+    weights = torch.load(path)
+    by_launcher, _, printed = run_example(*RUN, "2", script, "--save", str(path))
+    assert by_launcher == pytest.approx(loss, abs=2e-4)
+    assert "examples seen in training: 21555" in printed
+    for name, value in torch.load(path).items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=2e-3)
+
+    addresses = [f"127.0.0.1:{port}" for port in (29871, 29872)]
+    started = []
+    for index in range(2):
+        task = {"type": "worker", "index": index}
+        config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        started.append(
+            subprocess.Popen(
+                [sys.executable, script, "--epochs", "15", "--devices", "cpu:0", "cpu:1"],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"TF_CONFIG": config, "OMP_NUM_THREADS": "1"},
+            )
+        )
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert outputs[1] == ""  # only the chief speaks
+    same_loss, same_accuracy = numbers(outputs[0])
+    assert same_loss == pytest.approx(loss, abs=2e-4)
+    assert same_accuracy == pytest.approx(accuracy, abs=0.003)
+    assert "4 replicas" in outputs[0]

@@ -10,6 +10,8 @@ import cloudpickle
 import fastdist as fd
 import pytest
 import torch
+from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.strategies.links import thread_links
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
 from strategy_variables import VariableContract
@@ -59,7 +61,8 @@ def _run_case(comm: fd.Communicator, case: bytes, local: int, options: dict[str,
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    assert metafunc.cls is not None
+    if metafunc.cls is None:
+        return
     sizes = metafunc.cls.sizes
     metafunc.parametrize(
         "strategies", sizes, indirect=True, scope="class", ids=[f"replicas{n}" for n in sizes]
@@ -108,3 +111,94 @@ class TestMultiWorkerMirrored(Contract):
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return ManyProcesses(2, local=size)
+
+
+class TestCentralStorage(Contract):
+    sizes = (1, 2, 3)
+    copies_parameters = False
+
+    @staticmethod
+    def make(size: int) -> OneProcess:
+        devices = [f"cpu:{i}" for i in range(size)]
+        return OneProcess(lambda options: fd.CentralStorageStrategy(devices, options=options))
+
+    def test_out_of_sync_is_seen(self, strategies: Any) -> None:
+        """Parameters cannot be."""
+
+        def case(strategy: fd.Strategy) -> None:
+            with strategy.scope():
+                model = torch.nn.Linear(2, 2)
+            pointers = strategy.run(lambda: model.weight.data_ptr())
+            assert set(strategy.local_results(pointers)) == {model.weight.data_ptr()}
+
+        strategies.run(case)
+
+    def test_the_optimizer_steps_once(self, strategies: Any) -> None:
+        def case(strategy: fd.Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                model = torch.nn.Linear(3, 1, bias=False)
+                first = torch.optim.Adam(model.parameters(), lr=0.1)
+                second = torch.optim.LBFGS(model.parameters())
+            steps = []
+            first.register_step_post_hook(lambda *_: steps.append(1))
+
+            def step(i: int) -> None:
+                model(torch.ones(2, 3)).sum().backward()
+                (first if i % n == 0 else second).step()
+
+            strategy.run(step, args=(0,))
+            assert len(steps) == 1
+            assert len(first.state) == 1
+            assert all(not twin.state for twin in twins_of(first))
+            if n > 1:
+                ids = strategy.distribute_values_from_function(
+                    lambda context: context.replica_id_in_sync_group
+                )
+                with pytest.raises(FastdistError, match="step different optimizers"):
+                    strategy.run(step, args=(ids,))
+                with pytest.raises(ValueError, match=r"LBFGS\.step got a closure"):
+                    strategy.run(lambda: second.step(lambda: model(torch.ones(1, 3)).sum()))
+
+        strategies.run(case)
+
+
+def twins_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    found: list[torch.optim.Optimizer] = optimizer.__dict__.get("_fastdist_twins", [])
+    return found
+
+
+def test_central_storage_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ClusterConfigError, match=r"one process; .* started 2"):
+        fd.CentralStorageStrategy()
+    with pytest.raises(ValueError, match="must not be empty"):
+        fd.CentralStorageStrategy([])
+
+
+class TestCentralStorageApart(Contract):
+    """Parameters on another device than all replicas: memory of their own stands in for it."""
+
+    sizes = (1, 2)
+    copies_parameters = False
+
+    @staticmethod
+    def make(size: int) -> OneProcess:
+        cpu, other = torch.device("cpu"), torch.device("cpu:1")
+        return OneProcess(
+            lambda options: fd.Strategy(
+                [cpu] * size,
+                lambda: thread_links(size, options.timeout_s),
+                parameter_device=other,
+                options=options,
+            )
+        )
+
+    @pytest.mark.parametrize("first_forward", ["outside"])
+    def test_lazy_modules(self, strategies: Any, first_forward: str) -> None:
+        super().test_lazy_modules(strategies, first_forward)
+
+    def test_lazy_modules_first_called_inside(self, strategies: Any) -> None:
+        with pytest.raises(FastdistError, match="call it once outside run first"):
+            super().test_lazy_modules(strategies, "inside")

@@ -25,6 +25,7 @@ from fastdist.default import (
 from fastdist.world import default_communicator, init, local_group
 
 __all__ = [
+    "CentralStorageStrategy",
     "CommunicationOptions",
     "Communicator",
     "DefaultStrategy",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from fastdist import data, nn
     from fastdist.context import ReplicaContext, in_cross_replica_context
     from fastdist.strategies import (
+        CentralStorageStrategy,
         CommunicationOptions,
         DefaultStrategy,
         MirroredStrategy,
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
 
 # These need torch, which `import fastdist` does not load.
 _NEEDS_TORCH = {
+    "CentralStorageStrategy": "fastdist.strategies",
     "CommunicationOptions": "fastdist.strategies",
     "DefaultStrategy": "fastdist.strategies",
     "MirroredStrategy": "fastdist.strategies",

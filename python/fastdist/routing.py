@@ -1,16 +1,18 @@
 """Objects that resolve to the replica whose thread uses them.
 
 Where one process runs several replicas, each has a copy of every module, optimizer, scheduler and
-gradient scaler that was made in the scope: the user's own object for replica 0, a twin for each
-other one. The user's object stays what it was, but for a class that derives from its old one and,
-in the thread of another replica, looks up every attribute in that replica's twin. Inside, twins
-refer to each other, so that only the user's own references pay for the detour.
+gradient scaler that was made in the scope: the user's own object for replica 0 (but where variables
+are kept on a device that does not compute), a twin for each other one. The user's object stays what
+it was, but for a class that derives from its old one and, in the thread of another replica, looks
+up every attribute in that replica's twin. Inside, twins refer to each other, so that only the
+user's own references pay for the detour.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.context import state
+from fastdist.modules import is_materialized
 from fastdist.variables import Variable, local_components
 
 _TWINS = "_fastdist_twins"
@@ -27,20 +30,23 @@ _classes: dict[type, type] = {}
 
 
 class Routing:
-    """The routed objects of one strategy, and the twins of its replicas 1, 2, ….
+    """The routed objects of one strategy, and the twins of its replicas.
 
     Args:
         devices: of all local replicas.
+        first: the first replica that has twins; those before it use the users' own objects.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: Sequence[torch.device], first: int = 1) -> None:
+        self._twin_devices = tuple(devices[first:])
+        self._first = first
         self._modules: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._others: list[Any] = []
         self._states: dict[int, Any] = {}
         self._tensors: list[torch.Tensor] = []  # of the modules, replica 0's
         self._versions: list[tuple[type, int]] = []
+        self._gradients: list[GradientStamp] = []
 
     def add_modules(self, roots: Sequence[nn.Module]) -> None:
         """Give modules twins."""
@@ -52,13 +58,14 @@ class Routing:
         """Take what replica 0 holds now as what all replicas hold: a run has ended."""
         self._tensors = _tensors_of(self._modules)
         self._versions = _versions_of(self._tensors)
+        self._gradients = list(map(GradientStamp, self._tensors))
 
     def _make_twins(self, roots: Sequence[nn.Module]) -> None:
         """Twins share among each other what the modules share among each other."""
         everything = {id(m): m for root in roots for m in root.modules()}
         twins: dict[int, list[nn.Module]] = {key: [] for key in everything}
-        for device in self._devices[1:]:
-            memo: dict[int, Any] = {}
+        for device in self._twin_devices:
+            memo = self._memo(roots, device)
             copies = copy.deepcopy(list(roots), memo)
             for root in copies:
                 _move(root, device)
@@ -70,10 +77,14 @@ class Routing:
         for key, module in everything.items():
             _route(module, twins[key])
 
+    def _memo(self, roots: Sequence[nn.Module], device: torch.device) -> dict[int, Any]:
+        """What a twin's copy is not to copy: by id, what it gets instead."""
+        return {}
+
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer of routed modules twins that work on the twins' parameters."""
         twins = []
-        for _ in self._devices[1:]:
+        for _ in self._twin_devices:
             twin = _bare_copy(optimizer)
             if "step" in twin.__dict__:  # a scheduler's wrapper, bound to the original
                 twin.__dict__["step"] = _tracked_step(twin)
@@ -83,17 +94,22 @@ class Routing:
 
     def add_other(self, thing: LRScheduler | GradScaler) -> None:
         """Give a scheduler or scaler twins."""
-        _route(thing, [_bare_copy(thing) for _ in self._devices[1:]])
+        _route(thing, [_bare_copy(thing) for _ in self._twin_devices])
         self._others.append(thing)
 
     def optimizer_twins(self) -> list[torch.optim.Optimizer]:
-        """Of all optimizers, for all replicas but the first."""
-        return [twin for optimizer in self._optimizers for twin in optimizer.__dict__[_TWINS]]
+        """Of all optimizers."""
+        return [twin for optimizer in self._optimizers for twin in self.twins_of(optimizer)]
 
     def twin(self, module: nn.Module, replica: int) -> nn.Module:
-        """A replica's own copy of a module: the module itself for replica 0."""
-        found: nn.Module = module if replica == 0 else module.__dict__[_TWINS][replica - 1]
+        """A replica's own copy of a module: the module itself for a replica without twins."""
+        index = self.twin_index(replica)
+        found: nn.Module = module if index is None else module.__dict__[_TWINS][index]
         return found
+
+    def twin_index(self, replica: int) -> int | None:
+        """Which of the twins a replica uses; None: the users' own objects."""
+        return None if replica < self._first else replica - self._first
 
     def refresh(self) -> bool:
         """Bring what was changed outside `run`, on replica 0's objects, to all twins.
@@ -105,12 +121,19 @@ class Routing:
         for optimizer in self._optimizers:
             self._refresh_optimizer(optimizer)
         for thing in self._others:
-            for twin in thing.__dict__[_TWINS]:
-                fresh = {k: v for k, v in thing.__dict__.items() if k != _TWINS}
-                if isinstance(thing, GradScaler):
-                    fresh = copy.deepcopy(fresh)
-                twin.__dict__.update(fresh)
+            for twin in self.twins_of(thing):
+                twin.__dict__.update(self.plain_state(thing))
         return remade
+
+    def twins_of(self, thing: Any) -> list[Any]:
+        """The twins of a routed object."""
+        found: list[Any] = thing.__dict__[_TWINS]
+        return found
+
+    def plain_state(self, thing: LRScheduler | GradScaler) -> dict[str, Any]:
+        """What another one of its kind needs to go on like it."""
+        plain = {key: value for key, value in thing.__dict__.items() if key != _TWINS}
+        return copy.deepcopy(plain) if isinstance(thing, GradScaler) else plain
 
     def _refresh_modules(self) -> bool:
         tensors = _tensors_of(self._modules)
@@ -121,20 +144,26 @@ class Routing:
         if replaced:
             self._make_twins(self._modules)
             self._states.clear()
-        elif versions != self._versions:
-            apart = local_components(self._modules)
-            changed = [
-                i
-                for i, v in enumerate(versions)
-                if v != self._versions[i] and id(tensors[i]) not in apart
-            ]
-            for replica in range(1, len(self._devices)):
-                twins = _tensors_of([self.twin(root, replica) for root in self._modules])
-                with torch.no_grad():
-                    for i in changed:
-                        twins[i].copy_(tensors[i])
+        else:
+            self._bring(tensors, versions)
         self._tensors, self._versions = tensors, versions
         return replaced
+
+    def _bring(self, tensors: list[torch.Tensor], versions: list[tuple[type, int]]) -> None:
+        """Copy values and gradients that have changed to the twins."""
+        stale = [g.is_stale(tensor) for g, tensor in zip(self._gradients, tensors, strict=True)]
+        if versions == self._versions and not any(stale):
+            return
+        apart = local_components(self._modules)
+        for index, device in enumerate(self._twin_devices):
+            twins = _tensors_of([root.__dict__[_TWINS][index] for root in self._modules])
+            with torch.no_grad():
+                for i, (own, twin) in enumerate(zip(tensors, twins, strict=True)):
+                    if versions[i] != self._versions[i] and id(own) not in apart:
+                        twin.copy_(own)
+                    if stale[i]:
+                        twin.grad = None if own.grad is None else own.grad.to(device, copy=True)
+        self._gradients = list(map(GradientStamp, tensors))
 
     def parameter_twins(self, replica: int) -> dict[int, nn.Parameter]:
         """By the id of each parameter of the users' modules: the replica's own."""
@@ -149,7 +178,7 @@ class Routing:
     def _refresh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         reloaded = self._states.get(id(optimizer)) is not optimizer.state
-        for i, twin in enumerate(optimizer.__dict__[_TWINS], start=1):
+        for i, twin in enumerate(self.twins_of(optimizer), start=self._first):
             stale = reloaded or [len(g["params"]) for g in twin.param_groups] != [
                 len(g["params"]) for g in groups
             ]
@@ -177,6 +206,14 @@ class Routing:
             {**group, "params": [parameters[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ]
+        self._copy_state(optimizer, twin, parameters)
+
+    def _copy_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        twin: torch.optim.Optimizer,
+        parameters: dict[int, nn.Parameter],
+    ) -> None:
         twin.state = type(optimizer.state)(optimizer.state.default_factory)
         for key, value in optimizer.state.items():
             if isinstance(key, torch.Tensor) and id(key) in parameters:
@@ -193,6 +230,35 @@ def _tensors_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
         for tensor in named.values()
         if tensor is not None
     ]
+
+
+def buffers_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The buffers of modules, in order, as often as they occur."""
+    return [
+        buffer
+        for root in modules
+        for module in root.modules()
+        for buffer in module._buffers.values()
+        if buffer is not None and is_materialized(buffer)
+    ]
+
+
+class GradientStamp:
+    """Remembers a tensor's gradient, without keeping it."""
+
+    __slots__ = ("_grad", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        grad = tensor.grad
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Whether the gradient is another one by now, or has other values."""
+        grad = tensor.grad
+        if grad is None or self._grad is None:
+            return grad is not None or self._grad is not None
+        return self._grad() is not grad or self._version != grad._version
 
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[type, int]]:
@@ -246,16 +312,16 @@ def _routed_class(kind: type) -> type:
 def _own_twin(thing: Any) -> Any:
     """The twin that the running thread must use; None where that is the object itself."""
     replica = state.replica
-    if replica is None or replica.local_replica == 0:
+    if replica is None or replica.twin is None:
         return None
-    return object.__getattribute__(thing, "__dict__")[_TWINS][replica.local_replica - 1]
+    return object.__getattribute__(thing, "__dict__")[_TWINS][replica.twin]
 
 
 def _make_routed_class(plain: Any) -> type:
     class Routed(plain):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             replica = state.replica
-            if replica is None or replica.local_replica == 0:
+            if replica is None or replica.twin is None:
                 return super().__getattribute__(name)
             return getattr(_own_twin(self), name)
 

@@ -42,10 +42,15 @@ class Owner(Protocol):
     num_replicas_in_sync: int
     local_replica_ids: tuple[int, ...]
 
-    workers: Communicator | None
+    @property
+    def workers(self) -> Communicator | None:
+        """All processes; None where there is only this one."""
 
     def variables(self, variable: Variable) -> Sequence[Variable]:
         """The variable on each local replica."""
+
+    def refresh(self) -> None:
+        """Bring what was changed outside `run` to all replicas."""
 
     def note_values(self) -> None:
         """All components have been written."""
@@ -155,6 +160,7 @@ class Variable(nn.Module):
         given = as_tensor(value).detach()
         owner, context = _owner_of(self), state.replica
         if owner is not None:
+            owner.refresh()
             components = owner.variables(self)
             for replica, component in zip(owner.local_replica_ids, components, strict=True):
                 component._put(self._part(given, replica, owner.num_replicas_in_sync), sign)

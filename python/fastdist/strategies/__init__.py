@@ -1,6 +1,7 @@
 """The strategies: which replicas train together, and where they are."""
 
 from fastdist.strategies.base import Strategy
+from fastdist.strategies.central_storage import CentralStorageStrategy
 from fastdist.strategies.default import (
     DefaultStrategy,
     get_replica_context,
@@ -13,6 +14,7 @@ from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
 
 __all__ = [
+    "CentralStorageStrategy",
     "CommunicationOptions",
     "DefaultStrategy",
     "MirroredStrategy",

@@ -45,6 +45,7 @@ class Strategy:
         devices: of this process's replicas.
         make_links: makes their communicators; called again after a replica has failed.
         worker: this process's number, and `workers` how many there are.
+        parameter_device: of the only copy of all parameters; None: every replica has one.
         options: how to communicate.
     """
 
@@ -55,6 +56,7 @@ class Strategy:
         *,
         worker: int = 0,
         workers: int = 1,
+        parameter_device: torch.device | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
         self.devices = tuple(devices)
@@ -67,7 +69,11 @@ class Strategy:
         self._make_links = make_links
         self._links = make_links()
         self._members = Members(
-            self.devices, self.local_replica_ids, self.num_replicas_in_sync, self.options
+            self.devices,
+            self.local_replica_ids,
+            self.num_replicas_in_sync,
+            self.options,
+            parameter_device,
         )
         self._uneven = UnevenResults()
         self._threads: ReplicaThreads | None = None
@@ -193,15 +199,17 @@ class Strategy:
             )
         given = (tuple(args), kwargs or {})
         examples = _examples_of(given)
-        if self.num_replicas_in_sync == 1:
+        if self.num_replicas_in_sync == 1 and not self._members.is_routed:
             results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
             seed = draw_seed()
             with self._members.outside:
+                self._members.refresh()
                 if self._threads is None:
                     results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
                 else:
                     results = self._run_threads(fn, given, examples, seed)
+                self._members.note_values()
         if examples is not None:
             self._uneven.note(results, examples)
         return results[0] if len(results) == 1 else regroup(results, examples)
@@ -210,7 +218,6 @@ class Strategy:
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
     ) -> list[Any]:
         assert self._threads is not None
-        self._members.refresh(self._links)
         links = self._links
 
         def body(replica: int, meeting: Meeting) -> Any:
@@ -228,9 +235,7 @@ class Strategy:
             links.gradients[replica].close()
 
         try:
-            results = self._threads.run(body, on_failure)
-            self._members.note_values()
-            return results
+            return self._threads.run(body, on_failure)
         except BaseException:
             if self._workers == 1:
                 links.close()
@@ -252,7 +257,8 @@ class Strategy:
         if examples is not None and self.options.gradient_reduction == "mean":
             share = examples[self.local_replica_ids[replica]] / max(1, sum(examples))
             weight = share * len(examples)
-        context = ReplicaContext(self, communicator, merge, replica, examples, weight)
+        twin = self._members.twin_index(replica)
+        context = ReplicaContext(self, communicator, merge, replica, examples, weight, twin)
         syncs = self._members.syncs
         args, kwargs = select(given, replica)
         state.replica = context
@@ -370,14 +376,16 @@ class Strategy:
         Returns:
             What fn returns; with several local replicas, per-replica values.
         """
-        self._members.refresh(self._links)
+        self._members.refresh()
         given = (tuple(args), kwargs or {})
         results = []
         with torch.no_grad():
-            for replica, component in enumerate(self._members.components(variable)):
+            components = self._members.components(variable)
+            for replica, component in enumerate(components):
                 own_args, own_kwargs = select(given, replica)
                 results.append(fn(component, *own_args, **own_kwargs))
-        self._members.note_values()
+        if isinstance(variable, Variable) or not self._members.is_central:
+            self._members.note_values()  # else the only copy has changed; `run` brings it to all
         return results[0] if len(results) == 1 else regroup(results)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -417,7 +425,7 @@ class Strategy:
         Raises:
             FastdistError: they differ; the message names the first tensor and the replicas.
         """
-        self._members.refresh(self._links)
+        self._members.refresh()
         self._members.require_in_sync(self._links.workers)
 
 

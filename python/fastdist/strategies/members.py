@@ -22,6 +22,7 @@ from fastdist.modules import (
     sparse_parameters,
 )
 from fastdist.routing import Routing
+from fastdist.strategies.central_routing import CentralRouting
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links
 from fastdist.strategies.options import CommunicationOptions
@@ -31,6 +32,13 @@ from fastdist.variables import Variable, local_components, own
 
 class Members:
     """What was made in the scope of a strategy, or passed to `mirror`.
+
+    Args:
+        devices: of this process's replicas.
+        replica_ids: theirs.
+        replicas: how many there are in all.
+        options: how to communicate.
+        home: keep one copy of all parameters, on this device; None: one for each replica.
 
     Attributes:
         syncs: for each local replica, what reduces its gradients; empty where there is one in all.
@@ -43,17 +51,21 @@ class Members:
         replica_ids: tuple[int, ...],
         replicas: int,
         options: CommunicationOptions,
+        home: torch.device | None = None,
     ) -> None:
         self.local_replica_ids = replica_ids
         self.num_replicas_in_sync = replicas
-        self.workers: Communicator | None = None
+        self._links = Links()
         self.syncs: list[GradientSync] = []
         self.outside = OutsideOptimizers()
+        self._home = home or devices[0]
         self._devices = devices
         self._options = options
         self._roots: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._routing = Routing(devices) if len(devices) > 1 else None
+        self._routing: Routing | None = None
+        if len(devices) > 1 or devices[0] != self._home:
+            self._routing = CentralRouting(devices, home) if home else Routing(devices)
 
     def adopt(self, links: Links, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         """Take modules, and optimizers, schedulers and scalers. Every worker must call.
@@ -62,7 +74,7 @@ class Members:
             FastdistError: the modules differ between workers.
         """
         for root in roots:
-            root.to(self._devices[0])
+            root.to(self._home)
         named = [*named_parameters(roots), *named_buffers(roots)]
         if links.workers is not None:
             require_same_structure(links.workers, named)
@@ -85,7 +97,7 @@ class Members:
 
     def connect(self, links: Links) -> None:
         """Reduce gradients through these communicators from now on."""
-        self.workers = links.workers
+        self._links = links
         for sync in self.syncs:
             sync.close()
         self.syncs = [
@@ -95,7 +107,7 @@ class Members:
         parameters = [
             parameter
             for replica in range(len(self._devices))
-            for _, parameter in named_parameters(self._roots_of(replica))
+            for _, parameter in named_parameters([*self._roots, *self._roots_of(replica)])
         ]
         if self.syncs:
             for replica in range(len(self._devices)):
@@ -103,10 +115,25 @@ class Members:
         twins = self._routing.optimizer_twins() if self._routing is not None else []
         self.outside.allow([*self._optimizers, *twins], parameters)
 
-    def refresh(self, links: Links) -> None:
+    @property
+    def workers(self) -> Communicator | None:
+        """All processes; None where there is only this one."""
+        return self._links.workers
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether replicas use other objects than the users' own."""
+        return self._routing is not None
+
+    @property
+    def is_central(self) -> bool:
+        """Whether there is one copy of each parameter."""
+        return isinstance(self._routing, CentralRouting)
+
+    def refresh(self) -> None:
         """Bring what was changed outside `run` to all local replicas."""
         if self._routing is not None and self._routing.refresh():
-            self.connect(links)
+            self.connect(self._links)
 
     def note_values(self) -> None:
         """A run has ended well: what replica 0 holds is what all replicas hold."""
@@ -117,13 +144,17 @@ class Members:
         """The tensor of a member's parameter or variable, on each local replica."""
         if isinstance(thing, Variable):
             return [variable.component for variable in self.variables(thing)]
-        if self._routing is None:
+        if self._routing is None or self.is_central:
             return [thing]
         others = [
             self._routing.parameter_twins(replica)[id(thing)]
             for replica in range(1, len(self._devices))
         ]
         return [thing, *others]
+
+    def twin_index(self, replica: int) -> int | None:
+        """Which of the twins a local replica uses; None: the users' own objects."""
+        return None if self._routing is None else self._routing.twin_index(replica)
 
     def variables(self, variable: Variable) -> list[Variable]:
         """A variable on each local replica."""

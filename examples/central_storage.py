@@ -1,0 +1,72 @@
+"""Trains a network of which all replicas share one copy, with its optimizer's states.
+
+    python examples/central_storage.py --devices cpu:0 cpu:1 cpu:2
+    python examples/central_storage.py --strategy mirrored --devices cpu:0 cpu:1 cpu:2
+
+Loss and accuracy are the same, the memory that the parameters take is not.
+"""
+
+from __future__ import annotations
+
+import digits
+import fastdist as fd
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def parameter_bytes(strategy: fd.Strategy, model: nn.Module) -> int:
+    """Over the replicas of this process; memory that they share counts once."""
+
+    def storages() -> torch.Tensor:
+        found = [parameter.untyped_storage() for parameter in model.parameters()]
+        return torch.tensor([[storage.data_ptr(), storage.nbytes()] for storage in found])
+
+    sizes: dict[int, int] = {}
+    for rows in strategy.local_results(strategy.run(storages)):
+        sizes.update(rows.tolist())
+    return sum(sizes.values())
+
+
+def main() -> None:
+    options = digits.parser("Digits on one copy of a network.", "central_storage").parse_args()
+    train, test = digits.load()
+
+    torch.manual_seed(0)
+    strategy = digits.make_strategy(options)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batches = strategy.distribute_dataset(
+        train, global_batch_size=options.global_batch_size, shuffle=True, seed=0
+    )
+    held_out = strategy.distribute_dataset(test, global_batch_size=options.global_batch_size)
+
+    def train_step(batch: digits.Split) -> torch.Tensor:
+        images, labels = batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()  # waits for all replicas, and steps once
+        return loss.detach()
+
+    def count_right(batch: digits.Split) -> torch.Tensor:
+        images, labels = batch
+        with torch.no_grad():
+            return (model(images).argmax(1) == labels).sum()
+
+    progress = digits.Progress(strategy, options.epochs)
+    for epoch in range(options.epochs):
+        losses = [
+            strategy.reduce("mean", strategy.run(train_step, args=(batch,))) for batch in batches
+        ]
+        progress.epoch(epoch + 1, float(torch.stack(losses).mean()), len(train[1]))
+    right = sum(
+        int(strategy.reduce("sum", strategy.run(count_right, args=(batch,)))) for batch in held_out
+    )
+    progress.result(right / len(test[1]))
+    progress.say(f"parameters of this process's replicas: {parameter_bytes(strategy, model)} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What the examples share: scikit-learn's handwritten digits, a strategy by its name, progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import fastdist as fd
+import torch
+from sklearn.datasets import load_digits
+
+Split = tuple[torch.Tensor, torch.Tensor]
+
+
+def load() -> tuple[Split, Split]:
+    """Images (n, 64) from 0 to 1 and labels (n,): four fifths to train on, the rest held out."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    held = torch.arange(len(x)) % 5 == 0
+    return (x[~held], y[~held]), (x[held], y[held])
+
+
+def parser(description: str, strategy: str) -> argparse.ArgumentParser:
+    """The arguments that all examples have.
+
+    Args:
+        description: for --help.
+        strategy: the default.
+    """
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--strategy", choices=sorted(STRATEGIES), default=strategy)
+    made.add_argument("--devices", nargs="*", help="of the replicas here; all GPUs, else a CPU")
+    made.add_argument("--epochs", type=int, default=20)
+    made.add_argument("--global-batch-size", type=int, default=128)
+    return made
+
+
+STRATEGIES = {
+    "default": lambda devices: fd.DefaultStrategy(),
+    "one_device": lambda devices: fd.OneDeviceStrategy(devices[0] if devices else "cpu"),
+    "mirrored": lambda devices: fd.MirroredStrategy(devices),
+    "multi_worker": lambda devices: fd.MultiWorkerMirroredStrategy(devices=devices),
+    "central_storage": lambda devices: fd.CentralStorageStrategy(devices),
+}
+
+
+def make_strategy(options: argparse.Namespace) -> fd.Strategy:
+    """The one line that differs between strategies."""
+    return STRATEGIES[options.strategy](options.devices)
+
+
+class Progress:
+    """Says how training goes, on the chief: a line that changes on a terminal, else one per epoch.
+
+    Args:
+        strategy: whose chief speaks.
+        epochs: how many there will be.
+    """
+
+    def __init__(self, strategy: fd.Strategy, epochs: int) -> None:
+        self.is_chief = 0 in strategy.local_replica_ids
+        self._replicas = strategy.num_replicas_in_sync
+        self._epochs = epochs
+        self._began = time.perf_counter()
+
+    def epoch(self, number: int, loss: float, examples: int) -> None:
+        """Epochs from 1 on; the mean loss; how many examples the epoch had."""
+        now = time.perf_counter()
+        rate = examples / (now - self._began)
+        self._began = now
+        done = number == self._epochs
+        end = "\r" if sys.stdout.isatty() and not done else "\n"
+        self.say(
+            f"epoch {number}/{self._epochs}  loss {loss:.4f}  {rate:,.0f} examples/s  ", end=end
+        )
+
+    def result(self, accuracy: float) -> None:
+        """The share of held-out digits that are recognised."""
+        self.say(f"accuracy on held-out digits: {accuracy:.4f} ({self._replicas} replicas)")
+
+    def say(self, text: str, end: str = "\n") -> None:
+        """On the chief alone."""
+        if self.is_chief:
+            print(text, end=end, flush=True)

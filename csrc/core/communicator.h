@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include "core/signature.h"
 #include "core/types.h"
 
 namespace fastdist {
@@ -30,6 +31,8 @@ class Caller {
 struct CallOptions {
   std::chrono::nanoseconds timeout;
   const Caller* caller;
+  // What the ranks compare and see in messages, where this call is one step of another.
+  const Signature* whole = nullptr;
 };
 
 // One rank of a group. Every method but send and recv is called by every rank, in the same order,

@@ -1,5 +1,7 @@
 #include "core/signature.h"
 
+#include <string_view>
+
 namespace fastdist {
 
 Signature unpack_signature(std::uint64_t packed, std::uint64_t count, std::uint64_t list) noexcept {
@@ -9,10 +11,19 @@ Signature unpack_signature(std::uint64_t packed, std::uint64_t count, std::uint6
   s.reduce_op = static_cast<ReduceOp>(packed >> 16 & 0xFF);
   s.root = static_cast<std::int16_t>(packed >> 24 & 0xFFFF);
   s.order = static_cast<std::uint16_t>(packed >> 40 & 0xFFFF);
+  if (packed >> 56 != 0) s.compress = static_cast<DType>((packed >> 56) - 1);
   s.count = count;
   s.list = list;
   return s;
 }
+
+namespace {
+
+std::string_view name_of_compression(DType wire) {
+  return wire == DType::kFloat16 ? "fp16" : wire == DType::kBFloat16 ? "bf16" : "fp8";
+}
+
+}  // namespace
 
 std::string describe(const Signature& s) {
   std::string text = std::string(name_of(s.op)) + "(";
@@ -25,6 +36,9 @@ std::string describe(const Signature& s) {
     case Op::kAllReduce:
     case Op::kReduceScatter:
       text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\"";
+      if (s.compress) {
+        text += ", compress=\"" + std::string(name_of_compression(*s.compress)) + "\"";
+      }
       break;
     case Op::kReduce:
       text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\", root=" + std::to_string(s.root);
@@ -57,6 +71,24 @@ std::uint64_t list_hash(TensorViews arrays) noexcept {
     hash ^= hash >> 32;
   }
   return hash | 1;
+}
+
+std::uint64_t table_hash(std::span<const std::size_t> counts) noexcept {
+  std::uint64_t hash = 0;
+  for (const std::size_t c : counts) hash = (hash ^ c) * 0xFF51AFD7ED558CCD;
+  return hash | 1;
+}
+
+Signature signature_of(Signature call, TensorViews arrays) noexcept {
+  if (arrays.size() == 1) {
+    call.order = static_cast<std::uint16_t>(arrays[0].order);
+  } else {
+    call.list = list_hash(arrays);
+  }
+  if (!arrays.empty()) call.dtype = arrays[0].dtype;
+  call.count = 0;
+  for (const TensorView& a : arrays) call.count += a.count;
+  return call;
 }
 
 }  // namespace fastdist

@@ -142,28 +142,30 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   check_usable();
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
-  wait_ = {&options, signature, &me().control->bell, {}};
+  const Signature& told = options.whole != nullptr ? *options.whole : signature;
+  wait_ = {&options, told, &me().control->bell, {}};
   Header& header = header_of(rank_);
-  header.signature.store(signature.packed(), std::memory_order_relaxed);
-  header.count.store(signature.count, std::memory_order_relaxed);
-  header.list.store(signature.list, std::memory_order_relaxed);
+  header.signature.store(told.packed(), std::memory_order_relaxed);
+  header.count.store(told.count, std::memory_order_relaxed);
+  header.list.store(told.list, std::memory_order_relaxed);
   header.input.store(0, std::memory_order_relaxed);
   header.output.store(0, std::memory_order_relaxed);
   return header;
 }
 
-void HostCommunicator::exchange(Header& header, const Signature& signature) {
+void HostCommunicator::exchange(Header& header) {
   publish(header.sequence, sequence_);
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, header_of(p).sequence, sequence_);
   }
+  const Signature& signature = wait_.signature;
   const std::uint64_t packed = signature.packed();
   for (int p = 0; p < size(); ++p) {
     const Header& theirs = header_of(p);
     if (theirs.signature.load(std::memory_order_relaxed) != packed ||
         theirs.count.load(std::memory_order_relaxed) != signature.count ||
         theirs.list.load(std::memory_order_relaxed) != signature.list) {
-      compare_headers(signature);
+      compare_headers();
     }
   }
 }
@@ -202,7 +204,8 @@ void HostCommunicator::await_end_of(int p, const Counter& touching, std::uint64_
 
 // Signatures differ, and every rank knows it. Each writes down where it was called from, waits for
 // the others to do so, and throws; nothing has moved, so the next call finds all in order.
-void HostCommunicator::compare_headers(const Signature& signature) {
+void HostCommunicator::compare_headers() {
+  const Signature& signature = wait_.signature;
   CallSite& site = me().control->site;
   site.write(wait_.options->caller->location());
   publish(site.call, sequence_);

@@ -97,8 +97,8 @@ class HostCommunicator final : public Communicator {
 
   // communicator.cpp: announcing a call, waiting, using arrays in place.
   [[nodiscard]] Header& announce(const Signature& signature, const CallOptions& options);
-  void exchange(Header& header, const Signature& signature);
-  void compare_headers(const Signature& signature);
+  void exchange(Header& header);
+  void compare_headers();
   void publish(Counter& counter, std::uint64_t value) noexcept;
   void await(int p, const Counter& counter, std::uint64_t value);
   void stall(int p, const Counter& counter, std::uint64_t value, Wait& wait);

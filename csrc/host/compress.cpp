@@ -40,7 +40,7 @@ std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, D
 }  // namespace
 
 void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out, ReduceOp op,
-                           DType wire, const CallOptions& options) {
+                           DType wire, const CallOptions& caller_options) {
   if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
     throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
                                        std::string(name_of(op)) + "\"");
@@ -50,6 +50,10 @@ void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorVie
     throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
                                       std::string(name_of(a.dtype)));
   }
+  const Signature whole =
+      signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
+  CallOptions options = caller_options;
+  options.whole = &whole;
   std::vector<float> scales(in.size(), 1.0F);
   if (needs_scale(wire)) scales = agree_on_scales(communicator, in, wire, options);
 

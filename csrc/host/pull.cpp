@@ -45,7 +45,7 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     }
   }
   try {
-    exchange(header, signature);
+    exchange(header);
     pull_announced(plan, has_readers && location == 0 && !small);
     if (location == 0) return;
     for (int p = 0; p < size(); ++p) {
@@ -263,8 +263,7 @@ void HostCommunicator::all_to_all(TensorView in, TensorView out,
   const std::size_t item = size_of(in.dtype);
   if (!counts.empty()) {  // ranks may hold different amounts; the table is what must agree
     signature.count = 0;
-    for (const std::size_t c : counts) signature.list = (signature.list ^ c) * 0xFF51AFD7ED558CCD;
-    signature.list |= 1;
+    signature.list = table_hash(counts);
   }
   const auto bytes_between = [&](std::size_t from, std::size_t to) {
     return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;

@@ -129,7 +129,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
         });
   }
   try {
-    exchange(header, signature);
+    exchange(header);
     reduce_announced(call, small);
   } catch (...) {
     withdraw();

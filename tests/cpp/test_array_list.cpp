@@ -63,12 +63,27 @@ CASE(signatures_survive_packing) {
                       .root = static_cast<std::int16_t>(random()),
                       .order = static_cast<std::uint16_t>(random()),
                       .count = random(),
-                      .list = random()};
+                      .list = random(),
+                      .compress = trial % 2 == 0
+                                      ? std::nullopt
+                                      : std::optional(static_cast<DType>(random() % kDTypeCount))};
     const Signature t = unpack_signature(s.packed(), s.count, s.list);
     CHECK(t.op == s.op && t.dtype == s.dtype && t.reduce_op == s.reduce_op && t.root == s.root);
-    CHECK(t.order == s.order && t.count == s.count && t.list == s.list);
+    CHECK(t.order == s.order && t.count == s.count && t.list == s.list && t.compress == s.compress);
     CHECK(!describe(s).empty());
   }
+}
+
+CASE(signatures_of_arrays_tell_their_size_and_order) {
+  const TensorView a{nullptr, 10, DType::kFloat32, 7};
+  const TensorView b{nullptr, 5, DType::kInt8, 0};
+  const Signature call{.op = Op::kGather, .root = 3};
+  const Signature one = signature_of(call, {&a, 1});
+  CHECK(one.op == Op::kGather && one.root == 3 && one.dtype == DType::kFloat32);
+  CHECK(one.count == 10 && one.order == 7 && one.list == 0);
+  const std::vector<TensorView> both{a, b};
+  const Signature list = signature_of(call, both);
+  CHECK(list.count == 15 && list.order == 0 && list.list == list_hash(both));
 }
 
 CASE(lists_that_differ_hash_differently) {

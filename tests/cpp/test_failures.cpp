@@ -98,6 +98,18 @@ CASE(tables_of_all_to_all_must_agree) {
   });
 }
 
+CASE(steps_of_a_call_announce_the_whole) {
+  with_threads(2, tiny_tuning(), [](HostCommunicator& c) {
+    const Array a(DType::kInt32, 4);
+    const Signature whole =
+        signature_of({.op = Op::kAllGather}, c.rank() == 0 ? a.views() : TensorViews{});
+    CallOptions options = patient();
+    options.whole = &whole;
+    CHECK_THROWS(ErrorCode::kMismatch, c.barrier(options));
+    check_usable(c, 1);
+  });
+}
+
 CASE(send_and_recv_that_do_not_fit) {
   for (const Tuning& tuning : {tiny_tuning(), in_place_tuning()}) {
     with_threads(2, tuning, [](HostCommunicator& c) {

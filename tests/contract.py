@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 import pytest
+from contract_errors import (
+    check_bad_arguments,
+    check_mismatch,
+    check_mismatch_of_send,
+    check_wrong_on_one_rank,
+    check_wrong_on_one_rank_for_good,
+)
 from fastdist import Communicator
 from fastdist.errors import (
     CollectiveMismatchError,
@@ -165,6 +171,42 @@ def check_lists(comm: Communicator, dtypes: list[str]) -> None:
     comm.barrier()
 
 
+def check_lists_of_parts(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    rows = [3, 0, 100_000]
+    whole = [np.arange(2.0 * n * k).reshape(n * k, 2) for k in rows]
+    part = [x.reshape(n, -1, 2)[r] for x in whole]
+
+    def equal(got: Any, expected: list[np.ndarray]) -> bool:
+        return all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+    outs = [np.empty_like(x) for x in whole]
+    assert comm.all_gather(part, out=outs) is outs
+    assert equal(outs, whole)
+    gathered = comm.gather(part, n - 1, async_op=True).wait()
+    assert gathered is None if r != n - 1 else equal(gathered, whole)
+    outs = [np.empty_like(x) for x in part]
+    comm.scatter(whole if r == 0 else None, out=outs)
+    assert equal(outs, part)
+    assert equal(comm.reduce_scatter(whole), [n * x for x in part])
+    assert equal(comm.all_to_all(part if n == 1 else whole), [np.tile(x, (n, 1)) for x in part])
+    pair = [np.full(3 * n, r), np.full((3 * n, 2), r, np.int8)]
+    got = comm.all_to_all(pair, splits=[3] * n)
+    assert equal(
+        got, [np.repeat(np.arange(n), 3), np.repeat(np.arange(n, dtype=np.int8), 6).reshape(-1, 2)]
+    )
+    if n > 1:
+        comm.send(part, (r + 1) % n, async_op=True)
+        comm.recv(outs, (r - 1) % n)
+        assert equal(outs, [x.reshape(n, -1, 2)[(r - 1) % n] for x in whole])
+    first = np.full(2 * n, 7.0)
+    for calls in (comm.all_gather, comm.gather):
+        with pytest.raises(TypeError, match="dtype object"):
+            calls([np.zeros(2), np.zeros(2, object)], out=[first, np.zeros(2 * n, object)])
+    assert (first == 7).all()
+    comm.barrier()
+
+
 def check_compression(comm: Communicator) -> None:
     n = comm.world_size
     for dtype in ("float32", "float64"):
@@ -183,6 +225,10 @@ def check_compression(comm: Communicator) -> None:
                 for got, factor in zip(x, (1000, 1 / 1000), strict=True):
                     scale = max([np.abs(v).max() for v in inputs if v.size] or [1]) * factor * n
                     assert np.abs(got - exact * factor).max(initial=0) <= 0.07 * scale
+    for name in ("fp16", "bf16", "fp8"):
+        beyond = np.array([1e300, 1.0])
+        comm.all_reduce(beyond, "mean", compress=name)
+        assert np.isfinite(beyond).tolist() == [False, True]
 
 
 def check_layouts(comm: Communicator) -> None:
@@ -203,6 +249,14 @@ def check_layouts(comm: Communicator) -> None:
     assert (t == comm.world_size - 1).all()
     with pytest.raises(ValueError, match="resolve_conj"):
         comm.all_gather(torch.ones(2, dtype=torch.complex64).conj())
+    for dtype, shape in (
+        (torch.complex64, (1,)),
+        (torch.complex128, ()),
+        (torch.complex64, (1, 1)),
+    ):
+        with pytest.raises(ValueError, match="resolve_neg"):
+            comm.all_gather(torch.ones(shape, dtype=dtype).conj().imag)
+    comm.all_reduce(torch.ones(3)[1:2])
     released = torch.ones(4)
     released.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory"):
@@ -228,117 +282,6 @@ def check_layouts(comm: Communicator) -> None:
     shared.fill_(1)
     comm.all_reduce(shared)
     assert (shared == comm.world_size).all()
-
-
-def check_bad_arguments(comm: Communicator) -> None:
-    x = np.zeros((4, 6), np.float32)
-    locked = np.zeros(3)
-    locked.setflags(write=False)
-    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, "dense.*ascontiguousarray", lambda: comm.all_reduce(x[:, ::2])),
-        (ValueError, "read-only", lambda: comm.all_reduce(locked)),
-        (ValueError, "read-only", lambda: comm.all_reduce(b"abc")),
-        (TypeError, "object", lambda: comm.all_reduce(np.array([object()]))),
-        (TypeError, "float128|longdouble", lambda: comm.all_reduce(np.zeros(2, np.longdouble))),
-        (TypeError, ">f4", lambda: comm.all_reduce(np.zeros(2, ">f4"))),
-        (TypeError, "float", lambda: comm.all_reduce([1.0, 2.0])),
-        (TypeError, "NoneType", lambda: comm.all_reduce(None)),
-        (TypeError, "str", lambda: comm.all_reduce("text")),
-        (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
-        (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
-        (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
-        (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
-        (
-            TypeError,
-            "compress works on",
-            lambda: comm.all_reduce(np.zeros(2, int), compress="bf16"),
-        ),
-        (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
-        (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
-        (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
-        (ValueError, "shares memory", lambda: comm.all_reduce(x[:2], out=x[1:3])),
-        (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x.copy()])),
-        (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
-        (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
-        (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),
-        (ValueError, "every rank's array", lambda: comm.all_gather(x, out=np.zeros(1, np.float32))),
-        (ValueError, "other rank", lambda: comm.send(x, comm.rank)),
-        (ValueError, "other rank", lambda: comm.recv(x, comm.world_size)),
-        (ValueError, "splits must be", lambda: comm.all_to_all(x, splits=[1])),
-        (ValueError, "timeout must be", lambda: comm.barrier(timeout=0)),
-        (ValueError, "timeout must be", lambda: comm.barrier(timeout=float("nan"))),
-        (ValueError, "must be different", lambda: comm.subgroup([0, 0])),
-        (ValueError, "color", lambda: comm.split(-1)),
-    ]
-    if comm.world_size > 1:
-        odd = np.zeros(comm.world_size + 1, np.float32)
-        wrong += [
-            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
-            (ValueError, "multiple of", lambda: comm.all_to_all(odd)),
-            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd, out=odd[:1])),
-            (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
-        ]
-        if comm.rank != 0:
-            wrong.append((ValueError, "needs out=", lambda: comm.scatter(None)))
-    for kind, message, call in wrong:
-        with pytest.raises(kind, match=message):
-            call()
-    comm.barrier()
-
-
-def check_mismatch(comm: Communicator) -> None:
-    odd_one_out = comm.rank == comm.world_size - 1
-
-    def zeros(size: int, dtype: str = "float32") -> np.ndarray:
-        return np.zeros(size, dtype)
-
-    cases: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
-        (lambda: comm.all_reduce(zeros(4)), lambda: comm.barrier(), "barrier"),
-        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(5)), "float32 × 5"),
-        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4, "int32")), "int32"),
-        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4), "max"), "max"),
-        (lambda: comm.broadcast(zeros(4), 0), lambda: comm.broadcast(zeros(4), 1), "root=1"),
-        (lambda: comm.all_gather(zeros(4)), lambda: comm.all_gather(zeros(5)), "float32 × 5"),
-        (lambda: comm.all_reduce(zeros(9**5)), lambda: comm.all_reduce(zeros(9)), "× 59049"),
-        (
-            lambda: comm.all_reduce([zeros(4), zeros(2)]),
-            lambda: comm.all_reduce([zeros(2), zeros(4)]),
-            "in a list",
-        ),
-        (
-            lambda: comm.all_reduce(np.zeros((2, 3))),
-            lambda: comm.all_reduce(np.asfortranarray(np.zeros((2, 3)))),
-            "not in row-major order",
-        ),
-    ]
-    for usual, other, text in cases:
-        start = time.monotonic()
-        with pytest.raises(CollectiveMismatchError) as caught:
-            (other if odd_one_out else usual)()
-        assert time.monotonic() - start < 1.0
-        message = str(caught.value)
-        assert text in message
-        assert message.count("contract.py:") == comm.world_size, message
-        assert all(f"rank {r}: " in message for r in range(comm.world_size))
-        x = np.full(3, comm.rank)
-        comm.all_reduce(x, "max")
-        assert (x == comm.world_size - 1).all()
-
-
-def check_mismatch_of_send(comm: Communicator) -> None:
-    if comm.rank == 0:
-        with pytest.raises(CollectiveMismatchError, match=r"float32 × 4.* at .*contract\.py") as e:
-            comm.send(np.zeros(4, np.float32), 1)
-        assert str(e.value).count("contract.py:") == 2
-        comm.send(np.arange(4.0), 1)
-    if comm.rank == 1:
-        out = np.zeros(5, np.float32)
-        with pytest.raises(CollectiveMismatchError, match="float32 × 5"):
-            comm.recv(out, 0)
-        out = np.zeros(4)
-        comm.recv(out, 0)
-        assert (out == np.arange(4.0)).all()
-    comm.barrier()
 
 
 def check_async(comm: Communicator) -> None:
@@ -523,6 +466,9 @@ class CommunicatorContract:
     def test_lists_equal_single_calls(self, ranks: Any, dtypes: list[str]) -> None:
         ranks.run(check_lists, dtypes)
 
+    def test_lists_of_parts(self, ranks: Any) -> None:
+        ranks.run(check_lists_of_parts)
+
     def test_compression(self, ranks: Any) -> None:
         ranks.run(check_compression)
 
@@ -554,6 +500,12 @@ class CommunicatorContract:
 
     def test_timeout(self, doomed_ranks: Any) -> None:
         doomed_ranks.run(check_timeout)
+
+    def test_wrong_argument_on_one_rank(self, ranks: Any) -> None:
+        ranks.run(check_wrong_on_one_rank)
+
+    def test_wrong_argument_on_one_rank_for_good(self, doomed_ranks: Any) -> None:
+        doomed_ranks.run(check_wrong_on_one_rank_for_good)
 
     def test_closed_peer(self, doomed_ranks: Any) -> None:
         doomed_ranks.run(check_closed_peer)

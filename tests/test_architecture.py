@@ -47,6 +47,7 @@ LAYERS = (
 LEAVES = {
     "fastdist._config": (),
     "fastdist._version": (),
+    "fastdist.arguments": (),
     "fastdist.arrays": (),
     "fastdist.cluster": ("fastdist._config", "fastdist.errors"),
     "fastdist.errors": (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fastdist
 import numpy as np
@@ -267,8 +269,33 @@ def test_world_size_zero(job: str) -> None:
     _, output = finish(start(0, 0, job, MEET))
     assert "refused" in output
     assert "WORLD_SIZE" in output
-    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
-        fastdist.local_group(0)
+
+
+@pytest.mark.parametrize("make", [fastdist.init, functools.partial(fastdist.local_group, 1)])
+@pytest.mark.parametrize(
+    ("timeout", "error"), [("1", TypeError), (float("nan"), ValueError), (0, ValueError)]
+)
+def test_wrong_timeout(make: Callable[..., Any], timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"timeout must be a positive number.*got {timeout!r}"):
+        make(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("size", "error"),
+    [(0, ValueError), (2**40, ValueError), (2.5, TypeError), ("2", TypeError), (None, TypeError)],
+)
+def test_wrong_size_of_a_group(size: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"size must be an integer.*got {size!r}"):
+        fastdist.local_group(size)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [("bootstrap", "an mpi4py communicator"), ("cluster", "a cluster resolver")],
+)
+def test_wrong_source_of_ranks(argument: str, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"{argument} must be {expected}, got 'x'"):
+        fastdist.init(**{argument: "x"})  # type: ignore[arg-type]
 
 
 def test_no_tcp_port_and_nothing_in_the_file_system(job: str, tmp_path: Path) -> None:

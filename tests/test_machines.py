@@ -146,6 +146,7 @@ def by_machine(comm: Communicator, function: Callable[..., Any], *args: Any) -> 
         (contract.check_splits, ()),
         (contract.check_send_recv, ()),
         (contract.check_lists, (["float32", "int8", "float64", "bfloat16"],)),
+        (contract.check_lists_of_parts, ()),
         (contract.check_layouts, ()),
         (contract.check_bad_arguments, ()),
         (contract.check_mismatch, ()),

@@ -187,6 +187,28 @@ std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
   }
 }
 
+bool says(py::handle object, PyObject* method) {
+  const auto answer =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), method));
+  if (!answer) PyErr_Clear();  // not torch's
+  return answer.ptr() == Py_True;
+}
+
+// torch keeps conjugation and negation as bits, and the memory as it was. What it negates is an
+// imaginary part: every other number in memory, hence dense only where it is a single one, which
+// then lies in the second half of a complex number. Others are not asked: it takes 120 ns.
+bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");
+  const bool is_complex = t.dtype.code == 5;
+  if (!is_complex) {
+    const std::uintptr_t item = t.dtype.bits / 8;
+    const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+    if (t.dtype.code != 2 || count != 1 || address % (2 * item) != item) return false;
+  }
+  return says(object, is_neg) || (is_complex && says(object, is_conj));
+}
+
 TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* argument) {
   if (t.device.type != dlpack::kCpu && t.device.type != dlpack::kCudaHost) {
     throw Error(ErrorCode::kUnsupported,
@@ -209,9 +231,7 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* a
     throw Error(ErrorCode::kValue, std::string(argument) + " has no memory (" + type_name(object) +
                                        " of " + std::to_string(count) + " elements)");
   }
-  // torch keeps complex conjugation as a bit, and the memory as it was.
-  if (t.dtype.code == 5 && py::hasattr(object, "is_conj") &&
-      (object.attr("is_conj")().cast<bool>() || object.attr("is_neg")().cast<bool>())) {
+  if (has_lazy_bits(t, object, count)) {
     throw Error(ErrorCode::kValue,
                 std::string(argument) +
                     " is a view that torch conjugates or negates when read; call "
@@ -300,6 +320,11 @@ TensorView view_array(py::handle object, Access access, const char* argument, py
     return view_dlpack(tensor, object, argument);
   }
   if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray)) != 0) {
+    if (py::module_::import("numpy.ma").attr("isMaskedArray")(object).cast<bool>()) {
+      throw Error(ErrorCode::kType, std::string(argument) +
+                                        " must not be a masked array, got a mask that collectives "
+                                        "would ignore; pass x.filled(value), or x.data and x.mask");
+    }
     return view_numpy(object, access, argument);
   }
   if (py::hasattr(object, "__dlpack__")) {
@@ -349,7 +374,7 @@ bool overlap(const TensorView& a, const TensorView& b) {
 
 }  // namespace
 
-Arrays::Arrays(py::handle object, Access access, const char* argument) {
+Arrays::Arrays(py::handle object, Access access, const char* argument) : argument_(argument) {
   is_list_ = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
   if (!is_list_) {
     one_ = view_array(object, access, argument, holder_);
@@ -370,14 +395,20 @@ Arrays::Arrays(py::handle object, Access access, const char* argument) {
   if (access == Access::kWrite) check_disjoint(list_, {}, argument);
 }
 
+void check_as_many(const Arrays& in, const Arrays& out) {
+  if (in.is_list() == out.is_list() && in.views().size() == out.views().size()) return;
+  const auto number = [](const Arrays& arrays) {
+    return arrays.is_list() ? "a list of " + std::to_string(arrays.views().size())
+                            : std::string("one array");
+  };
+  throw Error(ErrorCode::kValue, "out must be as many arrays as array: expected " + number(in) +
+                                     ", got " + number(out));
+}
+
 void check_fits(const Arrays& in, const Arrays& out) {
+  check_as_many(in, out);
   const TensorViews a = in.views();
   const TensorViews b = out.views();
-  if (in.is_list() != out.is_list() || a.size() != b.size()) {
-    throw Error(ErrorCode::kValue, "out must be as many arrays as the input: expected " +
-                                       std::to_string(a.size()) + ", got " +
-                                       std::to_string(b.size()));
-  }
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].count != b[i].count || a[i].dtype != b[i].dtype || a[i].order != b[i].order) {
       throw Error(ErrorCode::kValue,
@@ -394,8 +425,9 @@ void check_fits(const Arrays& in, const Arrays& out) {
   if (!others.empty()) check_disjoint(b, others, "out");
 }
 
-void check_apart(const TensorView& in, const TensorView& out) {
-  if (overlap(in, out)) {
+void check_apart(const Arrays& in, const Arrays& out) {
+  if (in.is_list()) return check_disjoint(out.views(), in.views(), "out");
+  if (overlap(in.views()[0], out.views()[0])) {
     throw Error(ErrorCode::kValue, "out shares memory with the input; give it memory of its own");
   }
 }

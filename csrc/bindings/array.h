@@ -24,6 +24,7 @@ class Arrays {
     return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);
   }
   [[nodiscard]] bool is_list() const noexcept { return is_list_; }
+  [[nodiscard]] const char* argument() const noexcept { return argument_; }
   // Hands over what keeps the memory valid (or None), so that these views may be dropped without
   // the GIL.
   [[nodiscard]] pybind11::object take_holder() {
@@ -34,12 +35,15 @@ class Arrays {
   TensorView one_;
   std::vector<TensorView> list_;
   bool is_list_ = false;
+  const char* argument_;
   pybind11::object holder_;
 };
 
 // Raises ValueError unless `out` fits `in` array by array, each the same memory or apart.
 void check_fits(const Arrays& in, const Arrays& out);
-// Raises ValueError when two arrays share memory.
-void check_apart(const TensorView& in, const TensorView& out);
+// Raises ValueError unless both are one array, or lists as long as each other.
+void check_as_many(const Arrays& in, const Arrays& out);
+// Raises ValueError where `out` shares memory with `in` or within itself.
+void check_apart(const Arrays& in, const Arrays& out);
 
 }  // namespace fastdist::bindings

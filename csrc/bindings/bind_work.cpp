@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "bindings/arguments.h"
 #include "bindings/bind.h"
 #include "bindings/caller.h"
 #include "bindings/work.h"
@@ -11,15 +12,6 @@
 namespace py = pybind11;
 
 namespace fastdist::bindings {
-
-std::chrono::nanoseconds to_duration(double seconds) {
-  if (!(seconds > 0)) {
-    throw Error(ErrorCode::kValue,
-                "timeout must be a positive number of seconds, got " + std::to_string(seconds));
-  }
-  constexpr double kLongest = 1e9;
-  return std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(seconds, kLongest) * 1e9));
-}
 
 bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout) {
   using Clock = std::chrono::steady_clock;
@@ -42,12 +34,11 @@ void bind_work(py::module_& m) {
       .def(
           "wait",
           [](const PendingCall& call, const py::object& timeout) {
-            const double seconds = timeout.is_none() ? 1e9 : timeout.cast<double>();
-            const bool ended = seconds == 0 ? call.work->wait(std::chrono::nanoseconds(0))
-                                            : wait_interruptibly(*call.work, to_duration(seconds));
-            if (!ended) {
+            const auto limit =
+                timeout.is_none() ? std::chrono::hours(24 * 365) : to_duration(timeout, true);
+            if (!wait_interruptibly(*call.work, limit)) {
               throw Error(ErrorCode::kTimeout, "the call has not ended after " +
-                                                   std::to_string(seconds) +
+                                                   py::str(timeout).cast<std::string>() +
                                                    " s; it goes on, wait again");
             }
             *call.kept = py::none();

@@ -5,10 +5,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/bind.h"
 #include "core/error.h"
 
@@ -23,23 +25,14 @@ inline pybind11::handle from_python<pybind11::handle>(PyObject* object) {
   return object;
 }
 template <>
-inline double from_python<double>(PyObject* object) {
-  const double value = PyFloat_AsDouble(object);
-  if (value == -1.0 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-  return value;
+inline std::chrono::nanoseconds from_python<std::chrono::nanoseconds>(PyObject* object) {
+  return to_duration(object);
 }
 template <>
 inline bool from_python<bool>(PyObject* object) {
   const int value = PyObject_IsTrue(object);
   if (value < 0) throw pybind11::error_already_set();
   return value != 0;
-}
-template <>
-inline int from_python<int>(PyObject* object) {
-  const long value = PyLong_AsLong(object);
-  if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-  if (value != static_cast<int>(value)) throw Error(ErrorCode::kValue, "number out of range");
-  return static_cast<int>(value);
 }
 
 // A builtin that calls `kFunction(self, arguments…)`; positional arguments only.

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/caller.h"
 #include "bindings/work.h"
 #include "core/error.h"
@@ -45,29 +46,26 @@ class Host {
   // Runs `call(communicator, options)` in order: now, returning `result`; or later, returning a
   // PendingCall. `kept` holds what the call reads and writes.
   template <class Call>
-  py::object run(Call call, py::handle kept, py::handle result, double timeout_s, bool async) {
-    return run_in(collectives_, std::move(call), kept, result, timeout_s, async);
+  py::object run(Call call, py::handle kept, py::handle result, std::chrono::nanoseconds timeout,
+                 bool async) {
+    return run_in(collectives_, std::move(call), kept, result, timeout, async);
   }
   // Runs the call in this thread if nothing is pending before it; false if something is.
   template <class Call>
-  bool run_now(Call&& call, double timeout_s) {
-    return run_now_in(collectives_, call, to_duration(timeout_s));
+  bool run_now(Call&& call, std::chrono::nanoseconds timeout) {
+    return run_now_in(collectives_, call, timeout);
   }
   template <class Call>
   py::object run_in_lane(int peer, bool sends, Call call, py::handle kept, py::handle result,
-                         double timeout_s, bool async) {
-    if (peer < 0 || peer >= communicator_.size() || peer == communicator_.rank()) {
-      throw Error(ErrorCode::kValue, "the other rank must be one of 0 to " +
-                                         std::to_string(communicator_.size() - 1) +
-                                         " and not this one, got " + std::to_string(peer));
-    }
-    return run_in(lane(peer, sends), std::move(call), kept, result, timeout_s, async);
+                         std::chrono::nanoseconds timeout, bool async) {
+    return run_in(lane(peer, sends), std::move(call), kept, result, timeout, async);
   }
-  void check_root(int root) const {
-    if (root >= 0 && root < communicator_.size()) return;
-    throw Error(ErrorCode::kValue, "root must be one of 0 to " +
-                                       std::to_string(communicator_.size() - 1) + ", got " +
-                                       std::to_string(root));
+  [[nodiscard]] int root(py::handle root) const {
+    return to_rank(root, "root", communicator_.size());
+  }
+  // The other end of a lane.
+  [[nodiscard]] int peer(py::handle peer, const char* argument) const {
+    return to_rank(peer, argument, communicator_.size(), communicator_.rank());
   }
 
  private:
@@ -93,8 +91,7 @@ class Host {
   }
   template <class Call>
   py::object run_in(WorkQueue& queue, Call call, py::handle kept, py::handle result,
-                    double timeout_s, bool async) {
-    const std::chrono::nanoseconds timeout = to_duration(timeout_s);
+                    std::chrono::nanoseconds timeout, bool async) {
     if (!async && run_now_in(queue, call, timeout)) {
       return py::reinterpret_borrow<py::object>(result);
     }

@@ -3,16 +3,20 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/array.h"
 #include "bindings/fast_call.h"
 #include "bindings/host.h"
 #include "core/error.h"
+#include "core/signature.h"
 #include "host/compress.h"
 #include "host/kernels.h"
 
@@ -20,9 +24,7 @@ namespace fastdist::bindings {
 namespace {
 
 using host::HostCommunicator;
-using host::Machine;
-using host::SharedBlock;
-using host::Tuning;
+using Timeout = std::chrono::nanoseconds;
 
 ReduceOp to_reduce_op(py::handle name) {
   Py_ssize_t length = 0;
@@ -31,9 +33,7 @@ ReduceOp to_reduce_op(py::handle name) {
   const auto op = text == nullptr ? std::nullopt
                                   : reduce_op_from_name({text, static_cast<std::size_t>(length)});
   if (op) return *op;
-  PyErr_Clear();
-  throw Error(ErrorCode::kValue, "op must be sum, mean, prod, min, max, and, or or xor, got " +
-                                     py::repr(name).cast<std::string>());
+  throw_unexpected("op must be sum, mean, prod, min, max, and, or or xor", name);
 }
 
 DType to_wire(py::handle name) {
@@ -41,39 +41,54 @@ DType to_wire(py::handle name) {
   if (text == "fp16") return DType::kFloat16;
   if (text == "bf16") return DType::kBFloat16;
   if (text == "fp8") return DType::kFloat8E4M3FN;
-  throw Error(ErrorCode::kValue, "compress must be None, fp16, bf16 or fp8, got " + text);
+  throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
 }
 
 void check_reducible_all(ReduceOp op, TensorViews arrays) {
   for (const TensorView& a : arrays) check_reducible(op, a.dtype);
 }
 
-const TensorView& only(const Arrays& arrays) {
-  if (arrays.is_list()) throw Error(ErrorCode::kType, "expected one array, got a list");
-  const TensorView& view = arrays.views()[0];
-  return view;
+std::string text_of(const TensorView& view) {
+  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
 }
 
-const TensorView& row_major(const Arrays& arrays) {
-  const TensorView& view = only(arrays);
-  if (view.order != 0) {
+void check_row_major(const Arrays& arrays) {
+  for (const TensorView& view : arrays.views()) {
+    if (view.order == 0) continue;
     throw Error(ErrorCode::kValue,
-                "this collective splits or joins arrays along axis 0 and needs row-major order; "
-                "call numpy.ascontiguousarray(x) or x.contiguous() first");
+                std::string(arrays.argument()) +
+                    " must be in row-major order, since it is split or joined along axis 0; call "
+                    "numpy.ascontiguousarray(x) or x.contiguous() first");
   }
-  return view;
 }
 
-void check_sizes(const TensorView& small, const TensorView& large, int ranks, const char* rule) {
-  if (small.dtype == large.dtype && small.count * static_cast<std::size_t>(ranks) == large.count) {
-    check_apart(small, large);
-    return;
+// Throws unless `whole` holds `ranks` times what `part` does; one of them is written.
+void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks) {
+  check_row_major(part);
+  check_row_major(whole);
+  check_as_many(part, whole);
+  for (std::size_t i = 0; i < part.views().size(); ++i) {
+    const TensorView& one = part.views()[i];
+    const TensorView& all = whole.views()[i];
+    if (one.dtype == all.dtype && one.count * static_cast<std::size_t>(ranks) == all.count)
+      continue;
+    throw Error(ErrorCode::kValue, std::string(op) + ": " + whole.argument() +
+                                       " must hold every rank's " + part.argument() +
+                                       ": expected " + std::to_string(ranks) + " × " +
+                                       text_of(one) + ", got " + text_of(all));
   }
-  throw Error(ErrorCode::kValue, std::string(rule) + " with " + std::to_string(ranks) +
-                                     " ranks, got " + std::string(name_of(small.dtype)) + " × " +
-                                     std::to_string(small.count) + " and " +
-                                     std::string(name_of(large.dtype)) + " × " +
-                                     std::to_string(large.count));
+  check_apart(part, whole);
+}
+
+// Makes a call for each array. The ranks compare the whole list each time: where they disagree,
+// nothing has moved.
+template <class Call>
+void one_by_one(std::size_t count, const Signature& whole, const CallOptions& options,
+                const Call& call) {
+  if (count == 1) return call(0, options);
+  CallOptions each = options;
+  each.whole = &whole;
+  for (std::size_t i = 0; i < count; ++i) call(i, each);
 }
 
 // What a call reads and writes must outlive it when it runs later.
@@ -82,12 +97,14 @@ py::object keep(Things&&... things) {
   return py::make_tuple(std::forward<Things>(things)...);
 }
 
+Signature rooted(Op op, int root) { return {.op = op, .root = static_cast<std::int16_t>(root)}; }
+
 std::shared_ptr<Arrays> make_arrays(py::handle object, Access access, const char* argument) {
   return std::make_shared<Arrays>(object, access, argument);
 }
 
 py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::handle out,
-                      py::handle compress, double timeout_s, bool async) {
+                      py::handle compress, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const bool in_place = out.is_none();
   if (!async && in_place && compress.is_none()) {  // nothing to keep, nothing to allocate
@@ -96,7 +113,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
     const auto call = [&in, op](HostCommunicator& c, const CallOptions& options) {
       c.all_reduce(in.views(), in.views(), op, options);
     };
-    if (self.run_now(call, timeout_s)) return py::reinterpret_borrow<py::object>(array);
+    if (self.run_now(call, timeout)) return py::reinterpret_borrow<py::object>(array);
   }
   const auto in = make_arrays(array, in_place ? Access::kWrite : Access::kRead, "array");
   const auto to = in_place ? in : make_arrays(out, Access::kWrite, "out");
@@ -111,14 +128,14 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
           c.all_reduce(in->views(), to->views(), op, options);
         }
       },
-      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s,
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout,
       async);
 }
 
-py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py::handle out,
-                  double timeout_s, bool async) {
+py::object reduce(Host& self, py::handle array, py::handle op_name, py::handle root_rank,
+                  py::handle out, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
-  self.check_root(root);
+  const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
   const bool in_place = out.is_none();
   const auto in = make_arrays(array, is_root && in_place ? Access::kWrite : Access::kRead, "array");
@@ -129,13 +146,13 @@ py::object reduce(Host& self, py::handle array, py::handle op_name, int root, py
       [in, to, op, root, is_root](HostCommunicator& c, const CallOptions& options) {
         c.reduce(in->views(), is_root ? to->views() : TensorViews{}, op, root, options);
       },
-      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout_s,
+      keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout,
       async);
 }
 
-py::object broadcast(Host& self, py::handle array, int root, py::handle out, double timeout_s,
-                     bool async) {
-  self.check_root(root);
+py::object broadcast(Host& self, py::handle array, py::handle root_rank, py::handle out,
+                     Timeout timeout, bool async) {
+  const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
   const bool in_place = out.is_none();
   const auto from = is_root ? make_arrays(array, Access::kRead, "array") : nullptr;
@@ -153,133 +170,165 @@ py::object broadcast(Host& self, py::handle array, int root, py::handle out, dou
         }
       },
       keep(array, out, from ? from->take_holder() : py::none(), to->take_holder()),
-      in_place ? array : out, timeout_s, async);
+      in_place ? array : out, timeout, async);
 }
 
-py::object all_gather(Host& self, py::handle array, py::handle out, double timeout_s, bool async) {
+py::object all_gather(Host& self, py::handle array, py::handle out, Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  check_sizes(row_major(*in), row_major(*to), self.communicator().size(),
-              "all_gather: out must hold every rank's array");
+  check_sizes("all_gather", *in, *to, self.communicator().size());
   return self.run(
       [in, to](HostCommunicator& c, const CallOptions& options) {
-        c.all_gather(only(*in), only(*to), options);
+        const TensorViews parts = in->views();
+        one_by_one(parts.size(), signature_of({.op = Op::kAllGather}, parts), options,
+                   [&](std::size_t i, const CallOptions& each) {
+                     c.all_gather(parts[i], to->views()[i], each);
+                   });
       },
-      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object gather(Host& self, py::handle array, int root, py::handle out, double timeout_s,
-                  bool async) {
-  self.check_root(root);
+py::object gather(Host& self, py::handle array, py::handle root_rank, py::handle out,
+                  Timeout timeout, bool async) {
+  const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = is_root ? make_arrays(out, Access::kWrite, "out") : in;
-  const TensorView& view = row_major(*in);
   if (is_root) {
-    check_sizes(view, row_major(*to), self.communicator().size(),
-                "gather: out must hold every rank's array on the root");
+    check_sizes("gather", *in, *to, self.communicator().size());
+  } else {
+    check_row_major(*in);
   }
   return self.run(
       [in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
-        c.gather(only(*in), is_root ? only(*to) : TensorView{}, root, options);
+        const TensorViews parts = in->views();
+        const auto whole = signature_of(rooted(Op::kGather, root), parts);
+        one_by_one(parts.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
+          c.gather(parts[i], is_root ? to->views()[i] : TensorView{}, root, each);
+        });
       },
-      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object scatter(Host& self, py::handle array, int root, py::handle out, double timeout_s,
-                   bool async) {
-  self.check_root(root);
+py::object scatter(Host& self, py::handle array, py::handle root_rank, py::handle out,
+                   Timeout timeout, bool async) {
+  const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
+  const auto in = is_root ? make_arrays(array, Access::kRead, "array") : nullptr;
   const auto to = make_arrays(out, Access::kWrite, "out");
-  const auto in = is_root ? make_arrays(array, Access::kRead, "array") : to;
-  const TensorView& view = row_major(*to);
   if (is_root) {
-    check_sizes(view, row_major(*in), self.communicator().size(),
-                "scatter: the root's array must hold every rank's part");
+    check_sizes("scatter", *to, *in, self.communicator().size());
+  } else {
+    check_row_major(*to);
   }
   return self.run(
-      [in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
-        c.scatter(is_root ? only(*in) : TensorView{}, only(*to), root, options);
+      [in, to, root](HostCommunicator& c, const CallOptions& options) {
+        const TensorViews parts = to->views();
+        const auto whole = signature_of(rooted(Op::kScatter, root), parts);
+        one_by_one(parts.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
+          c.scatter(in ? in->views()[i] : TensorView{}, parts[i], root, each);
+        });
       },
-      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+      keep(array, out, in ? in->take_holder() : py::none(), to->take_holder()), out, timeout,
+      async);
 }
 
 py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::handle out,
-                          double timeout_s, bool async) {
+                          Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  check_sizes(row_major(*to), row_major(*in), self.communicator().size(),
-              "reduce_scatter: the array must hold one part per rank");
-  check_reducible(op, only(*in).dtype);
+  check_sizes("reduce_scatter", *to, *in, self.communicator().size());
+  check_reducible_all(op, in->views());
   return self.run(
       [in, to, op](HostCommunicator& c, const CallOptions& options) {
-        c.reduce_scatter(only(*in), only(*to), op, options);
+        const TensorViews wide = in->views();
+        const auto whole = signature_of({.op = Op::kReduceScatter, .reduce_op = op}, wide);
+        one_by_one(wide.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
+          c.reduce_scatter(wide[i], to->views()[i], op, each);
+        });
       },
-      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
+// `counts`: for each array, elements from each rank to each rank; empty: equal parts.
 py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
-                      double timeout_s, bool async) {
+                      Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  const TensorView& from = row_major(*in);
-  const TensorView& into = row_major(*to);
+  check_row_major(*in);
+  check_row_major(*to);
+  check_as_many(*in, *to);
   const auto n = static_cast<std::size_t>(self.communicator().size());
   const auto r = static_cast<std::size_t>(self.communicator().rank());
-  std::size_t sent = from.count;
-  std::size_t received = from.count;
-  if (!counts.empty()) {
-    if (counts.size() != n * n) throw Error(ErrorCode::kValue, "counts must be a table n × n");
-    sent = received = 0;
-    for (std::size_t p = 0; p < n; ++p) {
-      sent += counts[r * n + p];
-      received += counts[p * n + r];
+  const std::size_t arrays = in->views().size();
+  const bool even = counts.empty();
+  if (!even && counts.size() != arrays * n * n) {
+    throw Error(ErrorCode::kValue, "counts must be a table n × n for each array");
+  }
+  for (std::size_t i = 0; i < arrays; ++i) {
+    const TensorView& from = in->views()[i];
+    const TensorView& into = to->views()[i];
+    if (even && from.count % n != 0) {
+      throw Error(ErrorCode::kValue, "all_to_all: " + std::to_string(from.count) +
+                                         " elements cannot be split among " + std::to_string(n) +
+                                         " ranks; pass splits=");
     }
-  } else if (from.count % n != 0) {
-    throw Error(ErrorCode::kValue, "all_to_all: " + std::to_string(from.count) +
-                                       " elements cannot be split among " + std::to_string(n) +
-                                       " ranks; pass splits=");
+    std::size_t sent = even ? from.count : 0;
+    std::size_t received = sent;
+    for (std::size_t p = 0; p < n && !even; ++p) {
+      sent += counts[(i * n + r) * n + p];
+      received += counts[(i * n + p) * n + r];
+    }
+    if (from.dtype == into.dtype && from.count == sent && into.count == received) continue;
+    throw Error(ErrorCode::kValue, "all_to_all: array must hold the " + std::to_string(sent) +
+                                       " elements to send, and out, in its dtype, the " +
+                                       std::to_string(received) + " to receive; got " +
+                                       text_of(from) + " and " + text_of(into));
   }
-  if (from.dtype != into.dtype || from.count != sent || into.count != received) {
-    throw Error(ErrorCode::kValue, "all_to_all: expected to send " + std::to_string(sent) +
-                                       " and receive " + std::to_string(received) +
-                                       " elements, got arrays of " + std::to_string(from.count) +
-                                       " and " + std::to_string(into.count));
-  }
-  check_apart(from, into);
+  check_apart(*in, *to);
   return self.run(
-      [in, to, counts = std::move(counts)](HostCommunicator& c, const CallOptions& options) {
-        c.all_to_all(only(*in), only(*to), counts, options);
+      [in, to, n, counts = std::move(counts)](HostCommunicator& c, const CallOptions& options) {
+        const TensorViews wide = in->views();
+        Signature whole = signature_of({.op = Op::kAllToAll}, wide);
+        if (!counts.empty()) {
+          whole.count = 0;
+          whole.list = table_hash(counts);
+        }
+        one_by_one(wide.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
+          const std::span table(counts);
+          c.all_to_all(wide[i], to->views()[i],
+                       table.empty() ? table : table.subspan(i * n * n, n * n), each);
+        });
       },
-      keep(array, out, in->take_holder(), to->take_holder()), out, timeout_s, async);
+      keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object send(Host& self, py::handle array, int dst, double timeout_s, bool async) {
+py::object send(Host& self, py::handle array, py::handle dst_rank, Timeout timeout, bool async) {
+  const int dst = self.peer(dst_rank, "dst");
   const auto in = make_arrays(array, Access::kRead, "array");
-  (void)only(*in);
   return self.run_in_lane(
       dst, true,
       [in, dst](HostCommunicator& c, const CallOptions& options) {
-        c.send(only(*in), dst, options);
+        for (const TensorView& view : in->views()) c.send(view, dst, options);
       },
-      keep(array, in->take_holder()), array, timeout_s, async);
+      keep(array, in->take_holder()), array, timeout, async);
 }
 
-py::object recv(Host& self, py::handle array, int src, double timeout_s, bool async) {
+py::object recv(Host& self, py::handle array, py::handle src_rank, Timeout timeout, bool async) {
+  const int src = self.peer(src_rank, "src");
   const auto to = make_arrays(array, Access::kWrite, "array");
-  (void)only(*to);
   return self.run_in_lane(
       src, false,
       [to, src](HostCommunicator& c, const CallOptions& options) {
-        c.recv(only(*to), src, options);
+        for (const TensorView& view : to->views()) c.recv(view, src, options);
       },
-      keep(array, to->take_holder()), array, timeout_s, async);
+      keep(array, to->take_holder()), array, timeout, async);
 }
 
-py::object barrier(Host& self, double timeout_s, bool async) {
+py::object barrier(Host& self, Timeout timeout, bool async) {
   return self.run([](HostCommunicator& c, const CallOptions& options) { c.barrier(options); },
-                  py::none(), py::none(), timeout_s, async);
+                  py::none(), py::none(), timeout, async);
 }
 
 }  // namespace

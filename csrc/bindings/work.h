@@ -19,9 +19,6 @@ struct PendingCall {
   std::shared_ptr<pybind11::object> kept;
 };
 
-// Seconds from Python; a huge value means forever.
-[[nodiscard]] std::chrono::nanoseconds to_duration(double seconds);
-
 // Waits for a call in slices, so that Ctrl-C gets through. Needs the GIL, releases it. False when
 // `timeout` passes first.
 bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout);

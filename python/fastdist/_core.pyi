@@ -67,7 +67,7 @@ class _Calls(TypedDict):
     scatter: Callable[[Any | None, int, Any, float, bool], Any]
     # array, op, out
     reduce_scatter: Callable[[Any, str, Any, float, bool], Any]
-    # array, out, elements from each rank to each rank (empty: equal parts)
+    # array, out, for each array elements from each rank to each rank (empty: equal parts)
     all_to_all: Callable[[Any, Any, Sequence[int], float, bool], Any]
     # array, destination
     send: Callable[[Any, int, float, bool], Any]

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
+
+DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
+NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 def new_like(array: Any, shape: tuple[int, ...]) -> Any:
@@ -35,36 +57,36 @@ def shape_of(array: Any) -> tuple[int, ...]:
 def view_bytes(
     data: np.ndarray[Any, np.dtype[np.uint8]], shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    """`data` seen as an array of `shape`: torch's where `dtype` is torch's, else numpy's."""
+    """`data` seen as an array of `shape`, of the library whose dtype it is."""
+    if isinstance(dtype, np.dtype):
+        return data.view(dtype).reshape(shape)
+    import torch
+
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def to_dtype(dtype: Any) -> Any:
+    """A dtype that collectives take: torch's as it is, else numpy's.
+
+    The names that numpy lacks (bfloat16, float8_…) come from ml_dtypes.
+    """
+    made: Any = None
     if type(dtype).__module__ == "torch":
-        import torch
-
-        return torch.from_numpy(data).view(dtype).view(shape)
-    return data.view(numpy_dtype(dtype)).reshape(shape)
-
-
-def item_bytes(dtype: Any) -> int:
-    """Bytes of one element of a numpy or torch dtype."""
-    if type(dtype).__module__ == "torch":
-        return int(dtype.itemsize)
-    return numpy_dtype(dtype).itemsize
-
-
-def numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    """A numpy dtype; the names that numpy lacks (bfloat16, float8_…) come from ml_dtypes."""
-    try:
-        made: np.dtype[Any] = np.dtype(dtype)
-        return made
-    except TypeError:
-        if not isinstance(dtype, str):
-            raise
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ImportError(
-            f"dtype {dtype!r} in numpy needs ml_dtypes: pip install ml_dtypes"
-        ) from None
-    if not hasattr(ml_dtypes, dtype):
-        raise TypeError(f"unknown dtype {dtype!r}")
-    made = np.dtype(getattr(ml_dtypes, dtype))
-    return made
+        if str(dtype).removeprefix("torch.") in DTYPES:
+            return dtype
+    elif isinstance(dtype, str) and dtype in NOT_IN_NUMPY:
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ImportError(
+                f"dtype {dtype!r} in numpy needs ml_dtypes: pip install ml_dtypes"
+            ) from None
+        return np.dtype(getattr(ml_dtypes, dtype))
+    else:
+        with contextlib.suppress(TypeError):
+            made = np.dtype(dtype)
+        if made is not None and made.name in DTYPES and made.isnative:
+            return made
+    raise TypeError(
+        f"dtype must be one of {', '.join(DTYPES)}, in native byte order; got {dtype!r}"
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from operator import index
-from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from fastdist.arrays import item_bytes, new_like, shape_of, view_bytes
+from fastdist.arguments import to_integer, to_integers, to_rank
+from fastdist.arrays import new_like, shape_of, to_dtype, view_bytes
 from fastdist.engines.engine import Engine
 from fastdist.errors import CollectiveMismatchError, FastdistError
 
@@ -38,22 +37,6 @@ class Work(Protocol):
         """
 
 
-class _Works:
-    """Several calls in flight, as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def is_done(self) -> bool:
-        return all(work.is_done() for work in self._works)
-
-    def wait(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            return [work.wait() for work in self._works]
-        deadline = monotonic() + timeout
-        return [work.wait(max(0.0, deadline - monotonic())) for work in self._works]
-
-
 class Communicator:
     """The ranks of a job, and the collectives between them.
 
@@ -70,6 +53,9 @@ class Communicator:
     `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
 
     A communicator is for one thread at a time; threads that work at once need one each (`split`).
+
+    Autograd takes no notice of what a collective writes into a torch tensor: do not write into
+    one that a backward to come still needs.
 
     Attributes:
         rank: this rank, from 0.
@@ -113,6 +99,12 @@ class Communicator:
         """Leave. Ranks that still wait for this one get `PeerFailureError`."""
         self.engine.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled: it is one rank of a job; make another "
+            "one by split(), or call fastdist.init() where it is needed"
+        )
+
     def all_reduce(
         self,
         array: Arrays,
@@ -134,7 +126,9 @@ class Communicator:
                 and bools; min and max not for complex. 16-bit and 8-bit floats are accumulated
                 in float32.
             out: where to put the result; as `array` in sizes, dtypes and axis order.
-            compress: send float32 and float64 in fewer bits; op sum and mean only.
+            compress: send float32 and float64 in fewer bits; op sum and mean only. Values and sums
+                that the format cannot hold come out as inf or NaN: beyond 65504 for fp16, beyond
+                float32's range for bf16 and fp8, also where the array is float64.
             bucket_bytes: bytes that are sent at a time; "auto" fits the engine. The host engine
                 never copies into buckets and pays no attention to it.
             async_op: return a `Work` at once.
@@ -143,7 +137,7 @@ class Communicator:
         Returns:
             `array`, or `out` where it is given.
         """
-        if bucket_bytes != "auto" and index(bucket_bytes) <= 0:
+        if bucket_bytes != "auto" and to_integer(bucket_bytes, "bucket_bytes") <= 0:
             raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
         seconds = self._timeout_s if timeout is None else timeout
         return self._all_reduce(array, op, out, compress, seconds, async_op)
@@ -200,11 +194,8 @@ class Communicator:
         Returns:
             `out`, or a new array of its shape.
         """
-
-        if isinstance(array, (list, tuple)):
-            return _each(self.all_gather, array, out, async_op=async_op, timeout=timeout)
         if out is None:
-            out = new_like(array, _joined(shape_of(array), self.world_size))
+            out = _for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
         return self._all_gather(array, out, seconds, async_op)
 
@@ -222,13 +213,10 @@ class Communicator:
         Returns:
             `out` or a new array on the root, None on the other ranks.
         """
-
-        if isinstance(array, (list, tuple)):
-            return _each(self.gather, array, out, root=root, async_op=async_op, timeout=timeout)
         if self.rank != root:
             out = None
         elif out is None:
-            out = new_like(array, _joined(shape_of(array), self.world_size))
+            out = _for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
         return self._gather(array, root, out, seconds, async_op)
 
@@ -253,19 +241,14 @@ class Communicator:
         Returns:
             `out`, or a new array of its shape.
         """
-
-        if array is None and isinstance(out, (list, tuple)):
-            array = [None] * len(out)
-        if isinstance(array, (list, tuple)):
-            return _each(self.scatter, array, out, root=root, async_op=async_op, timeout=timeout)
         if self.rank == root and array is not None:
-            shape = _part(shape_of(array), self.world_size, "scatter")
+            _for_each(array, self._check_parts)
         if out is None:
-            if self.rank != root or array is None:
+            if to_rank(root, "root", self.world_size) != self.rank or array is None:
                 raise ValueError(
                     f"scatter: rank {self.rank} needs out=, only the root knows the shape"
                 )
-            out = new_like(array, shape)
+            out = _for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
         return self._scatter(array, root, out, seconds, async_op)
 
@@ -290,12 +273,9 @@ class Communicator:
         Returns:
             `out`, or a new array of its shape.
         """
-
-        if isinstance(array, (list, tuple)):
-            return _each(self.reduce_scatter, array, out, op=op, async_op=async_op, timeout=timeout)
-        shape = _part(shape_of(array), self.world_size, "reduce_scatter")
+        _for_each(array, self._check_parts)
         if out is None:
-            out = new_like(array, shape)
+            out = _for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
         return self._reduce_scatter(array, op, out, seconds, async_op)
 
@@ -320,22 +300,18 @@ class Communicator:
         Returns:
             `out`, or a new array of its shape.
         """
-
-        if isinstance(array, (list, tuple)):
-            return _each(
-                self.all_to_all, array, out, splits=splits, async_op=async_op, timeout=timeout
-            )
         counts: list[int] = []
-        shape = shape_of(array)
         if splits is not None:
-            table = self._exchange_splits(shape, splits, timeout)
-            counts = (table.ravel() * int(np.prod(shape[1:], dtype=np.int64))).tolist()
+            table = self._exchange_splits(array, splits, timeout)
+            for one in _as_list(array):
+                counts += (table.ravel() * prod(shape_of(one)[1:])).tolist()
+            rows = int(table[:, self.rank].sum())
             if out is None:
-                out = new_like(array, (int(table[:, self.rank].sum()), *shape[1:]))
+                out = _for_each(array, lambda x: new_like(x, (rows, *shape_of(x)[1:])))
         else:
-            _part(shape, self.world_size, "all_to_all")
+            _for_each(array, self._check_parts)
             if out is None:
-                out = new_like(array, shape)
+                out = _for_each(array, lambda x: new_like(x, shape_of(x)))
         seconds = self._timeout_s if timeout is None else timeout
         return self._all_to_all(array, out, counts, seconds, async_op)
 
@@ -347,9 +323,6 @@ class Communicator:
         Calls with the same peer and direction pair up in order; with `async_op`, calls with
         different peers or directions do not wait for each other.
         """
-        if isinstance(array, (list, tuple)):
-            results = [self.send(a, dst, async_op=async_op, timeout=timeout) for a in array]
-            return _Works(results) if async_op else results
         seconds = self._timeout_s if timeout is None else timeout
         return self._send(array, dst, seconds, async_op)
 
@@ -357,9 +330,6 @@ class Communicator:
         self, array: Arrays, src: int, *, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Receive into `array` what rank `src` sends. Returns `array`."""
-        if isinstance(array, (list, tuple)):
-            results = [self.recv(a, src, async_op=async_op, timeout=timeout) for a in array]
-            return _Works(results) if async_op else results
         seconds = self._timeout_s if timeout is None else timeout
         return self._recv(array, src, seconds, async_op)
 
@@ -407,11 +377,12 @@ class Communicator:
         Returns:
             The new communicator, or None where `color` is None.
         """
-        color = None if color is None else index(color)
+        color = None if color is None else to_integer(color, "color")
         if color is not None and color < 0:
             raise ValueError(f"color must not be negative, got {color}")
         table = self.all_gather(
-            np.array([[-1 if color is None else color, index(key)]], np.int64), timeout=timeout
+            np.array([[-1 if color is None else color, to_integer(key, "key")]], np.int64),
+            timeout=timeout,
         )
         by_key = sorted(range(self.world_size), key=lambda r: (int(table[r, 1]), r))
         colors = sorted({int(c) for c in table[:, 0] if c >= 0})
@@ -425,7 +396,7 @@ class Communicator:
         Returns:
             The new communicator, or None on ranks that are not in it.
         """
-        ranks = [index(rank) for rank in ranks]
+        ranks = to_integers(ranks, "ranks")
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
             raise ValueError(
                 f"ranks must be different numbers from 0 to {self.world_size - 1}, got {ranks}"
@@ -444,61 +415,58 @@ class Communicator:
 
         Args:
             shape: its shape.
-            dtype: of numpy, or of torch, which makes it a torch tensor.
+            dtype: of numpy, or of torch, which makes it a torch tensor; one that collectives take.
         """
-        shape = tuple(map(index, shape)) if isinstance(shape, Iterable) else (index(shape),)
+        shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
+        dtype = to_dtype(dtype)
         if any(length < 0 for length in shape):
             raise ValueError(f"shape must not be negative, got {shape}")
-        count = prod(shape)
-        if count * item_bytes(dtype) >= 1 << 62:
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes >= 1 << 62:
             raise MemoryError(f"no machine has memory for an array of shape {shape}")
-        return view_bytes(self.engine.empty(count * item_bytes(dtype)), shape, dtype)
+        return view_bytes(self.engine.empty(nbytes), shape, dtype)
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
         return None if engine is None else Communicator(engine, self._timeout_s)
 
-    def _exchange_splits(
-        self, shape: tuple[int, ...], splits: Sequence[int], timeout: float | None
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        row = np.array([[index(rows) for rows in splits]], np.int64)
-        rows = shape[0] if shape else 0
-        if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
+    def _joined(self, array: Array) -> Array:
+        """An array for every rank's."""
+        shape = shape_of(array) or (1,)
+        return new_like(array, (self.world_size * shape[0], *shape[1:]))
+
+    def _part(self, array: Array) -> Array:
+        """An array for one rank's part."""
+        shape = shape_of(array)
+        return new_like(array, (shape[0] // self.world_size, *shape[1:]))
+
+    def _check_parts(self, array: Array) -> None:
+        shape = shape_of(array)
+        if not shape or shape[0] % self.world_size != 0:
             raise ValueError(
-                f"splits must be {self.world_size} numbers that add up to the array's "
-                f"{rows} rows, got {list(splits)}"
+                f"array must have a multiple of {self.world_size} rows, one part for each rank, "
+                f"got shape {shape}"
             )
+
+    def _exchange_splits(
+        self, arrays: Arrays, splits: Sequence[int], timeout: float | None
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        row = np.array([to_integers(splits, "splits")], np.int64)
+        for array in _as_list(arrays):
+            rows = (*shape_of(array), 0)[0]
+            if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
+                raise ValueError(
+                    f"splits must be {self.world_size} numbers that add up to the array's "
+                    f"{rows} rows, got {list(splits)}"
+                )
         table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
         return table
 
 
-def _each(
-    call: Callable[..., Any],
-    arrays: Sequence[Array],
-    outs: Sequence[Array] | None,
-    *,
-    async_op: bool,
-    **rest: Any,
-) -> Any:
-    """Make a call for each array of a list, as one."""
-    if outs is None:
-        outs = [None] * len(arrays)
-    elif len(outs) != len(arrays):
-        raise ValueError(f"out must be as many arrays as the input: {len(arrays)}, got {len(outs)}")
-    results = [
-        call(array, out=out, async_op=async_op, **rest)
-        for array, out in zip(arrays, outs, strict=True)
-    ]
-    return _Works(results) if async_op else results
+def _as_list(arrays: Arrays) -> Sequence[Array]:
+    return arrays if isinstance(arrays, (list, tuple)) else [arrays]
 
 
-def _joined(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    return (n * shape[0], *shape[1:]) if shape else (n,)
-
-
-def _part(shape: tuple[int, ...], n: int, name: str) -> tuple[int, ...]:
-    if not shape or shape[0] % n != 0:
-        raise ValueError(
-            f"{name}: axis 0 must be a multiple of the {n} ranks, got an array of shape {shape}"
-        )
-    return (shape[0] // n, *shape[1:])
+def _for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:
+    """What a call gives for one array, or for each of a list."""
+    return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)

@@ -15,6 +15,7 @@ import numpy as np
 
 from fastdist import _core
 from fastdist._config import settings
+from fastdist.arguments import check_timeout, to_integer
 from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.launch import Launch, detect_launch
 from fastdist.communicator import Communicator
@@ -24,6 +25,7 @@ from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.rendezvous import meet
 
 _DEFAULT_PORT = 29500  # torch's
+_MOST_RANKS = 2**15 - 1  # headers hold a rank in 16 bits
 
 
 class Bootstrap(Protocol):
@@ -88,8 +90,8 @@ def init(
     """
     if _World.communicator is not None:
         return default_communicator()
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if timeout is not None:
+        check_timeout(timeout)
     if bootstrap is not None and cluster is not None:
         raise ValueError("init takes bootstrap= or cluster=, got both")
     config = settings()
@@ -114,9 +116,11 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
         size: number of ranks.
         timeout: as for `init`.
     """
-    if size < 1:
-        raise ValueError(f"a group needs at least 1 rank, got {size}")
+    size = to_integer(size, "size")
+    if not 1 <= size <= _MOST_RANKS:
+        raise ValueError(f"size must be an integer from 1 to {_MOST_RANKS}, got {size}")
     timeout_s = settings().timeout_s if timeout is None else timeout
+    check_timeout(timeout_s)
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
 
 
@@ -213,6 +217,7 @@ def _from_launch(timeout_s: float) -> Engine:
 
 
 def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
+    _require(cluster, "cluster", "a cluster resolver", "rank", "world_size")
     rank, size = cluster.rank, cluster.world_size
     if rank is None:
         raise ClusterConfigError("this task does not train: a parameter server or evaluator")
@@ -229,6 +234,7 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
 def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
     from fastdist.engines.machines import machine_id
 
+    _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "bcast")
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     key = bootstrap.bcast(secrets.token_hex(16))
     machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
@@ -236,6 +242,14 @@ def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
         return _on_one_machine(Launch("bootstrap", rank, size, rank, size, key), timeout_s)
     coordinator = bootstrap.bcast(_free_address() if rank == 0 else "")
     return _on_machines(rank, size, coordinator, timeout_s)
+
+
+def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
+    missing = [name for name in attributes if not hasattr(value, name)]
+    if missing:
+        raise TypeError(
+            f"{argument} must be {expected}, got {value!r}, which has no {', '.join(missing)}"
+        )
 
 
 def _on_one_machine(launch: Launch, timeout_s: float) -> HostEngine:

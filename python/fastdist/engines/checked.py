@@ -8,7 +8,6 @@ call. Engines below it only move bytes, and need not check anything again.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import threading
 from abc import abstractmethod
@@ -16,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from fastdist.arguments import check_timeout, to_rank
 from fastdist.engines.engine import Calls, Engine
 from fastdist.engines.queues import CallQueue
 from fastdist.engines.signature import (
@@ -31,10 +33,11 @@ from fastdist.engines.signature import (
 from fastdist.engines.views import (
     View,
     check_apart,
+    check_as_many,
     check_fits,
     check_reducible,
-    row_major,
-    view_of,
+    check_sizes,
+    row_major_views_of,
     views_of,
 )
 from fastdist.errors import (
@@ -108,26 +111,25 @@ class CheckedEngine(Engine):
         async_op: bool,
     ) -> Any:
         _check_op(op)
-        ins, is_list = views_of(arrays, out is None, "array")
+        ins = views_of(arrays, out is None, "array")
         outs = ins
         if out is not None:
-            outs, out_is_list = views_of(out, True, "out")
-            check_fits(ins, outs, is_list == out_is_list)
-        check_reducible(op, ins)
+            outs = views_of(out, True, "out")
+            check_fits(ins, outs)
+        check_reducible(op, ins.views)
         if compress is not None:
-            _check_compression(compress, op, ins)
-        signature = Signature.of("all_reduce", ins, is_list, op)
-        signature = replace(signature, compress=compress)
+            _check_compression(compress, op, ins.views)
+        signature = replace(Signature.of("all_reduce", ins, op), compress=compress)
 
         def move(step_s: float) -> None:
-            self._all_reduce(ins, outs, op, compress, step_s)
+            self._all_reduce(ins.views, outs.views, op, compress, step_s)
 
         def finish(parts: list[View]) -> None:
-            self._reduce_payloads(parts, outs[0], op)
+            self._reduce_payloads(parts, outs.views[0], op)
 
         # Machines of different kinds may round a complex product differently: one does it.
         exact = compress is None and not (op == "prod" and signature.dtype.startswith("complex"))
-        payload = ins[0] if exact and not is_list else None
+        payload = ins.views[0] if exact and not ins.is_list else None
         call = Call(signature, move, arrays if out is None else out, payload, finish)
         return run(call, timeout_s, async_op)
 
@@ -142,55 +144,50 @@ class CheckedEngine(Engine):
         async_op: bool,
     ) -> Any:
         _check_op(op)
-        self._check_root(root)
+        root = to_rank(root, "root", self.size)
         is_root = self.rank == root
-        ins, is_list = views_of(arrays, is_root and out is None, "array")
+        ins = views_of(arrays, is_root and out is None, "array")
         outs = ins
         if is_root and out is not None:
-            outs, out_is_list = views_of(out, True, "out")
-            check_fits(ins, outs, is_list == out_is_list)
-        check_reducible(op, ins)
+            outs = views_of(out, True, "out")
+            check_fits(ins, outs)
+        check_reducible(op, ins.views)
 
         def move(step_s: float) -> None:
-            self._reduce(ins, outs if is_root else [], op, root, step_s)
+            self._reduce(ins.views, outs.views if is_root else [], op, root, step_s)
 
-        call = Call(
-            Signature.of("reduce", ins, is_list, op, root), move, arrays if out is None else out
-        )
+        call = Call(Signature.of("reduce", ins, op, root), move, arrays if out is None else out)
         return run(call, timeout_s, async_op)
 
     def _call_broadcast(
         self, run: Run, arrays: Any, root: int, out: Any, timeout_s: float, async_op: bool
     ) -> Any:
-        self._check_root(root)
+        root = to_rank(root, "root", self.size)
         is_root = self.rank == root
-        sources: list[View] = []
-        if is_root:
-            sources, is_list = views_of(arrays, False, "array")
         if is_root and out is None:
-            targets = sources
+            source = target = views_of(arrays, False, "array")
         else:
-            targets, is_list = views_of(
-                *((arrays, True, "array") if out is None else (out, True, "out"))
-            )
-        if is_root and out is not None:
-            check_fits(sources, targets, isinstance(arrays, (list, tuple)) == is_list)
+            target = views_of(*((arrays, True, "array") if out is None else (out, True, "out")))
+            source = views_of(arrays, False, "array") if is_root else target
+        if source is not target:
+            check_fits(source, target)
+        sources, targets = source.views, target.views
 
         def move(step_s: float) -> None:
-            for source, target in zip(sources, targets, strict=False):
-                if source.address != target.address:
-                    target.memory[:] = source.memory
+            for one, other in zip(sources, targets, strict=True):
+                if one.address != other.address:
+                    other.memory[:] = one.memory
             self._broadcast(targets, root, step_s)
 
         def finish(parts: list[View]) -> None:
-            if targets is not sources:
+            if not is_root or out is not None:
                 targets[0].memory[:] = parts[root].memory
 
         call = Call(
-            Signature.of("broadcast", targets, is_list, root=root),
+            Signature.of("broadcast", target, root=root),
             move,
             arrays if out is None else out,
-            None if is_list else (sources or targets)[0],
+            None if target.is_list else sources[0],
             finish,
         )
         return run(call, timeout_s, async_op)
@@ -198,76 +195,71 @@ class CheckedEngine(Engine):
     def _call_all_gather(
         self, run: Run, array: Any, out: Any, timeout_s: float, async_op: bool
     ) -> Any:
-        source = row_major(_one(array, False, "array"))
-        target = row_major(_one(out, True, "out"))
-        _check_sizes(source, target, self.size, "all_gather: out must hold every rank's array")
+        ins = row_major_views_of(array, False, "array")
+        outs = row_major_views_of(out, True, "out")
+        check_sizes("all_gather", ins, outs, self.size)
 
         def move(step_s: float) -> None:
-            self._all_gather(source, target, step_s)
+            for source, target in zip(ins.views, outs.views, strict=True):
+                self._all_gather(source, target, step_s)
 
         def finish(parts: list[View]) -> None:
             for rank, part in enumerate(parts):
-                at = rank * source.nbytes
-                target.memory[at : at + source.nbytes] = part.memory
+                at = rank * part.nbytes
+                outs.views[0].memory[at : at + part.nbytes] = part.memory
 
-        call = Call(Signature.of("all_gather", [source], False), move, out, source, finish)
+        payload = None if ins.is_list else ins.views[0]
+        call = Call(Signature.of("all_gather", ins), move, out, payload, finish)
         return run(call, timeout_s, async_op)
 
     def _call_gather(
         self, run: Run, array: Any, root: int, out: Any, timeout_s: float, async_op: bool
     ) -> Any:
-        self._check_root(root)
-        source = row_major(_one(array, False, "array"))
-        target = None
+        root = to_rank(root, "root", self.size)
+        ins = row_major_views_of(array, False, "array")
+        targets: list[View | None] = [None] * len(ins.views)
         if self.rank == root:
-            target = row_major(_one(out, True, "out"))
-            _check_sizes(
-                source, target, self.size, "gather: out must hold every rank's array on the root"
-            )
+            outs = row_major_views_of(out, True, "out")
+            check_sizes("gather", ins, outs, self.size)
+            targets = [*outs.views]
 
         def move(step_s: float) -> None:
-            self._gather(source, target, root, step_s)
+            for source, target in zip(ins.views, targets, strict=True):
+                self._gather(source, target, root, step_s)
 
-        call = Call(Signature.of("gather", [source], False, root=root), move, out)
-        return run(call, timeout_s, async_op)
+        return run(Call(Signature.of("gather", ins, root=root), move, out), timeout_s, async_op)
 
     def _call_scatter(
         self, run: Run, array: Any, root: int, out: Any, timeout_s: float, async_op: bool
     ) -> Any:
-        self._check_root(root)
-        target = row_major(_one(out, True, "out"))
-        source = None
-        if self.rank == root:
-            source = row_major(_one(array, False, "array"))
-            _check_sizes(
-                target,
-                source,
-                self.size,
-                "scatter: the root's array must hold every rank's part",
-            )
+        root = to_rank(root, "root", self.size)
+        ins = row_major_views_of(array, False, "array") if self.rank == root else None
+        outs = row_major_views_of(out, True, "out")
+        sources: list[View | None] = [None] * len(outs.views)
+        if ins is not None:
+            check_sizes("scatter", outs, ins, self.size)
+            sources = [*ins.views]
 
         def move(step_s: float) -> None:
-            self._scatter(source, target, root, step_s)
+            for source, target in zip(sources, outs.views, strict=True):
+                self._scatter(source, target, root, step_s)
 
-        call = Call(Signature.of("scatter", [target], False, root=root), move, out)
-        return run(call, timeout_s, async_op)
+        return run(Call(Signature.of("scatter", outs, root=root), move, out), timeout_s, async_op)
 
     def _call_reduce_scatter(
         self, run: Run, array: Any, op: str, out: Any, timeout_s: float, async_op: bool
     ) -> Any:
         _check_op(op)
-        source = row_major(_one(array, False, "array"))
-        target = row_major(_one(out, True, "out"))
-        _check_sizes(
-            target, source, self.size, "reduce_scatter: the array must hold one part per rank"
-        )
-        check_reducible(op, [source])
+        ins = row_major_views_of(array, False, "array")
+        outs = row_major_views_of(out, True, "out")
+        check_sizes("reduce_scatter", outs, ins, self.size)
+        check_reducible(op, ins.views)
 
         def move(step_s: float) -> None:
-            self._reduce_scatter(source, target, op, step_s)
+            for source, target in zip(ins.views, outs.views, strict=True):
+                self._reduce_scatter(source, target, op, step_s)
 
-        call = Call(Signature.of("reduce_scatter", [source], False, op), move, out)
-        return run(call, timeout_s, async_op)
+        return run(Call(Signature.of("reduce_scatter", ins, op), move, out), timeout_s, async_op)
 
     def _call_all_to_all(
         self,
@@ -278,34 +270,43 @@ class CheckedEngine(Engine):
         timeout_s: float,
         async_op: bool,
     ) -> Any:
-        source = row_major(_one(array, False, "array"))
-        target = row_major(_one(out, True, "out"))
-        n = self.size
-        signature = Signature.of("all_to_all", [source], False)
-        if len(counts):
-            if len(counts) != n * n:
-                raise ValueError("counts must be a table n × n")
-            table = [[int(counts[i * n + j]) for j in range(n)] for i in range(n)]
-            signature = split_signature(source, list(counts))
-        elif source.count % n:
-            raise ValueError(
-                f"all_to_all: {source.count} elements cannot be split among {n} ranks; pass splits="
-            )
-        else:
-            table = [[source.count // n] * n for _ in range(n)]
-        sent = sum(table[self.rank])
-        received = sum(row[self.rank] for row in table)
-        if source.dtype != target.dtype or (source.count, target.count) != (sent, received):
-            raise ValueError(
-                f"all_to_all: expected to send {sent} and receive {received} elements, got arrays "
-                f"of {source.count} and {target.count}"
-            )
-        check_apart(source, target)
+        ins = row_major_views_of(array, False, "array")
+        outs = row_major_views_of(out, True, "out")
+        check_as_many(ins, outs)
+        tables = self._tables(ins.views, counts)
+        for source, target, table in zip(ins.views, outs.views, tables, strict=True):
+            sent = sum(table[self.rank])
+            received = sum(row[self.rank] for row in table)
+            if source.dtype != target.dtype or (source.count, target.count) != (sent, received):
+                raise ValueError(
+                    f"all_to_all: array must hold the {sent} elements to send, and out, in its "
+                    f"dtype, the {received} to receive; got {source.dtype} × {source.count} and "
+                    f"{target.dtype} × {target.count}"
+                )
+        check_apart(ins, outs)
+        even = not len(counts)
+        signature = Signature.of("all_to_all", ins) if even else split_signature(ins, tables)
 
         def move(step_s: float) -> None:
-            self._all_to_all(source, target, table, step_s)
+            for source, target, table in zip(ins.views, outs.views, tables, strict=True):
+                self._all_to_all(source, target, table, step_s)
 
         return run(Call(signature, move, out), timeout_s, async_op)
+
+    def _tables(self, views: Sequence[View], counts: Sequence[int]) -> list[list[list[int]]]:
+        """For each array, how many elements go from each rank to each rank."""
+        n = self.size
+        if len(counts):
+            if len(counts) != len(views) * n * n:
+                raise ValueError("counts must be a table n × n for each array")
+            return np.asarray(counts).reshape(len(views), n, n).tolist()
+        for view in views:
+            if view.count % n:
+                raise ValueError(
+                    f"all_to_all: {view.count} elements cannot be split among {n} ranks; pass "
+                    "splits="
+                )
+        return [[[view.count // n] * n for _ in range(n)] for view in views]
 
     def _call_barrier(self, run: Run, timeout_s: float, async_op: bool) -> Any:
         return run(Call(Signature("barrier"), self._barrier, None), timeout_s, async_op)
@@ -333,7 +334,7 @@ class CheckedEngine(Engine):
         )
 
     def _at_once(self, call: Call, timeout_s: float, async_op: bool) -> Any:
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         self._check_usable()
         self._guard(lambda: call.move(timeout_s), call.signature)
         return call.result
@@ -346,7 +347,7 @@ class CheckedEngine(Engine):
         timeout_s: float,
         async_op: bool,
     ) -> Any:
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         self._check_usable()
         pending = calls.submit(task, result)
         if async_op:
@@ -440,15 +441,8 @@ class CheckedEngine(Engine):
         if self._unusable:
             raise FastdistError(self._unusable)
 
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be one of 0 to {self.size - 1}, got {root}")
-
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size or peer == self.rank:
-            raise ValueError(
-                f"the other rank must be one of 0 to {self.size - 1} and not this one, got {peer}"
-            )
+    def _peer(self, peer: int, op: str) -> int:
+        return to_rank(peer, "dst" if op == "send" else "src", self.size, self.rank)
 
     # --- what subclasses do: move bytes. `step_s`: seconds that each step may wait --------------
 
@@ -511,17 +505,6 @@ def source_line() -> str:
     return ""
 
 
-def _one(array: Any, writable: bool, argument: str) -> View:
-    if isinstance(array, (list, tuple)):
-        raise TypeError("expected one array, got a list")
-    return view_of(array, writable, argument)
-
-
-def _check_timeout(timeout_s: float) -> None:
-    if math.isnan(timeout_s) or timeout_s <= 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout_s:f}")
-
-
 def _check_op(op: str) -> None:
     if op not in REDUCE_OPS:
         raise ValueError(f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}")
@@ -529,18 +512,9 @@ def _check_op(op: str) -> None:
 
 def _check_compression(compress: str, op: str, views: list[View]) -> None:
     if compress not in _COMPRESSIONS:
-        raise ValueError(f"compress must be None, fp16, bf16 or fp8, got {compress}")
+        raise ValueError(f"compress must be None, fp16, bf16 or fp8, got {compress!r}")
     if op not in ("sum", "mean"):
         raise ValueError(f'compress works with op="sum" or "mean", got op="{op}"')
     for view in views:
         if view.dtype not in ("float32", "float64"):
             raise TypeError(f"compress works on float32 and float64 arrays, got {view.dtype}")
-
-
-def _check_sizes(small: View, large: View, ranks: int, rule: str) -> None:
-    if small.dtype == large.dtype and small.count * ranks == large.count:
-        return check_apart(small, large)
-    raise ValueError(
-        f"{rule} with {ranks} ranks, got {small.dtype} × {small.count} and "
-        f"{large.dtype} × {large.count}"
-    )

@@ -36,7 +36,7 @@ from fastdist.engines.reduction import narrow, reduce_in_order
 from fastdist.engines.signature import (
     Signature,
 )
-from fastdist.engines.views import View, view_of
+from fastdist.engines.views import Arrays, View, views_of
 from fastdist.errors import (
     FastdistError,
 )
@@ -112,7 +112,8 @@ class GlooEngine(CheckedEngine):
         self, ins: list[View], outs: list[View], op: str, compress: str | None, step_s: float
     ) -> None:
         if compress is not None:
-            return self._all_reduce_compressed(ins, outs, op, _WIRE[compress], step_s)
+            with np.errstate(all="ignore"):  # what the format cannot hold becomes inf or NaN
+                return self._all_reduce_compressed(ins, outs, op, _WIRE[compress], step_s)
         for parts in _buckets(ins):
             if len(parts) == 1:
                 self._reduce_everywhere(ins[parts[0]], outs[parts[0]], op, step_s)
@@ -202,8 +203,7 @@ class GlooEngine(CheckedEngine):
         view = View(largest, "float32")
         self._reduce_everywhere(view, view, "max", step_s)
         most = largest * self.size
-        with np.errstate(all="ignore"):
-            scales = np.exp2(np.floor(np.log2(np.float32(_LARGEST_FP8_SUM) / most)))
+        scales = np.exp2(np.floor(np.log2(np.float32(_LARGEST_FP8_SUM) / most)))
         scales = np.where(np.isfinite(most) & (most > 0), scales, 1).astype(np.float32)
         clipped: np.ndarray[Any, Any] = np.clip(scales, np.float32(2.0**-126), np.float32(2.0**126))
         return clipped
@@ -301,19 +301,20 @@ class GlooEngine(CheckedEngine):
     def _call_transfer(
         self, op: str, array: Any, peer: int, timeout_s: float, async_op: bool
     ) -> Any:
-        if isinstance(array, (list, tuple)):
-            raise TypeError("expected one array, got a list")
-        view = view_of(array, op == "recv", "array")
-        self._check_peer(peer)
+        peer = self._peer(peer, op)
+        views = views_of(array, op == "recv", "array").views
         lane = self._lane(peer, op == "send")
-        signature = Signature.of(op, [view], False, root=peer)
         site = source_line()
 
-        def transfer() -> None:
+        def transfer(signature: Signature, view: View) -> None:
             self._check_usable()
             self._guard(lambda: lane.transfer(signature, site, view, timeout_s), signature)
 
-        return self._submit(lane.queue, transfer, array, timeout_s, async_op)
+        def transfer_all() -> None:
+            for view in views:
+                transfer(Signature.of(op, Arrays([view], False, "array"), root=peer), view)
+
+        return self._submit(lane.queue, transfer_all, array, timeout_s, async_op)
 
     def _lane(self, peer: int, sends: bool) -> GlooLane:
         with self._lanes_lock:

@@ -424,7 +424,7 @@ class HierarchicalEngine(CheckedEngine):
 
     def _transfer(self, op: str, array: Any, peer: int, timeout_s: float, async_op: bool) -> Any:
         """Over the engine that connects the two ranks, in its own queue and with its own check."""
-        self._check_peer(peer)
+        peer = self._peer(peer, op)
         self._check_usable()
         if self._is_here(peer):
             call: Callable[..., Any] = self._inner_engine.calls()[op]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from fastdist.arguments import check_timeout
 from fastdist.errors import CollectiveTimeoutError
 
 
@@ -37,6 +38,8 @@ class PendingCall:
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the end of the call and return what it would have returned."""
+        if timeout is not None:
+            check_timeout(timeout, may_be_zero=True)
         if not self._ended.wait(timeout):
             raise CollectiveTimeoutError(
                 f"the call has not ended after {timeout} s; it goes on, wait again"

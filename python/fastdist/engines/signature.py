@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdist.engines.views import DTYPES, View
+from fastdist.arrays import DTYPES
+from fastdist.engines.views import Arrays
 from fastdist.errors import CollectiveMismatchError
 
 OPS = (
@@ -60,13 +61,12 @@ class Signature:
     compress: str | None = None
 
     @classmethod
-    def of(
-        cls, op: str, views: Sequence[View], is_list: bool, reduce_op: str = "sum", root: int = 0
-    ) -> Signature:
+    def of(cls, op: str, arrays: Arrays, reduce_op: str = "sum", root: int = 0) -> Signature:
         """The signature of a call on these arrays."""
+        views = arrays.views
         count = sum(view.count for view in views)
         dtype = views[0].dtype if views else "bool"
-        if not is_list:
+        if not arrays.is_list:
             return cls(op, dtype, reduce_op, root, views[0].order, count)
         words = [(view.count, DTYPES.index(view.dtype), view.order) for view in views]
         return cls(op, dtype, reduce_op, root, 0, count, zlib.crc32(repr(words).encode()) | 1)
@@ -118,9 +118,11 @@ class Signature:
         return f"{self.op}({', '.join(parts)})"
 
 
-def split_signature(first: View, counts: Sequence[int]) -> Signature:
+def split_signature(arrays: Arrays, tables: Sequence[Sequence[Sequence[int]]]) -> Signature:
     """Of an all_to_all whose ranks hold different amounts: the table is what must agree."""
-    return Signature("all_to_all", first.dtype, list_hash=zlib.crc32(repr(counts).encode()) | 1)
+    table = repr((tables, [view.dtype for view in arrays.views]))
+    dtype = arrays.views[0].dtype if arrays.views else "bool"
+    return Signature("all_to_all", dtype, list_hash=zlib.crc32(table.encode()) | 1)
 
 
 def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> CollectiveMismatchError:

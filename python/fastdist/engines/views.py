@@ -15,31 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from fastdist.arrays import DTYPES, NOT_IN_NUMPY
 from fastdist.engines.engine import Bytes
 from fastdist.errors import UnsupportedError
 
-DTYPES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
 SMALL_FLOATS = frozenset({"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 _INTEGERS = frozenset(DTYPES[1:9])
-_NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,52 +119,90 @@ def view_of(array: Any, writable: bool, argument: str) -> View:
     return _view_numpy(seen, writable, argument)
 
 
-def views_of(arrays: Any, writable: bool, argument: str) -> tuple[list[View], bool]:
-    """See one array or a list of arrays as memory; also whether it was a list."""
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """One array or a list of arrays, as memory.
+
+    Attributes:
+        views: of one array, or of each.
+        is_list: a list, also where it has one array.
+        argument: the parameter's name, for messages.
+    """
+
+    views: list[View]
+    is_list: bool
+    argument: str
+
+
+def views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
+    """See one array or a list of arrays as memory."""
     if not isinstance(arrays, (list, tuple)):
-        return [view_of(arrays, writable, argument)], False
+        return Arrays([view_of(arrays, writable, argument)], False, argument)
     views = [view_of(array, writable, argument) for array in arrays]
     if writable:
         _check_disjoint(
             views, [], f"{argument} holds arrays that share memory; pass each of them once"
         )
-    return views, True
+    return Arrays(views, True, argument)
 
 
-def row_major(view: View) -> View:
-    """The view itself; ValueError unless it is in row-major order."""
-    if view.order != 0:
+def row_major_views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
+    """As `views_of`; ValueError unless all are in row-major order."""
+    seen = views_of(arrays, writable, argument)
+    if any(view.order != 0 for view in seen.views):
         raise ValueError(
-            "this collective splits or joins arrays along axis 0 and needs row-major order; "
+            f"{argument} must be in row-major order, since it is split or joined along axis 0; "
             "call numpy.ascontiguousarray(x) or x.contiguous() first"
         )
-    return view
+    return seen
 
 
-def check_fits(ins: Sequence[View], outs: Sequence[View], same_kind: bool) -> None:
+def check_as_many(ins: Arrays, outs: Arrays) -> None:
+    """ValueError unless both are one array, or lists as long as each other."""
+    expected, got = (
+        f"a list of {len(arrays.views)}" if arrays.is_list else "one array"
+        for arrays in (ins, outs)
+    )
+    if expected != got:
+        raise ValueError(f"out must be as many arrays as array: expected {expected}, got {got}")
+
+
+def check_fits(ins: Arrays, outs: Arrays) -> None:
     """ValueError unless `outs` fits `ins` array by array, each the same memory or apart."""
-    if not same_kind or len(ins) != len(outs):
-        raise ValueError(
-            f"out must be as many arrays as the input: expected {len(ins)}, got {len(outs)}"
-        )
-    for a, b in zip(ins, outs, strict=True):
+    check_as_many(ins, outs)
+    pairs = list(zip(ins.views, outs.views, strict=True))
+    for a, b in pairs:
         if (a.count, a.dtype, a.order) != (b.count, b.dtype, b.order):
             raise ValueError(
                 "out must have the dtype, size and axis order of the input: expected "
                 f"{a.dtype} × {a.count}, got {b.dtype} × {b.count}"
             )
-    others = [a for a, b in zip(ins, outs, strict=True) if a.address != b.address]
+    others = [a for a, b in pairs if a.address != b.address]
     if others:
         _check_disjoint(
-            outs,
+            outs.views,
             others,
             "out shares memory with the input or within itself; give it memory of its own",
         )
 
 
-def check_apart(a: View, b: View) -> None:
-    """ValueError when two arrays share memory."""
-    _check_disjoint([a], [b], "out shares memory with the input; give it memory of its own")
+def check_sizes(op: str, part: Arrays, whole: Arrays, ranks: int) -> None:
+    """ValueError unless `whole` holds `ranks` times what `part` does, and both are apart."""
+    check_as_many(part, whole)
+    for one, all_ in zip(part.views, whole.views, strict=True):
+        if one.dtype != all_.dtype or one.count * ranks != all_.count:
+            raise ValueError(
+                f"{op}: {whole.argument} must hold every rank's {part.argument}: expected "
+                f"{ranks} × {one.dtype} × {one.count}, got {all_.dtype} × {all_.count}"
+            )
+    check_apart(part, whole)
+
+
+def check_apart(ins: Arrays, outs: Arrays) -> None:
+    """ValueError where `outs` shares memory with `ins` or within itself."""
+    _check_disjoint(
+        outs.views, ins.views, "out shares memory with the input; give it memory of its own"
+    )
 
 
 def check_reducible(op: str, views: Sequence[View]) -> None:
@@ -204,6 +223,11 @@ def check_reducible(op: str, views: Sequence[View]) -> None:
 
 
 def _view_numpy(array: np.ndarray[Any, Any], writable: bool, argument: str) -> View:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{argument} must not be a masked array, got a mask that collectives would ignore; "
+            "pass x.filled(value), or x.data and x.mask"
+        )
     name = array.dtype.name
     if name not in DTYPES or not array.dtype.isnative:
         raise TypeError(
@@ -257,7 +281,7 @@ def _view_torch(torch: Any, tensor: Any, argument: str) -> View:
         if not tensor.is_contiguous():
             _refuse_gaps(argument, "x.contiguous()")
     flat = tensor.view(-1)
-    return View(flat if name in _NOT_IN_NUMPY else flat.numpy(), name, order)
+    return View(flat if name in NOT_IN_NUMPY else flat.numpy(), name, order)
 
 
 def _view_dlpack(array: Any, writable: bool, argument: str) -> View:

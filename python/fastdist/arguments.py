@@ -1,0 +1,49 @@
+"""Numbers as users pass them; errors name the argument."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+
+def to_integer(value: Any, argument: str) -> int:
+    """An integer."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be an integer, got {value!r}") from None
+
+
+def to_integers(values: Any, argument: str) -> list[int]:
+    """Several integers."""
+    try:
+        return [index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{argument} must be integers, got {values!r}") from None
+
+
+def to_rank(value: Any, argument: str, size: int, this: int | None = None) -> int:
+    """A rank of `size`; with `this`, another one than that."""
+    expected = f"{argument} must be an integer from 0 to {size - 1}"
+    if this is not None:
+        expected += f", but not this rank, {this}"
+    try:
+        rank = index(value)
+    except TypeError:
+        raise TypeError(f"{expected}, got {value!r}") from None
+    if not 0 <= rank < size or rank == this:
+        raise ValueError(f"{expected}, got {value!r}")
+    return rank
+
+
+def check_timeout(timeout: Any, may_be_zero: bool = False) -> None:
+    """Raise unless it is seconds to wait."""
+    expected = "timeout must be a positive number of seconds"
+    if may_be_zero:
+        expected = "timeout must be a number of seconds, 0 or more"
+    try:
+        is_good = timeout > 0 or (may_be_zero and timeout == 0)
+    except TypeError:
+        raise TypeError(f"{expected}, got {timeout!r}") from None
+    if not is_good:
+        raise ValueError(f"{expected}, got {timeout!r}")

@@ -1,0 +1,223 @@
+"""What every communicator must refuse. As contract.py, whose suite runs it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+
+def check_bad_arguments(comm: Communicator) -> None:
+    x = np.zeros((4, 6), np.float32)
+    objects = np.zeros(2 * comm.world_size, object)
+    locked = np.zeros(3)
+    locked.setflags(write=False)
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "dense.*ascontiguousarray", lambda: comm.all_reduce(x[:, ::2])),
+        (ValueError, "read-only", lambda: comm.all_reduce(locked)),
+        (ValueError, "read-only", lambda: comm.all_reduce(b"abc")),
+        (TypeError, "object", lambda: comm.all_reduce(np.array([object()]))),
+        (TypeError, "float128|longdouble", lambda: comm.all_reduce(np.zeros(2, np.longdouble))),
+        (TypeError, ">f4", lambda: comm.all_reduce(np.zeros(2, ">f4"))),
+        (TypeError, "float", lambda: comm.all_reduce([1.0, 2.0])),
+        (TypeError, "NoneType", lambda: comm.all_reduce(None)),
+        (TypeError, "str", lambda: comm.all_reduce("text")),
+        (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
+        (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
+        (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
+        (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
+        (
+            TypeError,
+            "compress works on",
+            lambda: comm.all_reduce(np.zeros(2, int), compress="bf16"),
+        ),
+        (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
+        (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
+        (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
+        (ValueError, "shares memory", lambda: comm.all_reduce(x[:2], out=x[1:3])),
+        (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x.copy()])),
+        (TypeError, "array must not be a masked", lambda: comm.all_reduce(np.ma.array(x))),
+        (TypeError, "^array has dtype object", lambda: comm.scatter(objects, comm.rank)),
+        (
+            ValueError,
+            "array must hold every rank's out.* × float32 × 4, got float64 × ",
+            lambda: comm.scatter(np.zeros(4 * comm.world_size), comm.rank, out=x[0, :4]),
+        ),
+        (ValueError, "out must be .* one array, got a list", lambda: comm.all_gather(x, out=[x])),
+        (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
+        (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
+        (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),
+        (ValueError, "every rank's array", lambda: comm.all_gather(x, out=np.zeros(1, np.float32))),
+        (ValueError, "dst must be.*not this rank", lambda: comm.send(x, comm.rank)),
+        (ValueError, "src must be", lambda: comm.recv(x, comm.world_size)),
+        (ValueError, "splits must be", lambda: comm.all_to_all(x, splits=[1])),
+        (TypeError, "splits must be integers", lambda: comm.all_to_all(x, splits="1")),
+        (ValueError, "timeout must be", lambda: comm.barrier(timeout=0)),
+        (ValueError, "timeout must be", lambda: comm.barrier(timeout=float("nan"))),
+        (ValueError, "must be different", lambda: comm.subgroup([0, 0])),
+        (ValueError, "color", lambda: comm.split(-1)),
+        (TypeError, "color must be an integer, got 'a'", lambda: comm.split("a")),
+        (TypeError, "key must be an integer, got 0.5", lambda: comm.split(0, 0.5)),
+        (TypeError, "dtype must be.*float64.*got <class 'object'>", lambda: comm.empty(3, object)),
+        (TypeError, "dtype must be", lambda: comm.empty(3, "datetime64[s]")),
+        (TypeError, "dtype must be", lambda: comm.empty(3, [("a", "float32")])),
+        (TypeError, "dtype must be.*'>f4'", lambda: comm.empty(3, ">f4")),
+        (TypeError, "shape must be integers", lambda: comm.empty(2.5)),
+        (TypeError, "cannot be copied or pickled", lambda: copy.copy(comm)),
+        (TypeError, "cannot be copied or pickled", lambda: pickle.dumps(comm)),
+    ]
+    last = comm.world_size - 1
+    for value, kind in (
+        ("0", TypeError),
+        (None, TypeError),
+        (2**40, ValueError),
+        (2**70, ValueError),
+    ):
+        for argument, call in (
+            ("root", lambda root: comm.broadcast(x, root)),
+            ("root", lambda root: comm.reduce(x, "sum", root)),
+            ("root", lambda root: comm.gather(x, root)),
+            ("root", lambda root: comm.scatter(x, root)),
+            ("root", lambda root: comm.broadcast_object(x, root)),
+            ("dst", lambda dst: comm.send(x, dst)),
+            ("src", lambda src: comm.recv(x, src)),
+        ):
+            message = f"^{argument} must be an integer from 0 to {last},.* got {value!r}$"
+            wrong.append((kind, message, functools.partial(call, value)))
+    for value, kind in (("1", TypeError), (float("nan"), ValueError), (-1, ValueError)):
+        message = f"^timeout must be .* seconds.*, got {value!r}$"
+        wrong.append((kind, message, functools.partial(comm.all_reduce, x, timeout=value)))
+        wrong.append((kind, message, functools.partial(comm.all_gather, [x], timeout=value)))
+        work = comm.all_reduce([x.copy()], async_op=True)
+        wrong.append((kind, message, functools.partial(work.wait, value)))
+    if comm.world_size > 1:
+        odd = np.zeros(comm.world_size + 1, np.float32)
+        wrong += [
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
+            (ValueError, "multiple of", lambda: comm.all_to_all(odd)),
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd, out=odd[:1])),
+            (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
+        ]
+        if comm.rank != 0:
+            wrong.append((ValueError, "needs out=", lambda: comm.scatter(None)))
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+    comm.barrier()
+
+
+def check_wrong_on_one_rank(comm: Communicator) -> None:
+    """The others wait for it; once it calls with the right argument, all is well."""
+    last = comm.world_size - 1
+    x = np.full(3, comm.rank)
+    if comm.rank == last:
+        x.setflags(write=False)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="read-only"):
+                comm.all_reduce(x)
+        time.sleep(0.2)
+        x = x.copy()
+    comm.all_reduce(x)
+    assert (x == sum(range(comm.world_size))).all()
+
+
+def check_wrong_on_one_rank_for_good(comm: Communicator) -> None:
+    last = comm.world_size - 1
+    comm.barrier()
+    if comm.rank == last:
+        with pytest.raises(TypeError, match="root must be"):
+            comm.broadcast(np.zeros(3), "0")  # type: ignore[arg-type]
+        time.sleep(1)
+        return
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        comm.broadcast(np.zeros(3), timeout=0.2)
+    assert caught.value.ranks == (last,)
+    message = str(caught.value)
+    assert f"rank {last}" in message.partition("last collective")[0]
+    assert f"rank {last}: call 1, barrier()" in message
+    assert f"rank {comm.rank}: call 2, broadcast(float64 × 3, root=0)" in message
+
+
+def check_mismatch(comm: Communicator) -> None:
+    odd_one_out = comm.rank == comm.world_size - 1
+
+    def zeros(size: int, dtype: str = "float32") -> np.ndarray:
+        return np.zeros(size, dtype)
+
+    cases: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.barrier(), "barrier"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(5)), "float32 × 5"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4, "int32")), "int32"),
+        (lambda: comm.all_reduce(zeros(4)), lambda: comm.all_reduce(zeros(4), "max"), "max"),
+        (lambda: comm.broadcast(zeros(4), 0), lambda: comm.broadcast(zeros(4), 1), "root=1"),
+        (lambda: comm.all_gather(zeros(4)), lambda: comm.all_gather(zeros(5)), "float32 × 5"),
+        (lambda: comm.all_reduce(zeros(9**5)), lambda: comm.all_reduce(zeros(9)), "× 59049"),
+        (
+            lambda: comm.all_reduce([zeros(4), zeros(2)]),
+            lambda: comm.all_reduce([zeros(2), zeros(4)]),
+            "in a list",
+        ),
+        (
+            lambda: comm.all_reduce(np.zeros((2, 3))),
+            lambda: comm.all_reduce(np.asfortranarray(np.zeros((2, 3)))),
+            "not in row-major order",
+        ),
+        (
+            lambda: comm.all_reduce(zeros(4, "float16")),
+            lambda: comm.all_reduce(zeros(4), compress="fp16"),
+            'float32 × 4, op="sum", compress="fp16"',
+        ),
+        (
+            lambda: comm.all_reduce([zeros(4), zeros(2)], compress="fp8"),
+            lambda: comm.all_reduce([zeros(4), zeros(3)], compress="fp8"),
+            'float32 × 7 in a list, op="sum", compress="fp8"',
+        ),
+        (
+            lambda: comm.all_gather([zeros(4), zeros(2)]),
+            lambda: comm.all_gather([zeros(4), zeros(3)]),
+            "all_gather(float32 × 7 in a list)",
+        ),
+        (
+            lambda: comm.gather([zeros(4), zeros(2)]),
+            lambda: comm.gather([zeros(4)]),
+            "gather(float32 × 6 in a list, root=0)",
+        ),
+    ]
+    for usual, other, text in cases:
+        start = time.monotonic()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            (other if odd_one_out else usual)()
+        assert time.monotonic() - start < 1.0
+        message = str(caught.value)
+        assert text in message
+        assert message.count("contract_errors.py:") == comm.world_size, message
+        assert all(f"rank {r}: " in message for r in range(comm.world_size))
+        x = np.full(3, comm.rank)
+        comm.all_reduce(x, "max")
+        assert (x == comm.world_size - 1).all()
+
+
+def check_mismatch_of_send(comm: Communicator) -> None:
+    if comm.rank == 0:
+        with pytest.raises(
+            CollectiveMismatchError, match=r"float32 × 4.* at .*contract_errors\.py"
+        ) as e:
+            comm.send(np.zeros(4, np.float32), 1)
+        assert str(e.value).count("contract_errors.py:") == 2
+        comm.send(np.arange(4.0), 1)
+    if comm.rank == 1:
+        out = np.zeros(5, np.float32)
+        with pytest.raises(CollectiveMismatchError, match="float32 × 5"):
+            comm.recv(out, 0)
+        out = np.zeros(4)
+        comm.recv(out, 0)
+        assert (out == np.arange(4.0)).all()
+    comm.barrier()

@@ -52,6 +52,11 @@ def check_bad_arguments(comm: Communicator) -> None:
             lambda: comm.scatter(np.zeros(4 * comm.world_size), comm.rank, out=x[0, :4]),
         ),
         (ValueError, "out must be .* one array, got a list", lambda: comm.all_gather(x, out=[x])),
+        (
+            ValueError,
+            "array must be as many arrays as out: expected one array, got a list of 1",
+            lambda: comm.reduce_scatter([np.zeros(comm.world_size)], out=np.zeros(1)),
+        ),
         (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
         (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
         (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),
@@ -147,7 +152,8 @@ def check_wrong_on_one_rank_for_good(comm: Communicator) -> None:
 
 
 def check_mismatch(comm: Communicator) -> None:
-    odd_one_out = comm.rank == comm.world_size - 1
+    n = comm.world_size
+    odd_one_out = comm.rank == n - 1
 
     def zeros(size: int, dtype: str = "float32") -> np.ndarray:
         return np.zeros(size, dtype)
@@ -189,6 +195,11 @@ def check_mismatch(comm: Communicator) -> None:
             lambda: comm.gather([zeros(4), zeros(2)]),
             lambda: comm.gather([zeros(4)]),
             "gather(float32 × 6 in a list, root=0)",
+        ),
+        (
+            lambda: comm.all_to_all([zeros(n), zeros(n)], splits=[1] * n),
+            lambda: comm.all_to_all([zeros(n), zeros(n, "int8")], splits=[1] * n),
+            "all_to_all(float32 × 0 in a list)",
         ),
     ]
     for usual, other, text in cases:

@@ -401,8 +401,9 @@ void check_as_many(const Arrays& in, const Arrays& out) {
     return arrays.is_list() ? "a list of " + std::to_string(arrays.views().size())
                             : std::string("one array");
   };
-  throw Error(ErrorCode::kValue, "out must be as many arrays as array: expected " + number(in) +
-                                     ", got " + number(out));
+  throw Error(ErrorCode::kValue, std::string(out.argument()) + " must be as many arrays as " +
+                                     in.argument() + ": expected " + number(in) + ", got " +
+                                     number(out));
 }
 
 void check_fits(const Arrays& in, const Arrays& out) {

@@ -293,7 +293,7 @@ py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<
         Signature whole = signature_of({.op = Op::kAllToAll}, wide);
         if (!counts.empty()) {
           whole.count = 0;
-          whole.list = table_hash(counts);
+          whole.list = table_hash(counts, wide);
         }
         one_by_one(wide.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
           const std::span table(counts);

@@ -73,9 +73,11 @@ std::uint64_t list_hash(TensorViews arrays) noexcept {
   return hash | 1;
 }
 
-std::uint64_t table_hash(std::span<const std::size_t> counts) noexcept {
+std::uint64_t table_hash(std::span<const std::size_t> counts, TensorViews arrays) noexcept {
   std::uint64_t hash = 0;
-  for (const std::size_t c : counts) hash = (hash ^ c) * 0xFF51AFD7ED558CCD;
+  const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
+  for (const std::size_t c : counts) mix(c);
+  for (const TensorView& a : arrays) mix(static_cast<std::uint64_t>(a.dtype));
   return hash | 1;
 }
 

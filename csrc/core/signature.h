@@ -41,7 +41,8 @@ struct Signature {
 [[nodiscard]] std::uint64_t list_hash(TensorViews arrays) noexcept;
 
 // What it holds where the ranks' arrays differ in size: the tables of an all_to_all must agree.
-[[nodiscard]] std::uint64_t table_hash(std::span<const std::size_t> counts) noexcept;
+[[nodiscard]] std::uint64_t table_hash(std::span<const std::size_t> counts,
+                                       TensorViews arrays) noexcept;
 
 // `call` on all of these arrays at once.
 [[nodiscard]] Signature signature_of(Signature call, TensorViews arrays) noexcept;

@@ -263,7 +263,7 @@ void HostCommunicator::all_to_all(TensorView in, TensorView out,
   const std::size_t item = size_of(in.dtype);
   if (!counts.empty()) {  // ranks may hold different amounts; the table is what must agree
     signature.count = 0;
-    signature.list = table_hash(counts);
+    signature.list = table_hash(counts, {&in, 1});
   }
   const auto bytes_between = [&](std::size_t from, std::size_t to) {
     return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;

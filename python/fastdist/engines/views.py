@@ -164,7 +164,10 @@ def check_as_many(ins: Arrays, outs: Arrays) -> None:
         for arrays in (ins, outs)
     )
     if expected != got:
-        raise ValueError(f"out must be as many arrays as array: expected {expected}, got {got}")
+        raise ValueError(
+            f"{outs.argument} must be as many arrays as {ins.argument}: expected {expected}, "
+            f"got {got}"
+        )
 
 
 def check_fits(ins: Arrays, outs: Arrays) -> None:

@@ -14,6 +14,7 @@ from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.strategies.links import thread_links
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
+from strategy_metrics import MetricsContract
 from strategy_variables import VariableContract
 
 
@@ -76,7 +77,7 @@ def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
     made.close()
 
 
-class Contract(StrategyContract, VariableContract):
+class Contract(StrategyContract, VariableContract, MetricsContract):
     """All of it."""
 
 

@@ -41,9 +41,13 @@ class ModuleRecorder:
         for handle in self._handles:
             handle.remove()
 
+    def note(self, module: nn.Module) -> None:
+        """Note a module, whether or not it registers anything."""
+        self._seen.setdefault(id(module), module)
+
     def _note(self, module: nn.Module, name: str, value: object) -> None:
         del name, value  # a hook must return None to change nothing
-        self._seen.setdefault(id(module), module)
+        self.note(module)
 
     def roots(self) -> list[nn.Module]:
         """The modules that are part of no other, in the order in which they were made."""

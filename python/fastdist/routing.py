@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.context import state
+from fastdist.metrics import adopt_twins, is_adopted, is_state
 from fastdist.modules import is_materialized
 from fastdist.variables import Variable, local_components
 
@@ -64,8 +65,8 @@ class Routing:
         """Twins share among each other what the modules share among each other."""
         everything = {id(m): m for root in roots for m in root.modules()}
         twins: dict[int, list[nn.Module]] = {key: [] for key in everything}
-        for device in self._twin_devices:
-            memo = self._memo(roots, device)
+        for i, device in enumerate(self._twin_devices):
+            memo = self._memo(roots, device) | _metric_twins(everything.values(), i)
             copies = copy.deepcopy(list(roots), memo)
             for root in copies:
                 _move(root, device)
@@ -75,6 +76,7 @@ class Routing:
                     previous = module.__dict__[_TWINS][len(twins[key]) - 1]
                     memo[key].assign(previous.component)
         for key, module in everything.items():
+            adopt_twins(module, twins[key])
             _route(module, twins[key])
 
     def _memo(self, roots: Sequence[nn.Module], device: torch.device) -> dict[int, Any]:
@@ -221,6 +223,17 @@ class Routing:
                 twin.state[own] = _moved_copy(value, own.device)
 
 
+def _metric_twins(modules: Iterable[nn.Module], i: int) -> dict[int, Any]:
+    """What metrics have counted outlives their modules' twins; for deepcopy to take."""
+    groups = [list(module.modules()) for module in modules if is_adopted(module)]
+    return {
+        id(part): part.__dict__[_TWINS][i]
+        for parts in groups
+        if all(_TWINS in part.__dict__ for part in parts)
+        for part in parts
+    }
+
+
 def _tensors_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
     return [
         tensor
@@ -341,7 +354,8 @@ def _make_routed_class(plain: Any) -> type:
             stripped = _bare_copy(self)
             object.__setattr__(stripped, "__class__", plain)
             stripped.__dict__.pop(_TWINS, None)
-            return stripped.__reduce_ex__(protocol)
+            del protocol  # later ones check that the class is the object's
+            return stripped.__reduce_ex__(1)
 
     Routed.__name__ = plain.__name__
     Routed.__qualname__ = plain.__qualname__
@@ -353,6 +367,8 @@ def _make_routed_class(plain: Any) -> type:
 def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
     """Plain attributes (`training`, a rate) set outside `run` hold for all replicas."""
     if isinstance(value, (nn.Module, torch.Tensor)) or name == "__class__":
+        return
+    if is_state(module, name):
         return
     for twin in module.__dict__.get(_TWINS, ()):
         with contextlib.suppress(AttributeError):  # a property without a setter

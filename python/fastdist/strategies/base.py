@@ -21,6 +21,7 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
+from fastdist.metrics import adopt_metrics
 from fastdist.random_streams import draw_seed, replica_stream, shared_stream
 from fastdist.strategies.links import Links
 from fastdist.strategies.members import Members
@@ -107,6 +108,8 @@ class Strategy:
         return module
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        if self.num_replicas_in_sync > 1:
+            adopt_metrics(roots, self)
         self._members.adopt(self._links, roots, made)
 
     def distribute_dataset(

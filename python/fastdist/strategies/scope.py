@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.context import state
+from fastdist.metrics import watch_metrics
 from fastdist.modules import ModuleRecorder
 from fastdist.routing import watch_made
 
@@ -46,6 +47,7 @@ class Scope:
             self._recorder = self._stack.enter_context(ModuleRecorder())
             kinds = (torch.optim.Optimizer, LRScheduler, GradScaler)
             self._stack.enter_context(watch_made(kinds, self._note))
+            self._stack.enter_context(watch_metrics(self._recorder.note))
         return self._strategy
 
     def __exit__(

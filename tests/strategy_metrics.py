@@ -446,33 +446,28 @@ class MetricsContract:
 
         strategies.run(case)
 
+    def test_wrappers(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            import torchmetrics as tm
 
-def test_torchmetrics_is_imported_in_the_scope() -> None:
-    import subprocess
-    import sys
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                tracker = tm.MetricTracker(tm.MeanMetric(), maximize=True)
+                extremes = tm.MinMaxMetric(tm.MeanMetric())
+            for epoch in range(2):
+                with strategy.scope():
+                    tracker.increment()
 
-    script = """
-import sys, torch, fastdist as fd
-strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
-before = torch.nn.Module.__init__
-with strategy.scope():
-    assert "torchmetrics" not in sys.modules
-    import torchmetrics
-    first = torchmetrics.SumMetric()
-    second = first.clone()
-assert torch.nn.Module.__init__ is before
-assert torchmetrics.Metric.__setstate__.__qualname__ == "Metric.__setstate__"
-assert "__setstate__" not in vars(torchmetrics.MetricCollection)
-strategy.run(lambda: (first.update(1.0), second.update(2.0)))
-assert first.compute() == 2 and second.compute() == 4
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+                def step(value: float) -> None:
+                    context = fd.get_replica_context()
+                    assert context is not None
+                    tracker.update(value + context.replica_id_in_sync_group)
+                    extremes.update(value)
 
+                strategy.run(step, args=(float(epoch),))
+                assert extremes.compute()["raw"] == (epoch / 2)
+            assert extremes.compute() == {"raw": 0.5, "min": 0, "max": 0.5}
+            assert tracker.compute_all().tolist() == [(n - 1) / 2, 1 + (n - 1) / 2]
+            assert tracker.best_metric() == 1 + (n - 1) / 2
 
-def test_replicas_are_needed() -> None:
-    """With one replica metrics stay as they are."""
-    import torchmetrics as tm
-
-    with fd.OneDeviceStrategy("cpu").scope():
-        metric = tm.SumMetric()
-    assert type(metric) is tm.SumMetric
+        strategies.run(case)

@@ -29,6 +29,7 @@ LAYERS = (
         "fastdist.data",
         "fastdist.gradients",
         "fastdist.lazy_modules",
+        "fastdist.metric_states",
         "fastdist.metrics",
         "fastdist.modules",
         "fastdist.nn",

@@ -77,7 +77,7 @@ def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
     made.close()
 
 
-class Contract(StrategyContract, VariableContract, MetricsContract):
+class Contract(MetricsContract, VariableContract, StrategyContract):
     """All of it."""
 
 

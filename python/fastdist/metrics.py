@@ -87,10 +87,15 @@ def _watch_calls(kind: type, name: str, note: Callable[[Any], None]) -> Iterator
 
 def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
     """Make the metrics inside modules those of a strategy of several replicas."""
-    for root in roots:
-        for module in root.modules():
-            if isinstance(module, _kinds()) and not is_adopted(module):
-                _adopt(module, strategy)
+    for module in metrics_in(roots):
+        if not is_adopted(module):
+            _adopt(module, strategy)
+
+
+def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The metrics and collections inside modules."""
+    kinds = _kinds()
+    return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
 
 
 def adopt_twins(module: nn.Module, twins: Sequence[nn.Module]) -> None:

@@ -66,7 +66,7 @@ class Routing:
         everything = {id(m): m for root in roots for m in root.modules()}
         twins: dict[int, list[nn.Module]] = {key: [] for key in everything}
         for i, device in enumerate(self._twin_devices):
-            memo = self._memo(roots, device) | _metric_twins(everything.values(), i)
+            memo = self._memo(roots, i) | _metric_twins(everything.values(), i)
             copies = copy.deepcopy(list(roots), memo)
             for root in copies:
                 _move(root, device)
@@ -79,8 +79,8 @@ class Routing:
             adopt_twins(module, twins[key])
             _route(module, twins[key])
 
-    def _memo(self, roots: Sequence[nn.Module], device: torch.device) -> dict[int, Any]:
-        """What a twin's copy is not to copy: by id, what it gets instead."""
+    def _memo(self, roots: Sequence[nn.Module], twin: int) -> dict[int, Any]:
+        """What a twin is to share instead of having a copy: by id, what it gets."""
         return {}
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -327,7 +327,8 @@ def _own_twin(thing: Any) -> Any:
     replica = state.replica
     if replica is None or replica.twin is None:
         return None
-    return object.__getattribute__(thing, "__dict__")[_TWINS][replica.twin]
+    twin = object.__getattribute__(thing, "__dict__")[_TWINS][replica.twin]
+    return None if twin is thing else twin
 
 
 def _make_routed_class(plain: Any) -> type:
@@ -336,7 +337,8 @@ def _make_routed_class(plain: Any) -> type:
             replica = state.replica
             if replica is None or replica.twin is None:
                 return super().__getattribute__(name)
-            return getattr(_own_twin(self), name)
+            twin = _own_twin(self)
+            return super().__getattribute__(name) if twin is None else getattr(twin, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             twin = _own_twin(self)
@@ -372,7 +374,8 @@ def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
         return
     for twin in module.__dict__.get(_TWINS, ()):
         with contextlib.suppress(AttributeError):  # a property without a setter
-            setattr(twin, name, value)
+            if twin is not module:
+                setattr(twin, name, value)
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ class Strategy:
         if self.num_replicas_in_sync == 1 and not self._members.is_routed:
             results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
-            seed = draw_seed()
+            seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
             with self._members.outside:
                 self._members.refresh()
                 if self._threads is None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastdist.context import state
 from fastdist.errors import FastdistError
+from fastdist.metrics import metrics_in
 from fastdist.modules import is_materialized
 from fastdist.routing import GradientStamp, Routing, buffers_of
 from fastdist.values import PerReplica
@@ -56,7 +57,13 @@ class CentralRouting(Routing):
         for thing in (optimizer, *self.twins_of(optimizer)):
             thing.__dict__["step"] = types.MethodType(self._common_step(number), thing)
 
-    def _memo(self, roots: Sequence[nn.Module], device: torch.device) -> dict[int, Any]:
+    def _memo(self, roots: Sequence[nn.Module], twin: int) -> dict[int, Any]:
+        device = self._twin_devices[twin]
+        if twin == self._first == 0:  # metrics are the replicas' own, this one's the users' object
+            metrics = metrics_in(roots)
+            for metric in metrics:
+                metric.to(device)
+            return {id(part): part for metric in metrics for part in metric.modules()}
         if device != self._home:
             return {}
         return {

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -30,84 +26,12 @@ from fastdist.errors import (
     PeerFailureError,
 )
 from fastdist.world import replica_group
-from ranks import TESTS, ProcessRanks, RankError
+from machines import MACHINES, WORLD, MachineRanks, Network, network, ports
+from ranks import TESTS, RankError
 from test_engines import check_compression_roughly, reduced_by_place
 
 pytest.importorskip("torch.distributed")
-
-MACHINES = ((0, 1), (2, 3))
-WORLD = 4
-_ports = itertools.count(29600)
-
-
-@dataclass(frozen=True)
-class Network:
-    """Two namespaces, and the address of each."""
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-
-    def command(self, machine: int, *command: str) -> list[str]:
-        return ["ip", "netns", "exec", self.names[machine], *command]
-
-
-def _ip(*args: str) -> None:
-    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=20)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(args)}: {done.stderr.strip()}")
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    if shutil.which("ip") is None:
-        pytest.skip("needs ip (iproute2) to make network namespaces")
-    tag = secrets.token_hex(2)
-    names = (f"fd{tag}a", f"fd{tag}b")
-    addresses = ("10.213.7.1", "10.213.7.2")
-    try:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-            _ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
-            for name, address in zip(names, addresses, strict=True):
-                _ip("link", "set", name, "netns", name)
-                for args in (
-                    ("addr", "add", f"{address}/24", "dev", name),
-                    ("link", "set", name, "up"),
-                    ("link", "set", "lo", "up"),
-                ):
-                    _ip("netns", "exec", name, "ip", *args)
-        except OSError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
-        yield Network(names, addresses)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
-
-
-class MachineRanks(ProcessRanks):
-    """Ranks as processes on the two machines."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(WORLD)
-        self.network = network
-
-    def start(self) -> None:
-        port = str(next(_ports))
-        for machine, ranks in enumerate(MACHINES):
-            for local, rank in enumerate(ranks):
-                ours, theirs = Pipe()
-                env = dict(os.environ)
-                env |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_RANK": str(local)}
-                env |= {"LOCAL_WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": "1"}
-                env |= {"MASTER_ADDR": self.network.addresses[0], "MASTER_PORT": port}
-                env.pop("FASTDIST_JOB", None)
-                server = [sys.executable, "-W", "error", str(TESTS / "ranks.py")]
-                command = self.network.command(machine, *server, str(theirs.fileno()))
-                process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], cwd=TESTS)
-                self._processes.append(process)
-                theirs.close()
-                self._pipes.append(ours)
+__all__ = ["network"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +234,7 @@ def start_resolved(prefix: list[str], rank: int, size: int, address: str) -> sub
 
 
 def test_ranks_from_a_resolver(network: Network) -> None:
-    address = f"{network.addresses[1]}:{next(_ports)}"
+    address = f"{network.addresses[1]}:{next(ports)}"
     started = [start_resolved(network.command(1 - r), r, 2, address) for r in range(2)]
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
@@ -350,7 +274,7 @@ def test_ranks_from_mpi(network: Network, tmp_path: Path) -> None:
 
 
 def test_resolver_on_one_machine_needs_no_network() -> None:
-    address = f"localhost:{next(_ports)}"
+    address = f"localhost:{next(ports)}"
     started = [start_resolved([], r, 2, address) for r in range(2)]
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 HostEngine\n"] * 2
 
@@ -379,6 +303,6 @@ def test_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(next(_ports)))
+    monkeypatch.setenv("MASTER_PORT", str(next(ports)))
     with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not come within 0.5 s"):
         fastdist.init()

@@ -15,6 +15,7 @@ from fastdist.strategies.links import thread_links
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
 from strategy_metrics import MetricsContract
+from strategy_modules import CompiledModules, StrategyModules
 from strategy_variables import VariableContract
 
 
@@ -43,13 +44,14 @@ class ManyProcesses:
         self._local = local
 
     def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
-        return self._ranks.run(_run_case, cloudpickle.dumps(case), self._local, options)
+        return self._ranks.run(run_case, cloudpickle.dumps(case), self._local, options)
 
     def close(self) -> None:
         self._ranks.close()
 
 
-def _run_case(comm: fd.Communicator, case: bytes, local: int, options: dict[str, Any]) -> Any:
+def run_case(comm: fd.Communicator, case: bytes, local: int, options: dict[str, Any]) -> Any:
+    """In a process of `ManyProcesses`."""
     torch.set_num_threads(1)
     chosen = fd.CommunicationOptions(**options)
     strategy: fd.Strategy
@@ -203,3 +205,28 @@ class TestCentralStorageApart(Contract):
     def test_lazy_modules_first_called_inside(self, strategies: Any) -> None:
         with pytest.raises(FastdistError, match="call it once outside run first"):
             super().test_lazy_modules(strategies, "inside")
+
+
+class TestModulesByThreads(StrategyModules):
+    sizes = (3,)
+    make = staticmethod(TestMirroredByThreads.make)
+
+
+class TestModulesByProcesses(StrategyModules):
+    sizes = (2,)
+    make = staticmethod(TestMirroredByProcesses.make)
+
+
+class TestModulesMultiWorker(StrategyModules):
+    sizes = (2,)
+    make = staticmethod(TestMultiWorkerMirrored.make)
+
+
+class TestCompiledByThreads(CompiledModules):
+    sizes = (2,)
+    make = staticmethod(TestMirroredByThreads.make)
+
+
+class TestCompiledMultiWorker(CompiledModules):
+    sizes = (1,)
+    make = staticmethod(TestMultiWorkerMirrored.make)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fastdist.collective_functions import all_gather, all_reduce
 from fastdist.communicator import Communicator, ReduceOp
@@ -38,6 +39,7 @@ class ReplicaContext:
         device: where this replica computes.
         examples: of the batch that `run` was given, for each replica of the job; None where it
             was given no batch from `distribute_dataset`.
+        communicator: of all replicas; None where there is one.
         weight: what this replica's gradients count for in their mean, 1 being the average.
     """
 
@@ -58,7 +60,7 @@ class ReplicaContext:
         self.device: torch.device = strategy.devices[local_replica]
         self.examples = examples
         self.weight = weight
-        self._communicator = communicator
+        self.communicator = communicator
         self._merge = merge
 
     def __repr__(self) -> str:
@@ -72,6 +74,7 @@ class ReplicaContext:
         """Replicas of the whole job."""
         return self.strategy.num_replicas_in_sync
 
+    @_disable_dynamo
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Reduce over all replicas; every replica gets the result, in new tensors.
 
@@ -82,8 +85,9 @@ class ReplicaContext:
             op: as for `Communicator.all_reduce`.
             value: a tensor or number, or a structure of them, alike on all replicas.
         """
-        return map_structure(lambda leaf: all_reduce(self._communicator, op, leaf), value)
+        return map_structure(lambda leaf: all_reduce(self.communicator, op, leaf), value)
 
+    @_disable_dynamo
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Join the replicas' tensors along an axis, in replica order.
 
@@ -98,8 +102,9 @@ class ReplicaContext:
         Raises:
             ValueError: a scalar, or shapes that differ elsewhere.
         """
-        return map_structure(lambda leaf: all_gather(self._communicator, leaf, axis), value)
+        return map_structure(lambda leaf: all_gather(self.communicator, leaf, axis), value)
 
+    @_disable_dynamo
     def merge_call(
         self,
         fn: Callable[..., Any],

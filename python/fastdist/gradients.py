@@ -21,6 +21,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 
 from fastdist.buffers import BufferSync
@@ -29,6 +30,10 @@ from fastdist.errors import FastdistError
 from fastdist.modules import is_materialized
 
 GradientReduction = Literal["mean", "sum"]
+
+
+class GradientHook(partial):  # type: ignore[type-arg]
+    """A hook that this module has put at a parameter, to be told from those of users."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class GradientSync:
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: gradients that travel together are at most so large, or a single one.
         compress: as for `Communicator.all_reduce`.
+        in_run_only: other replicas of this process take part in `run` alone, so that backward
+            outside it is an error.
     """
 
     def __init__(
@@ -65,15 +72,19 @@ class GradientSync:
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
         compress: Compression | None = None,
+        in_run_only: bool = False,
     ) -> None:
         self.enabled = True
         self.examples: tuple[int, ...] | None = None
         self._communicator = communicator
+        self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
         self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
+        self._is_expected = not in_run_only
+        self._in_run_only = in_run_only
         self._task = -1  # backward that is under way
         self._arrived = [False] * len(self._parameters)
         self._global: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -92,10 +103,10 @@ class GradientSync:
             if i in self._hooked or not _is_trainable(parameter):
                 continue
             self._hooked.add(i)
-            after = partial(self._on_gradient, i)
+            after = GradientHook(self._on_gradient, i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             if self._reduction == "sum":
-                before = partial(self._before_gradient, i)
+                before = GradientHook(self._before_gradient, i)
                 self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
@@ -107,6 +118,7 @@ class GradientSync:
                 any leaves its buffers as they were.
         """
         self.examples = examples
+        self._is_expected = True
         if len(self._hooked) < len(self._parameters):
             self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
@@ -116,12 +128,19 @@ class GradientSync:
         finally:
             self._buffer_sync.restore()
             self.examples = None
+            self._is_expected = not self._in_run_only
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether the running thread is in a backward whose gradients are not reduced yet."""
+        return self._task != -1 and self._task == torch._C._current_graph_task_id()
 
     def close(self) -> None:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
 
+    @_disable_dynamo
     def _before_gradient(self, i: int, gradient: object = None) -> None:
         """A sum that is accumulated into: its parts on all replicas must add up to itself."""
         grad = self._parameters[i].grad
@@ -129,9 +148,15 @@ class GradientSync:
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
+    @_disable_dynamo
     def _on_gradient(self, i: int, parameter: object) -> None:
         if not self.enabled:
             return
+        if not self._is_expected:
+            raise FastdistError(
+                f"backward has reached {self._names[i]} outside run, where the other replicas of "
+                "this process take no part; call it in strategy.run(...)"
+            )
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
@@ -197,6 +222,7 @@ class GradientSync:
             return parameter.grad
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    @_disable_dynamo
     def _finish(self) -> None:
         for bucket in self._buckets[self._next :]:
             self._send(bucket)

@@ -144,7 +144,7 @@ def _has_no_examples() -> bool:
 
 
 def _communicator() -> Communicator | None:
-    return None if state.replica is None else state.replica._communicator
+    return None if state.replica is None else state.replica.communicator
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 class ModuleRecorder:
-    """Notes every module that something is registered in while it is open (a `with` statement)."""
+    """Notes the modules that are made, or copied, while it is open (a `with` statement)."""
 
     def __init__(self) -> None:
         self._seen: dict[int, nn.Module] = {}
@@ -30,6 +30,13 @@ class ModuleRecorder:
             torch_module.register_module_buffer_registration_hook(self._note),
             torch_module.register_module_module_registration_hook(self._note),
         ]
+        self._set_state = nn.Module.__setstate__
+
+        def noted(module: nn.Module, values: Any) -> None:  # of copies and pickles
+            self._set_state(module, values)  # type: ignore[no-untyped-call]
+            self._note(module)
+
+        nn.Module.__setstate__ = noted  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -38,6 +45,7 @@ class ModuleRecorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        nn.Module.__setstate__ = self._set_state  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
 
@@ -45,8 +53,7 @@ class ModuleRecorder:
         """Note a module, whether or not it registers anything."""
         self._seen.setdefault(id(module), module)
 
-    def _note(self, module: nn.Module, name: str, value: object) -> None:
-        del name, value  # a hook must return None to change nothing
+    def _note(self, module: nn.Module, *_: object) -> None:  # a hook's None changes nothing
         self.note(module)
 
     def roots(self) -> list[nn.Module]:

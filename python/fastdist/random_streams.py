@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from fastdist.context import ReplicaContext
@@ -48,12 +49,65 @@ def shared_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
     """The same for replicas that are threads and share the generator of the CPU.
 
     torch has one for all threads, so that each function that draws from it gets the replica's
-    state put in before and taken out after, one thread at a time.
+    state put in before and taken out after, one thread at a time. What reads or sets the state
+    (`torch.get_rng_state`, `manual_seed`; activation checkpoints do, and torch.compile) is led to
+    the replica's own.
     """
     generator = torch.Generator()
     generator.manual_seed(replica_seed(seed, context.replica_id_in_sync_group))
-    with _OwnState(generator):
+    mode = _OwnState(generator)
+    with _detour.taken_by(mode), mode:
         yield
+
+
+class _Detour:
+    """Stands in for two names of torch while replicas that are threads run.
+
+    `torch.random.default_generator`, by which torch reads and sets the state, and the function
+    that runs backward: torch calls that with function modes off, and what backward computes again
+    may draw.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._plain_backward: Any = None
+        self._thread = threading.local()
+
+    @contextmanager
+    def taken_by(self, mode: _OwnState) -> Iterator[None]:
+        """In this thread both lead to what is the replica's own."""
+        with self._lock:
+            if self._users == 0:
+                self._plain_backward = vars(torch.autograd)["_engine_run_backward"]
+                self._set(self.run_backward, self)
+            self._users += 1
+        self._thread.mode = mode
+        try:
+            yield
+        finally:
+            del self._thread.mode
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._set(self._plain_backward, torch.default_generator)
+
+    @staticmethod
+    def _set(backward: Any, generator: Any) -> None:
+        vars(torch.autograd)["_engine_run_backward"] = backward
+        vars(torch.random)["default_generator"] = generator
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """What backward computes again draws from the replica's stream."""
+        with getattr(self._thread, "mode", None) or nullcontext():
+            return self._plain_backward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        mode = getattr(self._thread, "mode", None)
+        return getattr(torch.default_generator if mode is None else mode.generator, name)
+
+
+_detour = _Detour()
 
 
 class _OwnState(TorchFunctionMode):
@@ -63,7 +117,7 @@ class _OwnState(TorchFunctionMode):
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self._generator = generator
+        self.generator = generator
 
     def __torch_function__(
         self,
@@ -75,14 +129,18 @@ class _OwnState(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in _RANDOM or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    @_disable_dynamo
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shared = torch.default_generator
         with self._turn:
             before = shared.get_state()
-            shared.set_state(self._generator.get_state())
+            shared.set_state(self.generator.get_state())
             try:
                 return func(*args, **kwargs)
             finally:
-                self._generator.set_state(shared.get_state())
+                self.generator.set_state(shared.get_state())
                 shared.set_state(before)
 
 
@@ -95,6 +153,7 @@ _RANDOM = frozenset(
         *("rnn_tanh", "rnn_relu", "lstm", "gru", "fractional_max_pool2d", "fractional_max_pool3d"),
         *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
         *("bernoulli", "binomial", "multinomial", "normal", "poisson", "random", "uniform"),
+        *("kaiming_normal", "kaiming_uniform", "pca_lowrank", "svd_lowrank"),
         *("cauchy", "exponential", "geometric", "log_normal"),
     )
     for suffix in ("", "_")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.context import state
+from fastdist.gradients import GradientHook
 from fastdist.metrics import adopt_twins, is_adopted, is_state
 from fastdist.modules import is_materialized
 from fastdist.variables import Variable, local_components
@@ -38,31 +40,26 @@ class Routing:
         first: the first replica that has twins; those before it use the users' own objects.
     """
 
+    _not_copied = frozenset({_TWINS, "step"})  # of optimizers' attributes
+
     def __init__(self, devices: Sequence[torch.device], first: int = 1) -> None:
         self._twin_devices = tuple(devices[first:])
         self._first = first
         self._modules: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._others: list[Any] = []
-        self._states: dict[int, Any] = {}
         self._tensors: list[torch.Tensor] = []  # of the modules, replica 0's
-        self._versions: list[tuple[type, int]] = []
-        self._gradients: list[GradientStamp] = []
+        self._values: list[object] = []  # their stamps, when replicas were alike
+        self._gradients: list[GradientStamp | None] = []
+        self._groups: dict[int, object] = {}  # of optimizers, as their twins have them
+        self._twin_tensors: list[dict[int, torch.Tensor]] = [{} for _ in self._twin_devices]
 
-    def add_modules(self, roots: Sequence[nn.Module]) -> None:
-        """Give modules twins."""
-        self._make_twins(roots)
-        self._modules += roots
-        self.note_values()
+    def set_modules(self, roots: Sequence[nn.Module]) -> None:
+        """Give modules twins, all anew where some have them already.
 
-    def note_values(self) -> None:
-        """Take what replica 0 holds now as what all replicas hold: a run has ended."""
-        self._tensors = _tensors_of(self._modules)
-        self._versions = _versions_of(self._tensors)
-        self._gradients = list(map(GradientStamp, self._tensors))
-
-    def _make_twins(self, roots: Sequence[nn.Module]) -> None:
-        """Twins share among each other what the modules share among each other."""
+        Twins share among each other what the modules share among each other.
+        """
+        before, self._twin_tensors = self._twin_tensors, []
         everything = {id(m): m for root in roots for m in root.modules()}
         twins: dict[int, list[nn.Module]] = {key: [] for key in everything}
         for i, device in enumerate(self._twin_devices):
@@ -75,9 +72,42 @@ class Routing:
                 if isinstance(module, Variable) and _TWINS in module.__dict__:
                     previous = module.__dict__[_TWINS][len(twins[key]) - 1]
                     memo[key].assign(previous.component)
+            self._twin_tensors.append(
+                {
+                    id(own): twin
+                    for key, module in everything.items()
+                    for own, twin in zip(_tensors_in(module), _tensors_in(memo[key]), strict=True)
+                }
+            )
         for key, module in everything.items():
             adopt_twins(module, twins[key])
             _route(module, twins[key])
+        self._modules = list(roots)
+        self._groups.clear()
+        known = set(map(id, self._tensors))
+        self._tensors = list({id(t): t for t in _tensors_of(self._modules)}.values())
+        for previously, current in zip(before, self._twin_tensors, strict=True):
+            for own in self._tensors:
+                twin = current[id(own)]
+                if twin is own:
+                    continue
+                _copy_hooks(own, twin)
+                if own.grad is not None:
+                    old = previously[id(own)].grad if id(own) in known else None
+                    fits = old is not None and old.dtype == own.grad.dtype
+                    twin.grad = _moved_copy(old if fits else own.grad, twin.device)
+        self.note_values()
+
+    def note_values(self) -> None:
+        """Take what replica 0 holds now as what all replicas hold: a run has ended."""
+        self._values = [_value_stamp(tensor) for tensor in self._tensors]
+        self._gradients = [GradientStamp(tensor) for tensor in self._tensors]
+
+    def distrust(self) -> None:
+        """A run has failed in its middle: all twins take what replica 0 holds."""
+        self._values = [None] * len(self._tensors)
+        self._gradients = [None] * len(self._tensors)
+        self._groups.clear()
 
     def _memo(self, roots: Sequence[nn.Module], twin: int) -> dict[int, Any]:
         """What a twin is to share instead of having a copy: by id, what it gets."""
@@ -106,121 +136,128 @@ class Routing:
     def twin(self, module: nn.Module, replica: int) -> nn.Module:
         """A replica's own copy of a module: the module itself for a replica without twins."""
         index = self.twin_index(replica)
-        found: nn.Module = module if index is None else module.__dict__[_TWINS][index]
+        found: nn.Module = module if index is None else self.twins_of(module)[index]
         return found
 
     def twin_index(self, replica: int) -> int | None:
         """Which of the twins a replica uses; None: the users' own objects."""
         return None if replica < self._first else replica - self._first
 
-    def refresh(self) -> bool:
-        """Bring what was changed outside `run`, on replica 0's objects, to all twins.
-
-        Returns:
-            Whether twins had to be made anew, because tensors of the modules were replaced.
-        """
-        remade = self._refresh_modules()
-        for optimizer in self._optimizers:
-            self._refresh_optimizer(optimizer)
-        for thing in self._others:
-            for twin in self.twins_of(thing):
-                twin.__dict__.update(self.plain_state(thing))
-        return remade
-
     def twins_of(self, thing: Any) -> list[Any]:
         """The twins of a routed object."""
         found: list[Any] = thing.__dict__[_TWINS]
         return found
+
+    def twin_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The twins of a parameter or buffer of the users' modules."""
+        return [twins[id(tensor)] for twins in self._twin_tensors]
+
+    def refresh(self, stepped: set[int]) -> None:
+        """Bring what was changed outside `run`, on replica 0's objects, to all twins.
+
+        Args:
+            stepped: ids of optimizers that have changed their state too.
+        """
+        self._refresh_tensors()
+        for optimizer in self._optimizers:
+            self._refresh_optimizer(optimizer, id(optimizer) in stepped)
+        for thing in self._others:
+            for twin in self.twins_of(thing):
+                twin.__dict__.update(self.plain_state(thing))
 
     def plain_state(self, thing: LRScheduler | GradScaler) -> dict[str, Any]:
         """What another one of its kind needs to go on like it."""
         plain = {key: value for key, value in thing.__dict__.items() if key != _TWINS}
         return copy.deepcopy(plain) if isinstance(thing, GradScaler) else plain
 
-    def _refresh_modules(self) -> bool:
-        tensors = _tensors_of(self._modules)
-        versions = _versions_of(tensors)
-        replaced = list(map(id, tensors)) != list(map(id, self._tensors)) or [
-            kind for kind, _ in versions
-        ] != [kind for kind, _ in self._versions]
-        if replaced:
-            self._make_twins(self._modules)
-            self._states.clear()
-        else:
-            self._bring(tensors, versions)
-        self._tensors, self._versions = tensors, versions
-        return replaced
+    def _refresh_tensors(self) -> None:
+        values = [_value_stamp(tensor) for tensor in self._tensors]
+        apart = local_components(self._modules) if values != self._values else set()
+        for i, own in enumerate(self._tensors):
+            if values[i] != self._values[i]:
+                for twin in self.twin_tensors(own):
+                    twin.requires_grad_(own.requires_grad)
+                    if id(own) not in apart and not _share_memory(own, twin):
+                        with torch.no_grad():
+                            twin.copy_(own)
+            stamp = self._gradients[i]
+            if stamp is None or stamp.is_stale(own):
+                for twin in self.twin_tensors(own):
+                    twin.grad = _moved_copy(own.grad, twin.device)
+                self._gradients[i] = GradientStamp(own)
+        self._values = values
 
-    def _bring(self, tensors: list[torch.Tensor], versions: list[tuple[type, int]]) -> None:
-        """Copy values and gradients that have changed to the twins."""
-        stale = [g.is_stale(tensor) for g, tensor in zip(self._gradients, tensors, strict=True)]
-        if versions == self._versions and not any(stale):
-            return
-        apart = local_components(self._modules)
-        for index, device in enumerate(self._twin_devices):
-            twins = _tensors_of([root.__dict__[_TWINS][index] for root in self._modules])
-            with torch.no_grad():
-                for i, (own, twin) in enumerate(zip(tensors, twins, strict=True)):
-                    if versions[i] != self._versions[i] and id(own) not in apart:
-                        twin.copy_(own)
-                    if stale[i]:
-                        twin.grad = None if own.grad is None else own.grad.to(device, copy=True)
-        self._gradients = list(map(GradientStamp, tensors))
-
-    def parameter_twins(self, replica: int) -> dict[int, nn.Parameter]:
-        """By the id of each parameter of the users' modules: the replica's own."""
-        return {
-            id(own): other
-            for root in self._modules
-            for own, other in zip(
-                root.parameters(), self.twin(root, replica).parameters(), strict=True
-            )
-        }
-
-    def _refresh_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _refresh_optimizer(self, optimizer: torch.optim.Optimizer, stepped: bool) -> None:
         groups = optimizer.param_groups
-        reloaded = self._states.get(id(optimizer)) is not optimizer.state
-        for i, twin in enumerate(self.twins_of(optimizer), start=self._first):
-            stale = reloaded or [len(g["params"]) for g in twin.param_groups] != [
-                len(g["params"]) for g in groups
-            ]
+        mark = id(optimizer.state), [[id(p) for p in group["params"]] for group in groups]
+        stale = stepped or mark != self._groups.get(id(optimizer))
+        for twin, parameters in zip(self.twins_of(optimizer), self._twin_tensors, strict=True):
             if stale:
-                self._copy_optimizer(optimizer, twin, self.parameter_twins(i))
+                self._copy_optimizer(optimizer, twin, parameters)
             for group, mirror in zip(groups, twin.param_groups, strict=True):
-                mirror.update((k, v) for k, v in group.items() if k != "params")
-        self._states[id(optimizer)] = optimizer.state
+                mirror.update(
+                    (k, _moved_copy(v, v.device) if isinstance(v, torch.Tensor) else v)
+                    for k, v in group.items()
+                    if k != "params"
+                )
+        self._groups[id(optimizer)] = mark
 
     def _copy_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
         twin: torch.optim.Optimizer,
-        parameters: dict[int, nn.Parameter],
+        parameters: dict[int, torch.Tensor],
     ) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in parameters:
-                    raise ValueError(
-                        "an optimizer made in the strategy's scope holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that was not: make its module in the scope, or "
-                        "pass it to strategy.mirror"
-                    )
-        twin.param_groups = [
-            {**group, "params": [parameters[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        self._copy_state(optimizer, twin, parameters)
+        shared = {k for k in optimizer.__dict__ if k.endswith("_hooks")} | self._not_copied
+        own = {k: v for k, v in optimizer.__dict__.items() if k not in shared}
+        # What refers to a parameter refers to the twin's in the copy.
+        twin.__dict__.update(copy.deepcopy(own, dict(parameters)))
 
-    def _copy_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        twin: torch.optim.Optimizer,
-        parameters: dict[int, nn.Parameter],
-    ) -> None:
-        twin.state = type(optimizer.state)(optimizer.state.default_factory)
-        for key, value in optimizer.state.items():
-            if isinstance(key, torch.Tensor) and id(key) in parameters:
-                own = parameters[id(key)]
-                twin.state[own] = _moved_copy(value, own.device)
+
+def structure_of(roots: Sequence[nn.Module]) -> list[object]:
+    """What two states of modules must have in common for twins of one to fit the other."""
+    found: list[object] = []
+    for module in _modules_of(roots):
+        found += (id(module), type(module))
+        for tensor in _tensors_in(module):
+            shape = tensor.shape if is_materialized(tensor) else None
+            found += (id(tensor), type(tensor), tensor.dtype, shape)
+    return found
+
+
+def hooks_of(roots: Sequence[nn.Module]) -> list[int]:
+    """The ids of the hooks that users have put at modules and their tensors."""
+    found: list[int] = []
+    for module in _modules_of(roots):
+        for name in _MODULE_HOOKS:
+            found += module.__dict__[name]
+        for tensor in _tensors_in(module):
+            for name in _TENSOR_HOOKS:
+                found += _user_hooks(tensor, name)
+    return found
+
+
+_MODULE_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_TENSOR_HOOKS = {
+    "_backward_hooks": torch.Tensor.register_hook,
+    "_post_accumulate_grad_hooks": torch.Tensor.register_post_accumulate_grad_hook,
+}
+
+
+def _user_hooks(tensor: torch.Tensor, name: str) -> dict[int, Any]:
+    hooks = (getattr(tensor, name) or {}) if is_materialized(tensor) else {}
+    return {key: hook for key, hook in hooks.items() if not isinstance(hook, GradientHook)}
+
+
+def _copy_hooks(own: torch.Tensor, twin: torch.Tensor) -> None:
+    for name, register in _TENSOR_HOOKS.items():
+        for hook in _user_hooks(own, name).values():
+            register(twin, hook)  # type: ignore[no-untyped-call]
 
 
 def _metric_twins(modules: Iterable[nn.Module], i: int) -> dict[int, Any]:
@@ -234,26 +271,31 @@ def _metric_twins(modules: Iterable[nn.Module], i: int) -> dict[int, Any]:
     }
 
 
-def _tensors_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for root in modules
-        for module in root.modules()
-        for named in (module._parameters, module._buffers)
-        for tensor in named.values()
-        if tensor is not None
-    ]
+def _modules_of(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    for root in roots:
+        yield from (module for _, module in root.named_modules(seen))
 
 
-def buffers_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The buffers of modules, in order, as often as they occur."""
-    return [
-        buffer
-        for root in modules
-        for module in root.modules()
-        for buffer in module._buffers.values()
-        if buffer is not None and is_materialized(buffer)
-    ]
+def _tensors_in(module: nn.Module) -> list[torch.Tensor]:
+    named = (module.__dict__["_parameters"], module.__dict__["_buffers"])
+    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
+
+
+def buffers_of(roots: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """The buffers of modules that are not lazy ones' to come."""
+    named = [buffer for module in _modules_of(roots) for buffer in module._buffers.values()]
+    return [buffer for buffer in named if buffer is not None and is_materialized(buffer)]
+
+
+def _tensors_of(roots: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [tensor for module in _modules_of(roots) for tensor in _tensors_in(module)]
+
+
+def _value_stamp(tensor: torch.Tensor) -> object:
+    """Changes with the values, and with `requires_grad`."""
+    address = tensor.data_ptr() if is_materialized(tensor) else None
+    return tensor._version, address, tensor.requires_grad
 
 
 class GradientStamp:
@@ -274,8 +316,9 @@ class GradientStamp:
         return self._grad() is not grad or self._version != grad._version
 
 
-def _versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[type, int]]:
-    return [(type(tensor), tensor._version) for tensor in tensors]
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    ready = is_materialized(one) and is_materialized(other)
+    return ready and one.data_ptr() == other.data_ptr()
 
 
 def _bare_copy(thing: Any) -> Any:
@@ -296,12 +339,8 @@ def _tracked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return tracked
 
 
-def _moved_copy(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.dim() == 0 else value.clone().to(device)
-    if isinstance(value, dict):
-        return {key: _moved_copy(item, device) for key, item in value.items()}
-    return copy.deepcopy(value)
+def _moved_copy(value: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if value is None else value.detach().to(device, copy=True)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -335,6 +374,8 @@ def _make_routed_class(plain: Any) -> type:
     class Routed(plain):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             replica = state.replica
+            if name == "__class__":
+                return plain  # for pickle, copy, and what derives classes from it
             if replica is None or replica.twin is None:
                 return super().__getattribute__(name)
             twin = _own_twin(self)
@@ -351,13 +392,19 @@ def _make_routed_class(plain: Any) -> type:
             if state.replica is None and isinstance(self, nn.Module):
                 _set_on_twins(self, name, value)
 
+        def __delattr__(self, name: str) -> None:
+            twin = _own_twin(self)
+            if twin is None:
+                super().__delattr__(name)
+            else:
+                delattr(twin, name)
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             """As an object of the plain class: copies and pickles know no strategy."""
             stripped = _bare_copy(self)
             object.__setattr__(stripped, "__class__", plain)
             stripped.__dict__.pop(_TWINS, None)
-            del protocol  # later ones check that the class is the object's
-            return stripped.__reduce_ex__(1)
+            return stripped.__reduce_ex__(protocol)
 
     Routed.__name__ = plain.__name__
     Routed.__qualname__ = plain.__qualname__
@@ -368,7 +415,8 @@ def _make_routed_class(plain: Any) -> type:
 
 def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
     """Plain attributes (`training`, a rate) set outside `run` hold for all replicas."""
-    if isinstance(value, (nn.Module, torch.Tensor)) or name == "__class__":
+    registered = (module._parameters, module._buffers, module._modules)
+    if name == "__class__" or any(name in names for names in registered):
         return
     if is_state(module, name):
         return
@@ -380,20 +428,31 @@ def _set_on_twins(module: nn.Module, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Iterator[None]:
-    """While it is open, `note` gets every object of these classes that is made."""
-    originals = [kind.__dict__["__init__"] for kind in kinds]
+    """While it is open, `note` gets every object of these classes that is made, once or more.
+
+    Subclasses are watched too: not all of them call the `__init__` that they inherit.
+    """
 
     def watched(original: Any) -> Any:
+        @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             note(self)
 
         return __init__
 
-    for kind, original in zip(kinds, originals, strict=True):
+    originals = {kind: kind.__dict__["__init__"] for kind in _with_own_init(kinds)}
+    for kind, original in originals.items():
         kind.__init__ = watched(original)  # type: ignore[misc]
     try:
         yield
     finally:
-        for kind, original in zip(kinds, originals, strict=True):
+        for kind, original in originals.items():
             kind.__init__ = original  # type: ignore[misc]
+
+
+def _with_own_init(kinds: Sequence[type]) -> Iterator[type]:
+    for kind in kinds:
+        if "__init__" in kind.__dict__:
+            yield kind
+        yield from _with_own_init(kind.__subclasses__())

@@ -248,6 +248,9 @@ _owners: weakref.WeakKeyDictionary[Variable, weakref.ref[Owner]] = weakref.WeakK
 
 def own(variable: Variable, owner: Owner) -> None:
     """The variable belongs to a strategy: together its components hold the initial value."""
+    known = _owners.get(variable)
+    if known is not None and known() is owner:
+        return
     _owners[variable] = weakref.ref(owner)
     variable.assign(variable._value.clone())
 

@@ -206,13 +206,12 @@ class Strategy:
             results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
             seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
-            with self._members.outside:
-                self._members.refresh()
-                if self._threads is None:
-                    results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
-                else:
-                    results = self._run_threads(fn, given, examples, seed)
-                self._members.note_values()
+            self._members.refresh()
+            if self._threads is None:
+                results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
+            else:
+                results = self._run_threads(fn, given, examples, seed)
+            self._members.note_values()
         if examples is not None:
             self._uneven.note(results, examples)
         return results[0] if len(results) == 1 else regroup(results, examples)
@@ -243,7 +242,7 @@ class Strategy:
             if self._workers == 1:
                 links.close()
                 self._links = self._make_links()
-                self._members.connect(self._links)
+                self._members.recover(self._links)
             raise
 
     def _run_replica(

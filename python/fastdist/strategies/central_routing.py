@@ -29,6 +29,8 @@ class CentralRouting(Routing):
         home: where parameters and optimizer states are.
     """
 
+    _not_copied = Routing._not_copied | {"state"}
+
     def __init__(self, devices: Sequence[torch.device], home: torch.device) -> None:
         super().__init__(devices, first=1 if devices[0] == home else 0)
         self._home = home
@@ -54,6 +56,8 @@ class CentralRouting(Routing):
         """Give an optimizer twins, all of which step the optimizer itself."""
         number = len(self._optimizers)
         super().add_optimizer(optimizer)
+        for twin in self.twins_of(optimizer):
+            twin.state = type(optimizer.state)(optimizer.state.default_factory)
         for thing in (optimizer, *self.twins_of(optimizer)):
             thing.__dict__["step"] = types.MethodType(self._common_step(number), thing)
 
@@ -72,15 +76,6 @@ class CentralRouting(Routing):
             for parameter in root.parameters()
             if is_materialized(parameter)
         }
-
-    def _copy_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        twin: torch.optim.Optimizer,
-        parameters: dict[int, nn.Parameter],
-    ) -> None:
-        del parameters
-        twin.state = type(optimizer.state)(optimizer.state.default_factory)
 
     def _common_step(self, number: int) -> Callable[..., Any]:
         def step(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:

@@ -21,12 +21,12 @@ from fastdist.modules import (
     require_same_structure,
     sparse_parameters,
 )
-from fastdist.routing import Routing
+from fastdist.routing import Routing, hooks_of, structure_of
 from fastdist.strategies.central_routing import CentralRouting
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links
+from fastdist.strategies.optimizer_steps import OptimizerSteps
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.outside import OutsideOptimizers
 from fastdist.variables import Variable, local_components, own
 
 
@@ -42,7 +42,6 @@ class Members:
 
     Attributes:
         syncs: for each local replica, what reduces its gradients; empty where there is one in all.
-        outside: a `with` statement that refuses optimizers that are no members.
     """
 
     def __init__(
@@ -57,15 +56,18 @@ class Members:
         self.num_replicas_in_sync = replicas
         self._links = Links()
         self.syncs: list[GradientSync] = []
-        self.outside = OutsideOptimizers()
         self._home = home or devices[0]
         self._devices = devices
         self._options = options
         self._roots: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._steps = OptimizerSteps(options.gradient_reduction)
         self._routing: Routing | None = None
         if len(devices) > 1 or devices[0] != self._home:
             self._routing = CentralRouting(devices, home) if home else Routing(devices)
+        self._tensors: list[torch.Tensor] = []  # that all workers have agreed on
+        self._structure: list[object] = []
+        self._hooks: list[int] = []
 
     def adopt(self, links: Links, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         """Take modules, and optimizers, schedulers and scalers. Every worker must call.
@@ -73,27 +75,39 @@ class Members:
         Raises:
             FastdistError: the modules differ between workers.
         """
+        self._links = links
+        self.refresh()
         for root in roots:
             root.to(self._home)
-        named = [*named_parameters(roots), *named_buffers(roots)]
-        if links.workers is not None:
-            require_same_structure(links.workers, named)
-            broadcast_state(links.workers, [tensor for _, tensor in named])
+        known = set(map(id, self._roots))
+        added = [root for root in roots if id(root) not in known]
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
+        if roots:
+            self._set_modules(links, [*self._roots, *added])
         if self._routing is not None:
-            self._routing.add_modules(roots)
             for optimizer in optimizers:
                 self._routing.add_optimizer(optimizer)
             for thing in made:
                 if not isinstance(thing, torch.optim.Optimizer):
                     self._routing.add_other(thing)
-        self._roots += roots
         self._optimizers += optimizers
         self.connect(links)
         for root in roots:
             for module in root.modules():
                 if isinstance(module, Variable):
                     own(module, self)
+
+    def _set_modules(self, links: Links, roots: list[nn.Module]) -> None:
+        """Check that all workers have these modules; give what is new in them rank 0's values."""
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        if links.workers is not None:
+            require_same_structure(links.workers, named)
+            known = set(map(id, self._tensors))
+            broadcast_state(links.workers, [t for _, t in named if id(t) not in known])
+        self._roots = roots
+        self._tensors = [tensor for _, tensor in named]
+        if self._routing is not None:
+            self._routing.set_modules(roots)
 
     def connect(self, links: Links) -> None:
         """Reduce gradients through these communicators from now on."""
@@ -113,7 +127,9 @@ class Members:
             for replica in range(len(self._devices)):
                 when_initialized(self._roots_of(replica), partial(self._share_lazy, links))
         twins = self._routing.optimizer_twins() if self._routing is not None else []
-        self.outside.allow([*self._optimizers, *twins], parameters)
+        self._steps.watch([*self._optimizers, *twins], parameters, self.syncs)
+        self._structure = structure_of(self._roots)
+        self.note_values()
 
     @property
     def workers(self) -> Communicator | None:
@@ -131,14 +147,30 @@ class Members:
         return isinstance(self._routing, CentralRouting)
 
     def refresh(self) -> None:
-        """Bring what was changed outside `run` to all local replicas."""
-        if self._routing is not None and self._routing.refresh():
+        """Bring what was changed outside `run` to all replicas. Every worker must call."""
+        if self.num_replicas_in_sync == 1 and not self.is_routed:
+            return
+        changed = structure_of(self._roots) != self._structure
+        if self._routing is not None:
+            changed = changed or hooks_of(self._roots) != self._hooks
+        if changed:
+            self._set_modules(self._links, self._roots)
             self.connect(self._links)
+        if self._routing is not None:
+            self._routing.refresh(self._steps.taken_outside)
+        self._steps.taken_outside.clear()
+
+    def recover(self, links: Links) -> None:
+        """A run has failed in its middle: take what replica 0 holds, and connect anew."""
+        self.connect(links)
+        if self._routing is not None:
+            self._routing.distrust()
 
     def note_values(self) -> None:
         """A run has ended well: what replica 0 holds is what all replicas hold."""
         if self._routing is not None:
             self._routing.note_values()
+            self._hooks = hooks_of(self._roots)
 
     def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
         """The tensor of a member's parameter or variable, on each local replica."""
@@ -146,11 +178,7 @@ class Members:
             return [variable.component for variable in self.variables(thing)]
         if self._routing is None or self.is_central:
             return [thing]
-        others = [
-            self._routing.parameter_twins(replica)[id(thing)]
-            for replica in range(1, len(self._devices))
-        ]
-        return [thing, *others]
+        return [thing, *self._routing.twin_tensors(thing)]
 
     def twin_index(self, replica: int) -> int | None:
         """Which of the twins a local replica uses; None: the users' own objects."""
@@ -197,6 +225,7 @@ class Members:
             reduction=self._options.gradient_reduction,
             bucket_bytes=self._options.bucket_bytes,
             compress=self._options.compress,
+            in_run_only=len(self._devices) > 1,
         )
 
     def _roots_of(self, replica: int) -> list[nn.Module]:

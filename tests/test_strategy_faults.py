@@ -1,0 +1,119 @@
+"""Strategies whose workers die, raise, or differ."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import fastdist as fd
+import pytest
+import torch
+from fastdist import Strategy
+from fastdist.errors import CollectiveMismatchError, FastdistError, PeerFailureError
+from ranks import ProcessRanks, RankError
+from test_strategies import run_case
+from torch import nn
+
+
+@pytest.fixture(params=[0, 2], ids=["processes", "processes-and-threads"])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
+    ranks = ProcessRanks(3 if request.param == 0 else 2)
+
+    def run(case: Callable[[Strategy], Any]) -> list[Any]:
+        return ranks.run(run_case, cloudpickle.dumps(case), request.param, {"timeout_s": 20.0})
+
+    yield run
+    ranks.close()
+
+
+def test_a_worker_that_is_killed_in_a_step(run: Callable[[Any], Any]) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        last = strategy.num_replicas_in_sync - 1
+
+        def step(doomed: bool) -> None:
+            if doomed and fd.get_replica_context().replica_id_in_sync_group == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step, (False,))
+        begin = time.monotonic()
+        with pytest.raises(PeerFailureError) as caught:
+            strategy.run(step, (True,))
+        assert time.monotonic() - begin < 5
+        assert set(caught.value.ranks) & {last, last - 1}, str(caught.value)
+        with pytest.raises(FastdistError):
+            strategy.run(step, (False,))
+
+    with pytest.raises(RankError) as caught:
+        run(case)
+    assert list(map(str, caught.value.errors.values())) == ["exited with -9"], caught.value
+
+
+def test_a_worker_that_raises_in_a_step(run: Callable[[Any], Any]) -> None:
+    """It leaves; the others learn of it where they wait for it."""
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 4)
+
+        def step() -> None:
+            if fd.get_replica_context().replica_id_in_sync_group == 0:
+                raise KeyError("lost")
+            model(torch.ones(1, 4)).sum().backward()
+
+        if 0 in strategy.local_replica_ids:
+            strategy.run(step)
+        begin = time.monotonic()
+        with pytest.raises(FastdistError) as caught:
+            strategy.run(step)
+        assert time.monotonic() - begin < 15
+        assert 0 in caught.value.ranks, str(caught.value)
+
+    with pytest.raises(RankError, match="KeyError: 'lost'") as caught:
+        run(case)
+    assert list(caught.value.errors) == [0], caught.value
+
+
+def test_models_that_differ(run: Callable[[Any], Any]) -> None:
+    def case(strategy: Strategy) -> None:
+        first = strategy.local_replica_ids[0] == 0
+
+        def make() -> Any:
+            with strategy.scope():
+                return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 if first else 5))
+
+        with pytest.raises(FastdistError, match=r"1.weight: shape \(2, 3\)(.|\n)*\(5, 3\)"):
+            make()
+        first = True
+        model = make()
+        strategy.check_in_sync()
+        model[1] = nn.Linear(3, 2 if strategy.local_replica_ids[0] == 0 else 5)
+        with pytest.raises(FastdistError, match=r"1.weight: shape \(2, 3\)(.|\n)*\(5, 3\)"):
+            strategy.run(lambda: None)
+
+    run(case)
+
+
+def test_workers_that_run_different_collectives(run: Callable[[Any], Any]) -> None:
+    def case(strategy: Strategy) -> None:
+        first = strategy.local_replica_ids[0] == 0
+
+        def step() -> None:
+            context = fd.get_replica_context()
+            if first:
+                context.all_reduce("sum", torch.ones(2))
+            else:
+                context.all_gather(torch.ones(2))
+
+        with pytest.raises(CollectiveMismatchError, match="all_reduce"):
+            strategy.run(step)
+
+    run(case)

@@ -390,6 +390,21 @@ class StrategyContract:
 
         strategies.run(case, gradient_reduction="sum")
 
+    @pytest.mark.parametrize("implementation", ["hierarchical_copy", "reduce_to_one_device"])
+    def test_implementations_of_the_reduction(self, strategies: Any, implementation: str) -> None:
+        def case(strategy: Strategy) -> None:
+            require_close(train(strategy, sgd), plain(sgd), 4e-5)
+
+            def fail() -> None:
+                raise KeyError("nothing")
+
+            if len(strategy.devices) == strategy.num_replicas_in_sync:
+                with pytest.raises(KeyError):
+                    strategy.run(fail)
+                require_close(train(strategy, sgd), plain(sgd), 4e-5)
+
+        strategies.run(case, implementation=implementation)
+
     @pytest.mark.parametrize("make", [sgd, adam])
     def test_digits_train_as_on_one_device(self, strategies: Any, make: Any) -> None:
         def case(strategy: Strategy) -> None:

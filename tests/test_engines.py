@@ -17,6 +17,7 @@ from fastdist import Communicator
 from fastdist.engines import gloo
 from fastdist.engines.engine import Engine
 from fastdist.engines.gloo import GlooEngine
+from fastdist.engines.groups import engine_in_groups
 from fastdist.engines.hierarchical import HierarchicalEngine
 from fastdist.engines.host import HostEngine
 from fastdist.engines.links import Layout
@@ -140,6 +141,18 @@ class ReplicaThreads(EngineThreads):
         return [lambda engine=engine: engine for engine in engines]  # type: ignore[misc]
 
 
+class GroupThreads(EngineThreads):
+    """Threads in two groups of neighbours."""
+
+    def makers(self) -> list[Callable[[], Engine]]:
+        width = (self.size + 1) // 2
+        flat = HostEngine.of_threads(self.size)
+        return [
+            lambda engine=engine: engine_in_groups(engine, width, TIMEOUT_S)  # type: ignore[misc]
+            for engine in flat
+        ]
+
+
 def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
     """What a hierarchy gives: each place in order, then the places in order; a mean at the end."""
 
@@ -246,6 +259,12 @@ class TestReplicas(HierarchyContract):
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(p * size // 2, (p + 1) * size // 2)) for p in range(2))
+
+
+class TestGroups(HierarchyContract):
+    ranks_class = GroupThreads
+    worlds = (4,)
+    places = TestReplicas.places
 
 
 def round_once(comm: Communicator) -> None:

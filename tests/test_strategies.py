@@ -192,7 +192,7 @@ class TestCentralStorageApart(Contract):
         return OneProcess(
             lambda options: fd.Strategy(
                 [cpu] * size,
-                lambda: thread_links(size, options.timeout_s),
+                lambda: thread_links(size, options),
                 parameter_device=other,
                 options=options,
             )
@@ -230,3 +230,19 @@ class TestCompiledByThreads(CompiledModules):
 class TestCompiledMultiWorker(CompiledModules):
     sizes = (1,)
     make = staticmethod(TestMultiWorkerMirrored.make)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"implementation": "ring"}, 'implementation must be one of "auto", "all_reduce"'),
+        ({"implementation": "reduce_to_one_device", "compress": "fp16"}, "compress needs another"),
+        ({"compress": "zip"}, 'compress must be None, "fp16"'),
+        ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        ({"timeout_s": -1}, "timeout_s must be positive, got -1"),
+        ({"gradient_reduction": "max"}, 'gradient_reduction must be "mean" or "sum"'),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fd.CommunicationOptions(**options)

@@ -58,6 +58,7 @@ class GradientSync:
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: gradients that travel together are at most so large, or a single one.
         compress: as for `Communicator.all_reduce`.
+        on_one_device: reduce on the first replica, which then sends the result.
         in_run_only: other replicas of this process take part in `run` alone, so that backward
             outside it is an error.
     """
@@ -72,6 +73,7 @@ class GradientSync:
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
         compress: Compression | None = None,
+        on_one_device: bool = False,
         in_run_only: bool = False,
     ) -> None:
         self.enabled = True
@@ -83,6 +85,7 @@ class GradientSync:
         self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
+        self._on_one_device = on_one_device
         self._is_expected = not in_run_only
         self._in_run_only = in_run_only
         self._task = -1  # backward that is under way
@@ -203,9 +206,14 @@ class GradientSync:
                 torch._foreach_zero_(bucket.sent)
             else:
                 torch._foreach_mul_(bucket.sent, weight)
-        bucket.work = self._communicator.all_reduce(
-            [*bucket.sent, bucket.used], op, compress=self._compress, async_op=True
-        )
+        sent = [*bucket.sent, bucket.used]
+        if self._on_one_device:
+            self._communicator.reduce(sent, op, 0, async_op=True)
+            bucket.work = self._communicator.broadcast(sent, 0, async_op=True)
+        else:
+            bucket.work = self._communicator.all_reduce(
+                sent, op, compress=self._compress, async_op=True
+            )
 
     def _weight(self) -> float | None:
         """This replica's share of the examples; None where all have the same."""

@@ -161,6 +161,22 @@ def replica_group(
     ]
 
 
+def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -> Communicator:
+    """The same ranks, whose reductions go through groups of neighbours and their first ranks.
+
+    Every rank must call. The result takes the place of `flat`, and closes it when it is closed.
+
+    Args:
+        flat: the ranks.
+        width: of a group; the last one may be smaller.
+        timeout: as for `init`.
+    """
+    from fastdist.engines.groups import engine_in_groups
+
+    timeout_s = settings().timeout_s if timeout is None else timeout
+    return Communicator(engine_in_groups(flat.engine, width, timeout_s), timeout_s)
+
+
 def default_communicator() -> Communicator:
     """The communicator that `init` made.
 

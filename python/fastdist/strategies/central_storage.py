@@ -54,7 +54,7 @@ class CentralStorageStrategy(Strategy):
             parameter_device = devices[0] if len(set(devices)) == 1 else "cpu"
         super().__init__(
             devices,
-            lambda: thread_links(len(devices), options.timeout_s),
+            lambda: thread_links(len(devices), options),
             parameter_device=physical_device(torch.device(parameter_device)),
             options=options,
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastdist.communicator import Communicator
-from fastdist.world import local_group, replica_group
+from fastdist.strategies.options import CommunicationOptions
+from fastdist.world import in_groups, local_group, replica_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +31,45 @@ class Links:
             communicator.close()
 
 
-def thread_links(replicas: int, timeout_s: float | None) -> Links:
+def thread_links(replicas: int, options: CommunicationOptions) -> Links:
     """For replicas that are the threads of one process."""
     if replicas == 1:
         return Links()
-    return Links(
-        tuple(local_group(replicas, timeout=timeout_s)),
-        tuple(local_group(replicas, timeout=timeout_s)),
-    )
+    context, gradients = (local_group(replicas, timeout=options.timeout_s) for _ in range(2))
+    return Links(tuple(context), _for_gradients(gradients, options))
 
 
-def process_links(world: Communicator) -> Links:
+def process_links(world: Communicator, options: CommunicationOptions) -> Links:
     """For one replica in each process of `world`. Every rank must call."""
     if world.world_size == 1:
         return Links()
-    ranks = range(world.world_size)
-    workers, context, gradients = (world.subgroup(ranks) for _ in range(3))
-    assert workers is not None
-    assert context is not None
-    assert gradients is not None
-    return Links((context,), (gradients,), workers)
+    workers, context, gradients = (_copy(world, options) for _ in range(3))
+    return Links((context,), _for_gradients([gradients], options), workers)
 
 
-def worker_links(world: Communicator, local: int, timeout_s: float | None) -> Links:
+def worker_links(world: Communicator, local: int, options: CommunicationOptions) -> Links:
     """For `local` replicas, threads, in each process of `world`. Every rank must call."""
     if world.world_size == 1:
-        return thread_links(local, timeout_s)
+        return thread_links(local, options)
     if local == 1:
-        return process_links(world)
-    workers = world.subgroup(range(world.world_size))
-    context = replica_group(world, local, timeout=timeout_s)
-    gradients = replica_group(world, local, timeout=timeout_s)
-    return Links(tuple(context), tuple(gradients), workers)
+        return process_links(world, options)
+    workers = _copy(world, options)
+    context = replica_group(world, local, timeout=options.timeout_s)
+    gradients = replica_group(world, local, timeout=options.timeout_s)
+    return Links(tuple(context), _for_gradients(gradients, options), workers)
+
+
+def _copy(world: Communicator, options: CommunicationOptions) -> Communicator:
+    copy = world.subgroup(range(world.world_size))
+    assert copy is not None
+    return copy if options.timeout_s is None else Communicator(copy.engine, options.timeout_s)
+
+
+def _for_gradients(
+    flat: Sequence[Communicator], options: CommunicationOptions
+) -> tuple[Communicator, ...]:
+    if options.implementation != "hierarchical_copy":
+        return tuple(flat)
+    width = (flat[0].world_size + 1) // 2
+    with ThreadPoolExecutor(len(flat)) as pool:  # they wait for each other
+        return tuple(pool.map(lambda c: in_groups(c, width, timeout=options.timeout_s), flat))

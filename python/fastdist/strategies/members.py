@@ -225,6 +225,7 @@ class Members:
             reduction=self._options.gradient_reduction,
             bucket_bytes=self._options.bucket_bytes,
             compress=self._options.compress,
+            on_one_device=self._options.implementation == "reduce_to_one_device",
             in_run_only=len(self._devices) > 1,
         )
 

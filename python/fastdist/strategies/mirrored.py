@@ -46,7 +46,7 @@ class MirroredStrategy(Strategy):
             own = given or every_device()
             super().__init__(
                 [physical_device(device) for device in own],
-                lambda: thread_links(len(own), options.timeout_s),
+                lambda: thread_links(len(own), options),
                 options=options,
             )
             return
@@ -66,7 +66,7 @@ class MirroredStrategy(Strategy):
         device = chosen[launch.local_rank % len(chosen)]
         super().__init__(
             [physical_device(device)],
-            lambda: process_links(init(timeout=options.timeout_s)),
+            lambda: process_links(init(timeout=options.timeout_s), options),
             worker=launch.rank,
             workers=launch.world_size,
             options=options,

@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         own = [physical_device(device) for device in given]
         super().__init__(
             own,
-            lambda: worker_links(world, len(own), options.timeout_s),
+            lambda: worker_links(world, len(own), options),
             worker=world.rank,
             workers=world.world_size,
             options=options,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from fastdist.communicator import Compression
 from fastdist.gradients import GradientReduction
+
+Implementation = Literal["auto", "all_reduce", "hierarchical_copy", "reduce_to_one_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,10 @@ class CommunicationOptions:
     Attributes:
         bucket_bytes: gradients that are reduced together are at most so large in all.
         timeout_s: seconds to wait for other replicas; the communicator's default if None.
+        implementation: how gradients are reduced. "all_reduce": all replicas at once, by the
+            fastest way there is. "hierarchical_copy": in two halves of neighbouring replicas, then
+            between the first ones. "reduce_to_one_device": on the first replica, which then sends
+            the result. "auto" is "all_reduce". (tf.distribute's CrossDeviceOps.)
         compress: send gradients as "fp16", "bf16" or "fp8"; exact if None.
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
@@ -23,6 +30,7 @@ class CommunicationOptions:
 
     bucket_bytes: int = 8 << 20
     timeout_s: float | None = None
+    implementation: Implementation = "auto"
     compress: Compression | None = None
     gradient_reduction: GradientReduction = "mean"
 
@@ -33,6 +41,11 @@ class CommunicationOptions:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
         if self.compress not in (None, "fp16", "bf16", "fp8"):
             raise ValueError(f'compress must be None, "fp16", "bf16" or "fp8", got {self.compress}')
+        if self.implementation not in get_args(Implementation):
+            names = ", ".join(f'"{name}"' for name in get_args(Implementation))
+            raise ValueError(f"implementation must be one of {names}, got {self.implementation!r}")
+        if self.compress is not None and self.implementation == "reduce_to_one_device":
+            raise ValueError("compress needs another implementation than reduce_to_one_device")
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(
                 f'gradient_reduction must be "mean" or "sum", got {self.gradient_reduction!r}'

@@ -629,6 +629,52 @@ class StrategyContract:
 
         strategies.run(case)
 
+    def test_one_of_several_models(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            torch.manual_seed(0)
+            with strategy.scope():
+                first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+                table = nn.Embedding(4, 3, sparse=True)
+
+            def step(which: str) -> None:
+                for parameter in (*first.parameters(), *second.parameters(), table.weight):
+                    parameter.grad = None
+                x = torch.full((2, 3), replica_id() + 1.0)
+                if which == "first":
+                    first(x).sum().backward()
+                elif which == "second":
+                    second(first(x).detach()).sum().backward()
+                elif which == "last one only":
+                    part = second.bias if replica_id() == n - 1 else first.bias * 0
+                    part.sum().backward()
+                else:
+                    second(first(table(torch.tensor([1, 1])))).sum().backward()
+
+            def has_gradients() -> list[bool]:
+                tensors = (first.weight, second.weight, second.bias, table.weight)
+                return [tensor.grad is not None for tensor in tensors]
+
+            for which, expected in (
+                ("first", [True, False, False, False]),
+                ("second", [False, True, True, False]),
+                ("both", [True, True, True, True]),
+                ("last one only", [False, False, True, False]),
+                ("first", [True, False, False, False]),
+            ):
+
+                def run(which: str = which) -> list[bool]:
+                    step(which)
+                    return has_gradients()
+
+                for got in zip(*map(strategy.local_results, strategy.run(run)), strict=True):
+                    assert list(got) == expected, which
+                if which == "first":
+                    strategy.run(lambda: None)
+                    assert first.weight.grad[0, 0] == pytest.approx(n + 1.0)
+
+        strategies.run(case)
+
     def test_each_replica_has_its_own_random_stream(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> list[list[float]]:
             n = strategy.num_replicas_in_sync

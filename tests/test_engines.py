@@ -264,7 +264,7 @@ class TestReplicas(HierarchyContract):
 class TestGroups(HierarchyContract):
     ranks_class = GroupThreads
     worlds = (4,)
-    places = TestReplicas.places
+    places = staticmethod(TestReplicas.places)
 
 
 def round_once(comm: Communicator) -> None:

@@ -8,7 +8,9 @@ computed on the global batch.
 
 The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
-parameter that says how many replicas used it, so that one that nobody used keeps `grad` None.
+parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. Where
+a strategy has several models, replicas first exchange which buckets they have anything for, and
+leave out those that nobody has: a step of a GAN's discriminator sends nothing of the generator.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class GradientSync:
 
     Args:
         communicator: of all replicas, and for nothing else.
+        questions: of all replicas too, and not in use in backward.
         parameters: name and parameter, in the same order on all replicas; each only once.
+        models: for each parameter the number of the model that it is part of.
         sparse: ids of the parameters whose gradients are sparse.
         buffers: of the same modules; averaged at the end of backward where they were written.
         reduction: "mean", weighted by the examples of each replica, or "sum".
@@ -66,7 +70,9 @@ class GradientSync:
     def __init__(
         self,
         communicator: Communicator,
+        questions: Communicator,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        models: Sequence[int],
         sparse: Set[int],
         buffers: BufferSync,
         *,
@@ -79,6 +85,8 @@ class GradientSync:
         self.enabled = True
         self.examples: tuple[int, ...] | None = None
         self._communicator = communicator
+        self._questions = questions
+        self._models = models
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
@@ -232,22 +240,34 @@ class GradientSync:
 
     @_disable_dynamo
     def _finish(self) -> None:
-        for bucket in self._buckets[self._next :]:
-            self._send(bucket)
+        wanted = self._wanted()
+        for at, bucket in enumerate(self._buckets[self._next :], start=self._next):
+            if wanted[at]:
+                self._send(bucket)
         self._next = len(self._buckets)
         self._task = -1
         work = self._buffer_sync.send()
         for bucket in self._buckets:
-            self._receive(bucket)
-        for i in self._sparse:
-            if self._trainable[i]:
+            if bucket.work is not None:
+                self._receive(bucket, bucket.work)
+        for i, is_wanted in zip(self._sparse, wanted[len(self._buckets) :], strict=True):
+            if self._trainable[i] and is_wanted:
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
 
-    def _receive(self, bucket: _Bucket) -> None:
-        assert bucket.work is not None
-        bucket.work.wait()
+    def _wanted(self) -> list[bool]:
+        """Of each bucket and each sparse parameter: whether any replica has gradients for it."""
+        groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
+        if len(set(self._models)) < 2:
+            return [True] * len(groups)
+        used = torch.tensor([any(self._arrived[i] for i in group) for group in groups])
+        self._questions.all_reduce(used, "max")
+        found: list[bool] = used.tolist()
+        return found
+
+    def _receive(self, bucket: _Bucket, work: Work) -> None:
+        work.wait()
         for place, i in enumerate(bucket.indices):
             parameter = self._parameters[i]
             if parameter.grad is None and bucket.used[place] > 0:
@@ -292,7 +312,8 @@ class GradientSync:
             if not trainable[i] or i in self._sparse:
                 continue
             bytes_ = self._parameters[i].numel() * self._parameters[i].element_size()
-            if not groups or size + bytes_ > self._bucket_bytes:
+            is_other = bool(groups) and self._models[i] != self._models[groups[-1][0]]
+            if not groups or is_other or size + bytes_ > self._bucket_bytes:
                 groups.append([])
                 size = 0
             groups[-1].append(i)

@@ -92,6 +92,18 @@ def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
             yield name, tensor
 
 
+def root_of_each_parameter(roots: Sequence[nn.Module]) -> list[int]:
+    """For each of `named_parameters`, the number of the module that it is first found in."""
+    seen: set[int] = set()
+    numbers = []
+    for number, root in enumerate(roots):
+        for parameter in root.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                numbers.append(number)
+    return numbers
+
+
 def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
     """The ids of parameters whose gradients are sparse."""
     return {

@@ -19,6 +19,7 @@ from fastdist.modules import (
     named_buffers,
     named_parameters,
     require_same_structure,
+    root_of_each_parameter,
     sparse_parameters,
 )
 from fastdist.routing import Routing, hooks_of, structure_of
@@ -219,7 +220,9 @@ class Members:
         roots = self._roots_of(replica)
         return GradientSync(
             communicator,
+            self._links.context[replica],
             named_parameters(roots),
+            root_of_each_parameter(roots),
             sparse_parameters(roots),
             BufferSync(communicator, roots),
             reduction=self._options.gradient_reduction,

@@ -10,6 +10,7 @@ per step (p50 of the slowest rank) and the ratios that there are bars for.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -78,6 +79,18 @@ def strategy_step(strategy: fd.Strategy, make: Callable[[], nn.Module], batches:
     return lambda: strategy.run(train_step, args=(model, optimizer, x, y))
 
 
+def data_step(strategy: fd.Strategy, make: Callable[[], nn.Module], batch: Any) -> Step:
+    """The same on batches of a shuffled dataset, cut anew for every step."""
+    with strategy.scope():
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    size = len(batch[0]) * strategy.num_replicas_in_sync
+    arrays = tuple(torch.cat([leaf] * 32 * strategy.num_replicas_in_sync) for leaf in batch)
+    batches = strategy.distribute_dataset(arrays, global_batch_size=size, shuffle=True)
+    source = itertools.chain.from_iterable(itertools.repeat(batches))
+    return lambda: strategy.run(lambda b: train_step(model, optimizer, *b), args=(next(source),))
+
+
 def measure(comm: fd.Communicator, ways: dict[str, Step], rounds: int, steps: int) -> Any:
     """p50 of each way in ms: of each step the slowest rank counts."""
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -120,6 +133,7 @@ def by_processes(comm: fd.Communicator, options: argparse.Namespace) -> None:
             "fastdist": strategy_step(strategy, make, [batch]),
             "ddp": ddp_step(make, batch),
             "independent": plain_step(make, batch),
+            "on a dataset": data_step(strategy, make, batch),
         }
         ms = measure(comm, ways, options.rounds, options.steps)
         strategy.check_in_sync()
@@ -127,6 +141,7 @@ def by_processes(comm: fd.Communicator, options: argparse.Namespace) -> None:
             ratios = {
                 "of ddp": round(ms["fastdist"] / ms["ddp"], 3),
                 "throughput of independent": round(ms["independent"] / ms["fastdist"], 3),
+                "cost of the dataset": round(ms["on a dataset"] / ms["fastdist"] - 1, 3),
             }
             print(json.dumps({"model": name, "ranks": comm.world_size, "ms": ms, **ratios}))
     dist.destroy_process_group()

@@ -357,6 +357,13 @@ class StrategyContract:
                 assert result == n * (n - 1)
             assert len(calls) == 1
 
+            def run_again(given: Strategy) -> None:
+                given.run(lambda: None)
+
+            if len(strategy.devices) > 1:
+                with pytest.raises(RuntimeError, match="run was called while the strategy runs"):
+                    strategy.run(lambda: fd.get_replica_context().merge_call(run_again))
+
         strategies.run(case)
 
     def test_distribute_values_from_function(self, strategies: Any) -> None:

@@ -158,8 +158,10 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     """A hash of a tensor's bits."""
     if not is_materialized(tensor):
         return b""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
+    data = tensor.detach().cpu().contiguous()
+    # Of one element, strides may be anything, and stay so when it is flattened.
+    flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -78,6 +78,7 @@ class Strategy:
         )
         self._uneven = UnevenResults()
         self._threads: ReplicaThreads | None = None
+        self._is_running = False
         if len(self.devices) > 1:
             self._threads = ReplicaThreads(self.devices)
             weakref.finalize(self, self._threads.close)
@@ -200,6 +201,8 @@ class Strategy:
             raise RuntimeError(
                 f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, got run of {self!r}"
             )
+        if self._is_running:
+            raise RuntimeError("run was called while the strategy runs, in merge_call or a thread")
         given = (tuple(args), kwargs or {})
         examples = _examples_of(given)
         if self.num_replicas_in_sync == 1 and not self._members.is_routed:
@@ -236,6 +239,7 @@ class Strategy:
             links.context[replica].close()
             links.gradients[replica].close()
 
+        self._is_running = True
         try:
             return self._threads.run(body, on_failure)
         except BaseException:
@@ -244,6 +248,8 @@ class Strategy:
                 self._links = self._make_links()
                 self._members.recover(self._links)
             raise
+        finally:
+            self._is_running = False
 
     def _run_replica(
         self,

@@ -8,6 +8,7 @@ Afterwards the default generator is where the draw left it, so that random numbe
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,24 +45,33 @@ def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
         generator.set_state(before)
 
 
-@contextmanager
-def shared_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
+class SharedStream:
     """The same for replicas that are threads and share the generator of the CPU.
 
     torch has one for all threads, so that each function that draws from it gets the replica's
     state put in before and taken out after, one thread at a time. What reads or sets the state
     (`torch.get_rng_state`, `manual_seed`; activation checkpoints do, and torch.compile) is led to
-    the replica's own.
+    the replica's own. Must be inside `detours`.
     """
-    generator = torch.Generator()
-    generator.manual_seed(replica_seed(seed, context.replica_id_in_sync_group))
-    mode = _OwnState(generator)
-    with _detour.taken_by(mode), mode:
-        yield
+
+    def __init__(self, context: ReplicaContext, seed: int) -> None:
+        self._mode = _OwnState(replica_seed(seed, context.replica_id_in_sync_group))
+
+    def __enter__(self) -> None:
+        _thread.mode = self._mode
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        _thread.mode = None
 
 
-class _Detour:
-    """Stands in for two names of torch while replicas that are threads run.
+class _Thread(threading.local):
+    mode: _OwnState | None = None
+
+
+class _Detours:
+    """While open, stands in for two names of torch: a `with` statement around replicas' threads.
 
     `torch.random.default_generator`, by which torch reads and sets the state, and the function
     that runs backward: torch calls that with function modes off, and what backward computes again
@@ -72,25 +82,19 @@ class _Detour:
         self._lock = threading.Lock()
         self._users = 0
         self._plain_backward: Any = None
-        self._thread = threading.local()
 
-    @contextmanager
-    def taken_by(self, mode: _OwnState) -> Iterator[None]:
-        """In this thread both lead to what is the replica's own."""
+    def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
                 self._plain_backward = vars(torch.autograd)["_engine_run_backward"]
                 self._set(self.run_backward, self)
             self._users += 1
-        self._thread.mode = mode
-        try:
-            yield
-        finally:
-            del self._thread.mode
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._set(self._plain_backward, torch.default_generator)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._set(self._plain_backward, torch.default_generator)
 
     @staticmethod
     def _set(backward: Any, generator: Any) -> None:
@@ -99,25 +103,27 @@ class _Detour:
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """What backward computes again draws from the replica's stream."""
-        with getattr(self._thread, "mode", None) or nullcontext():
+        with _thread.mode or nullcontext():
             return self._plain_backward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        mode = getattr(self._thread, "mode", None)
+        mode = _thread.mode
         return getattr(torch.default_generator if mode is None else mode.generator, name)
 
 
-_detour = _Detour()
-
-
 class _OwnState(TorchFunctionMode):
-    """Runs torch's random functions on a generator's state; in one thread."""
+    """Runs torch's random functions on a generator of its own; in one thread."""
 
     _turn = threading.Lock()
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.generator = generator
+        self._seed = seed
+
+    @functools.cached_property
+    def generator(self) -> torch.Generator:
+        """Made when something draws."""
+        return torch.Generator().manual_seed(self._seed)
 
     def __torch_function__(
         self,
@@ -144,6 +150,8 @@ class _OwnState(TorchFunctionMode):
                 shared.set_state(before)
 
 
+_thread = _Thread()
+detours = _Detours()
 _RANDOM = frozenset(
     f"{name}{suffix}"
     for name in (

@@ -22,7 +22,7 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.metrics import adopt_metrics
-from fastdist.random_streams import draw_seed, replica_stream, shared_stream
+from fastdist.random_streams import SharedStream, detours, draw_seed, replica_stream
 from fastdist.strategies.links import Links
 from fastdist.strategies.members import Members
 from fastdist.strategies.options import CommunicationOptions
@@ -241,7 +241,8 @@ class Strategy:
 
         self._is_running = True
         try:
-            return self._threads.run(body, on_failure)
+            with detours:
+                return self._threads.run(body, on_failure)
         except BaseException:
             if self._workers == 1:
                 links.close()
@@ -274,7 +275,7 @@ class Strategy:
             if communicator is None:
                 return fn(*args, **kwargs)
             shared = self._threads is not None and context.device.type == "cpu"
-            stream = shared_stream if shared else replica_stream
+            stream = SharedStream if shared else replica_stream
             with stream(context, seed), syncs[replica].step(examples) if syncs else nullcontext():
                 return fn(*args, **kwargs)
         finally:

@@ -121,7 +121,8 @@ class Meeting:
             self._left.add(replica)
             if error is not None:
                 self.failures.append((replica, error))
-            self._condition.notify_all()
+            if self._arrived or error is not None or len(self._left) == self._count:
+                self._condition.notify_all()
 
     def others_end(self, timeout_s: float) -> bool:
         """Wait for all replicas to end by themselves; False if some have not in this time."""

@@ -32,8 +32,8 @@ Step = Callable[[], object]
 
 def cnn() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)),
+        *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(4608, 128), nn.ReLU(), nn.Linear(128, 10)),
     )
 
 

@@ -86,9 +86,12 @@ WORKER = """
 """
 
 
-def start(prefix: list[str], cluster: dict[str, list[str]], kind: str, index: int) -> Any:
+def start(
+    prefix: list[str], cluster: dict[str, list[str]], kind: str, index: int, patience_s: int = 40
+) -> Any:
     config = {"cluster": cluster, "task": {"type": kind, "index": index}}
-    env = {**os.environ, "TF_CONFIG": json.dumps(config), "FASTDIST_RENDEZVOUS_TIMEOUT_S": "40"}
+    env = {**os.environ, "TF_CONFIG": json.dumps(config)}
+    env["FASTDIST_RENDEZVOUS_TIMEOUT_S"] = str(patience_s)
     command = [*prefix, sys.executable, "-W", "error", "-c", textwrap.dedent(WORKER)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=TESTS, env=env, text=True, stdout=pipe, stderr=pipe)
@@ -102,12 +105,12 @@ def trained(started: list[Any]) -> str:
     return out
 
 
-def on_one_machine(kinds: list[tuple[str, int]]) -> list[Any]:
+def on_one_machine(kinds: list[tuple[str, int]], patience_s: int = 40) -> list[Any]:
     jobs = [kind for kind, _ in kinds]
     cluster = {
         kind: [f"localhost:{next(ports)}" for _ in range(jobs.count(kind))] for kind in set(jobs)
     }
-    return [start([], cluster, kind, index) for kind, index in kinds]
+    return [start([], cluster, kind, index, patience_s) for kind, index in kinds]
 
 
 @pytest.mark.timeout(120)
@@ -122,7 +125,7 @@ def test_tf_config(network: Network) -> None:
 
 
 def test_tf_config_that_names_a_task_twice() -> None:
-    started = on_one_machine([("worker", 0), ("worker", 0)])
+    started = on_one_machine([("worker", 0), ("worker", 0)], patience_s=10)
     errors = [process.communicate(timeout=60)[1] for process in started]
     assert any("ClusterConfigError" in error for error in errors), errors
     assert all(process.returncode != 0 for process in started)

@@ -25,7 +25,7 @@ from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.rendezvous import meet
 
 _DEFAULT_PORT = 29500  # torch's
-_MOST_RANKS = 2**15 - 1  # headers hold a rank in 16 bits
+_MOST_THREADS = 1024  # memory grows with their square
 
 
 class Bootstrap(Protocol):
@@ -113,12 +113,12 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     """Communicators for `size` ranks that are threads of this process, one for each.
 
     Args:
-        size: number of ranks.
+        size: number of ranks, at most 1024.
         timeout: as for `init`.
     """
     size = to_integer(size, "size")
-    if not 1 <= size <= _MOST_RANKS:
-        raise ValueError(f"size must be an integer from 1 to {_MOST_RANKS}, got {size}")
+    if not 1 <= size <= _MOST_THREADS:
+        raise ValueError(f"size must be an integer from 1 to {_MOST_THREADS}, got {size}")
     timeout_s = settings().timeout_s if timeout is None else timeout
     check_timeout(timeout_s)
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]

@@ -12,8 +12,10 @@ from torch import nn
 from fastdist.context import state
 from fastdist.errors import FastdistError
 from fastdist.metrics import metrics_in
+from fastdist.module_structure import buffers_of
 from fastdist.modules import is_materialized
-from fastdist.routing import GradientStamp, Routing, buffers_of
+from fastdist.routing import Routing
+from fastdist.tensor_stamps import GradientStamp
 from fastdist.values import PerReplica
 
 

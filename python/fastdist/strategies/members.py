@@ -14,6 +14,7 @@ from fastdist.communicator import Communicator
 from fastdist.context import state
 from fastdist.gradients import GradientSync
 from fastdist.lazy_modules import when_initialized
+from fastdist.module_structure import hooks_of, structure_of
 from fastdist.modules import (
     broadcast_state,
     named_buffers,
@@ -22,7 +23,7 @@ from fastdist.modules import (
     root_of_each_parameter,
     sparse_parameters,
 )
-from fastdist.routing import Routing, hooks_of, structure_of
+from fastdist.routing import Routing
 from fastdist.strategies.central_routing import CentralRouting
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.links import Links

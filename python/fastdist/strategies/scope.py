@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fastdist.context import state
 from fastdist.metrics import watch_metrics
 from fastdist.modules import ModuleRecorder
-from fastdist.routing import watch_made
+from fastdist.watch_made import watch_made
 
 if TYPE_CHECKING:
     from fastdist.strategies.base import Strategy

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 from typing import Any
 
@@ -633,6 +634,117 @@ class StrategyContract:
 
             for grads in zip(*map(strategy.local_results, strategy.run(step)), strict=True):
                 assert grads == pytest.approx([(r + 1) / n for r in range(n)])
+
+        strategies.run(case)
+
+    def test_merge_call_changes_all_replicas_alike(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                model = nn.Linear(1, 1, bias=False)
+                model.register_buffer("count", torch.zeros(1))
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+                variable = fd.Variable(0.0)
+
+            def change(_: Strategy) -> None:
+                variable.assign(3.0)
+
+            def step() -> list[float]:
+                optimizer.zero_grad()
+                model.count.fill_(replica_id())
+                with strategy.no_sync():
+                    (model(torch.ones(1, 1)) * (1.0 + replica_id())).sum().backward()
+                fd.get_replica_context().merge_call(change)
+                kept = float(model.count)
+                (model(torch.ones(1, 1)) * 0).sum().backward()
+                before = model.weight.item()
+                if len(strategy.devices) > 1:
+                    fd.get_replica_context().merge_call(lambda _: optimizer.step())
+                else:
+                    optimizer.step()
+                return [kept, float(variable.value), before - model.weight.item()]
+
+            got = [strategy.local_results(value) for value in strategy.run(step)]
+            for replica, (kept, value, moved) in zip(
+                strategy.local_replica_ids, zip(*got, strict=True), strict=True
+            ):
+                assert kept == replica
+                assert value == 3
+                assert moved == pytest.approx((n + 1) / 2)
+
+        strategies.run(case)
+
+    def test_strategies_are_not_kept_alive(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                variable = fd.Variable(1)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 64)).sum().backward()
+                variable.assign_add(1)
+                optimizer.step()
+
+            strategy.run(step)
+
+        def count() -> int:
+            gc.collect()
+            return sum(type(thing) is nn.Parameter for thing in gc.get_objects())
+
+        strategies.run(case)
+        if strategies.runs_in_one_process:
+            before = count()
+            strategies.run(case)
+            assert count() <= before
+
+    def test_batch_norm_outside_run(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.BatchNorm1d(2)
+            model(torch.full((4, 2), 50.0))
+            means = strategy.run(lambda: model.running_mean.tolist())
+            for mean in means:
+                assert set(strategy.local_results(mean)) == {5.0}
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_unfrozen_in_run(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(2, 1).requires_grad_(False)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step() -> None:
+                model.requires_grad_(True)
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+            if strategy.num_replicas_in_sync == 1:
+                strategy.run(step)
+                return
+            with pytest.raises(FastdistError, match="weight was unfrozen in the middle of run"):
+                strategy.run(step)
+
+        strategies.run(case)
+
+    def test_gradients_kept_back_for_one_of_several_models(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+
+            def step() -> float:
+                with strategy.no_sync():
+                    first(torch.full((1, 1), replica_id() + 1.0)).sum().backward()
+                second(torch.ones(1, 1)).sum().backward()
+                assert first.weight.grad is not None
+                return first.weight.grad.item()
+
+            for grad in strategy.local_results(strategy.run(step)):
+                assert grad == pytest.approx((n + 1) / 2)
 
         strategies.run(case)
 

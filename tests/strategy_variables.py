@@ -173,6 +173,42 @@ class VariableContract:
         if strategies.runs_in_one_process:
             strategies.run(case)
 
+    def test_values_of_other_kinds(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n, local = strategy.num_replicas_in_sync, len(strategy.devices)
+            v = made(strategy, 0, synchronization=ON_READ, aggregation=SUM)
+            v.assign(2.5)
+            assert v.value == 2
+            with pytest.raises(TypeError, match=r"cannot add torch.float32 to .*int64"):
+                v.assign_add(0.5)
+            v.assign(made(strategy, 7))
+            assert v.value == 7
+            v.load_state_dict({"value": 3.0})
+            assert v.value == 3
+            own = made(strategy, 0.0)
+            own.assign(PerReplica(tuple(strategy.local_replica_ids)) if local > 1 else n)
+            expected = list(strategy.local_replica_ids) if local > 1 else [n]
+            assert in_replicas(strategy, lambda: int(own.value)) == expected
+            outside = fd.Variable(0)
+            if local > 1:
+                with pytest.raises(ValueError, match="made outside the scope"):
+                    strategy.run(lambda: outside.assign_add(1))
+
+        strategies.run(case)
+
+    def test_a_variable_outlives_its_strategy(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                v = fd.Variable(0, synchronization=ON_READ, aggregation=SUM)
+            strategy.run(lambda: v.assign_add(1))
+            counted.append((v, strategy.num_replicas_in_sync))
+
+        if strategies.runs_in_one_process:
+            counted: list[tuple[fd.Variable, int]] = []
+            strategies.run(case)
+            v, n = counted[0]
+            assert v.value == n
+
     def test_update(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
             v = made(strategy, 1.0)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch._compile import _disable_dynamo
@@ -98,6 +98,7 @@ class GradientSync:
         self._in_run_only = in_run_only
         self._task = -1  # backward that is under way
         self._arrived = [False] * len(self._parameters)
+        self._held: set[int] = set()  # gradients that no_sync has kept back
         self._global: dict[int, weakref.ref[torch.Tensor]] = {}
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
@@ -114,10 +115,10 @@ class GradientSync:
             if i in self._hooked or not _is_trainable(parameter):
                 continue
             self._hooked.add(i)
-            after = GradientHook(self._on_gradient, i)
+            after = GradientHook(_call, weakref.WeakMethod(self._on_gradient), i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             if self._reduction == "sum":
-                before = GradientHook(self._before_gradient, i)
+                before = GradientHook(_call, weakref.WeakMethod(self._before_gradient), i)
                 self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
@@ -151,7 +152,19 @@ class GradientSync:
         for hook in self._hooks:
             hook.remove()
 
-    @_disable_dynamo
+    def require_reduced(self) -> None:
+        """Check that no gradient was made where nothing watched for it.
+
+        Raises:
+            FastdistError: all parameters were frozen when the run began, and are not any more.
+        """
+        for i, parameter in enumerate(self._parameters):
+            if i not in self._hooked and parameter.grad is not None and _is_trainable(parameter):
+                raise FastdistError(
+                    f"{self._names[i]} was unfrozen in the middle of run, and its gradient is that "
+                    "of one replica; call requires_grad_() before run"
+                )
+
     def _before_gradient(self, i: int, gradient: object = None) -> None:
         """A sum that is accumulated into: its parts on all replicas must add up to itself."""
         grad = self._parameters[i].grad
@@ -159,9 +172,9 @@ class GradientSync:
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
-    @_disable_dynamo
     def _on_gradient(self, i: int, parameter: object) -> None:
         if not self.enabled:
+            self._held.add(i)
             return
         if not self._is_expected:
             raise FastdistError(
@@ -255,15 +268,18 @@ class GradientSync:
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
+        self._held.clear()
+        self.watch()  # what was unfrozen since this run began
 
     def _wanted(self) -> list[bool]:
         """Of each bucket and each sparse parameter: whether any replica has gradients for it."""
         groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
         if len(set(self._models)) < 2:
             return [True] * len(groups)
-        used = torch.tensor([any(self._arrived[i] for i in group) for group in groups])
-        self._questions.all_reduce(used, "max")
-        found: list[bool] = used.tolist()
+        used = [any(self._arrived[i] or i in self._held for i in group) for group in groups]
+        by_anyone = torch.tensor(used)
+        self._questions.all_reduce(by_anyone, "max")
+        found: list[bool] = by_anyone.tolist()
         return found
 
     def _receive(self, bucket: _Bucket, work: Work) -> None:
@@ -324,3 +340,11 @@ class GradientSync:
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and is_materialized(parameter)
+
+
+@_disable_dynamo
+def _call(method: Any, i: int, gradient: object) -> None:
+    """A hook keeps no strategy alive: Python cannot collect what torch's hooks refer to."""
+    found = method()
+    if found is not None:
+        found(i, gradient)

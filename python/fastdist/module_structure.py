@@ -71,9 +71,10 @@ def tensors_in(module: nn.Module) -> list[torch.Tensor]:
     return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]
 
 
-def buffers_of(roots: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """The buffers of modules that are not lazy ones' to come."""
-    named = [buffer for module in _modules_of(roots) for buffer in module._buffers.values()]
+def buffers_of(roots: Sequence[nn.Module], recurse: bool = True) -> list[torch.Tensor]:
+    """The buffers of modules, and of their children, that have been made."""
+    modules = _modules_of(roots) if recurse else roots
+    named = [buffer for module in modules for buffer in module.__dict__["_buffers"].values()]
     return [buffer for buffer in named if buffer is not None and is_materialized(buffer)]
 
 

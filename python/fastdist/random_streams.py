@@ -163,6 +163,7 @@ _RANDOM = frozenset(
         *("bernoulli", "binomial", "multinomial", "normal", "poisson", "random", "uniform"),
         *("kaiming_normal", "kaiming_uniform", "pca_lowrank", "svd_lowrank"),
         *("cauchy", "exponential", "geometric", "log_normal"),
+        *("_standard_gamma", "_sample_dirichlet"),
     )
     for suffix in ("", "_")
 )

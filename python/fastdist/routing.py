@@ -20,10 +20,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastdist.metrics import adopt_twins, is_adopted
-from fastdist.module_structure import copy_hooks, tensors_in, tensors_of
+from fastdist.module_structure import buffers_of, copy_hooks, tensors_in, tensors_of
 from fastdist.routed_class import TWINS, bare_copy, route
 from fastdist.tensor_stamps import GradientStamp, share_memory, value_stamp
-from fastdist.variables import Variable, local_components
+from fastdist.variables import Variable, local_components, note_component
 
 
 class Routing:
@@ -45,6 +45,7 @@ class Routing:
         self._tensors: list[torch.Tensor] = []  # of the modules, replica 0's
         self._values: list[object] = []  # their stamps, when replicas were alike
         self._gradients: list[GradientStamp | None] = []
+        self._beside: dict[int, list[torch.Tensor]] = {}  # buffers of the same module, by id
         self._groups: dict[int, object] = {}  # of optimizers, as their twins have them
         self._twin_tensors: list[dict[int, torch.Tensor]] = [{} for _ in self._twin_devices]
 
@@ -66,6 +67,7 @@ class Routing:
                 if isinstance(module, Variable) and TWINS in module.__dict__:
                     previous = module.__dict__[TWINS][len(twins[key]) - 1]
                     memo[key].assign(previous.component)
+                    note_component(memo[key])
             self._twin_tensors.append(
                 {
                     id(own): twin
@@ -80,6 +82,8 @@ class Routing:
         self._groups.clear()
         known = set(map(id, self._tensors))
         self._tensors = list({id(t): t for t in tensors_of(self._modules)}.values())
+        groups = [buffers_of([module], recurse=False) for module in everything.values()]
+        self._beside = {id(buffer): group for group in groups for buffer in group}
         for previously, current in zip(before, self._twin_tensors, strict=True):
             for own in self._tensors:
                 twin = current[id(own)]
@@ -94,8 +98,12 @@ class Routing:
 
     def note_values(self) -> None:
         """Take what replica 0 holds now as what all replicas hold: a run has ended."""
-        self._values = [value_stamp(tensor) for tensor in self._tensors]
+        self._values = [self._stamp(tensor) for tensor in self._tensors]
         self._gradients = [GradientStamp(tensor) for tensor in self._tensors]
+
+    def _stamp(self, tensor: torch.Tensor) -> object:
+        """Of a buffer with those beside it: batch_norm leaves a trace in its count alone."""
+        return [value_stamp(one) for one in self._beside.get(id(tensor), (tensor,))]
 
     def distrust(self) -> None:
         """A run has failed in its middle: all twins take what replica 0 holds."""
@@ -165,7 +173,7 @@ class Routing:
         return copy.deepcopy(plain) if isinstance(thing, GradScaler) else plain
 
     def _refresh_tensors(self) -> None:
-        values = [value_stamp(tensor) for tensor in self._tensors]
+        values = [self._stamp(tensor) for tensor in self._tensors]
         apart = local_components(self._modules) if values != self._values else set()
         for i, own in enumerate(self._tensors):
             if values[i] != self._values[i]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch import nn
 from fastdist.collective_functions import as_tensor
 from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
+from fastdist.values import select
 
 
 class VariableSynchronization(enum.Enum):
@@ -157,18 +157,31 @@ class Variable(nn.Module):
         return f"{self._value}, {self.synchronization}, {self.aggregation}"
 
     def _write(self, value: Any, sign: int | None) -> None:
-        given = as_tensor(value).detach()
         owner, context = _owner_of(self), state.replica
         if owner is not None:
             owner.refresh()
-            components = owner.variables(self)
-            for replica, component in zip(owner.local_replica_ids, components, strict=True):
-                component._put(self._part(given, replica, owner.num_replicas_in_sync), sign)
+            pairs = zip(owner.local_replica_ids, owner.variables(self), strict=True)
+            for local, (replica, component) in enumerate(pairs):
+                own = self._given(select(value, local), sign)
+                component._put(self._part(own, replica, owner.num_replicas_in_sync), sign)
             owner.note_values()
             return
-        if context is not None and self.synchronization is not VariableSynchronization.ON_READ:
-            given = self._aggregated(given, context)
+        given = self._given(value, sign)
+        if context is not None:
+            if len(context.strategy.devices) > 1 and not self.__dict__.get(_IS_COMPONENT):
+                raise ValueError(
+                    "a Variable that was made outside the scope is written in run, by several "
+                    "replicas at once; make it inside `with strategy.scope():`"
+                )
+            if self.synchronization is not VariableSynchronization.ON_READ:
+                given = self._aggregated(given, context)
         self._put(given, sign)
+
+    def _given(self, value: Any, sign: int | None) -> torch.Tensor:
+        given = as_tensor(value.value if isinstance(value, Variable) else value).detach()
+        if sign is not None and not torch.can_cast(given.dtype, self._value.dtype):
+            raise TypeError(f"cannot add {given.dtype} to a variable of {self._value.dtype}")
+        return given.to(self._value.dtype)
 
     def _put(self, value: torch.Tensor, sign: int | None) -> None:
         with torch.no_grad():
@@ -180,7 +193,7 @@ class Variable(nn.Module):
     def _aggregated(self, given: torch.Tensor, context: ReplicaContext) -> torch.Tensor:
         if context.num_replicas_in_sync == 1 or self.aggregation is VariableAggregation.NONE:
             return given
-        own = given.to(self._value.device, self._value.dtype).broadcast_to(self._value.shape)
+        own = given.to(self._value.device).broadcast_to(self._value.shape)
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             combined: torch.Tensor = context.all_gather(own[None])[0]
         else:
@@ -196,6 +209,10 @@ class Variable(nn.Module):
             return value / replicas
         whole = value.div(replicas, rounding_mode="floor")
         return whole + (value - whole * replicas > replica)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles know no strategy."""
+        return {k: v for k, v in self.__dict__.items() if k not in (_OWNER, _IS_COMPONENT)}
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -227,7 +244,7 @@ class Variable(nn.Module):
         if key not in state_dict:
             missing_keys += [key] if strict else []
             return
-        given = state_dict[key]
+        given = as_tensor(state_dict[key])
         if tuple(given.shape) != tuple(self._value.shape):
             error_msgs.append(
                 f"size mismatch for {key}: {tuple(given.shape)} in the state_dict, "
@@ -243,16 +260,23 @@ class Variable(nn.Module):
 
 
 _ADDING = (VariableAggregation.SUM, VariableAggregation.MEAN)
-_owners: weakref.WeakKeyDictionary[Variable, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+_OWNER, _IS_COMPONENT = "_fastdist_owner", "_fastdist_is_component"
 
 
 def own(variable: Variable, owner: Owner) -> None:
     """The variable belongs to a strategy: together its components hold the initial value."""
-    known = _owners.get(variable)
-    if known is not None and known() is owner:
+    if variable.__dict__.get(_OWNER) is owner:
         return
-    _owners[variable] = weakref.ref(owner)
-    variable.assign(variable._value.clone())
+    value = variable._value.clone()
+    variable.__dict__[_OWNER] = owner
+    for component in owner.variables(variable):
+        note_component(component)
+    variable.assign(value)
+
+
+def note_component(variable: Variable) -> None:
+    """Replicas of a strategy write this one in `run`, each its own."""
+    variable.__dict__[_IS_COMPONENT] = True
 
 
 def local_components(roots: Sequence[nn.Module]) -> set[int]:
@@ -267,7 +291,4 @@ def local_components(roots: Sequence[nn.Module]) -> set[int]:
 
 def _owner_of(variable: Variable) -> Owner | None:
     """The strategy that a variable's reads and writes concern; None for this one tensor alone."""
-    if state.replica is not None:
-        return None
-    known = _owners.get(variable)
-    return None if known is None else known()
+    return None if state.replica is not None else variable.__dict__.get(_OWNER)

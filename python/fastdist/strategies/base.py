@@ -284,8 +284,13 @@ class Strategy:
     def _merge(self, fn: Callable[..., Any], calls: Sequence[Any]) -> list[Any]:
         """What `merge_call` does once all replicas are there; in the caller's thread."""
         args, kwargs = _joined(list(calls))
+        brings = self._threads is not None and not self._members.steps_by(fn)
+        if brings:  # what fn changes of the users' own objects, and nothing else, holds for all
+            self._members.note_values()
         with self._cross_replica():
             result = fn(self, *args, **kwargs)
+        if brings:
+            self._members.refresh()
         return [select(result, replica) for replica in range(len(calls))]
 
     def _call_merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

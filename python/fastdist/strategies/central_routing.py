@@ -29,13 +29,21 @@ class CentralRouting(Routing):
     Args:
         devices: of all local replicas.
         home: where parameters and optimizer states are.
+        require_allowed: raises where an optimizer must not step now.
     """
 
     _not_copied = Routing._not_copied | {"state"}
 
-    def __init__(self, devices: Sequence[torch.device], home: torch.device) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        home: torch.device,
+        require_allowed: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
         super().__init__(devices, first=1 if devices[0] == home else 0)
         self._home = home
+        self._require_allowed = require_allowed
+        self._brought: dict[int, int] = {}  # versions of replica 0's parameters, by the user's id
         self._taken: dict[int, GradientStamp] = {}  # from replica 0, by the parameter's id
 
     def note_values(self) -> None:
@@ -47,6 +55,7 @@ class CentralRouting(Routing):
                     for own, other in zip(buffers_of([root]), buffers_of([twin]), strict=True):
                         own.copy_(other)
                     for own, other in zip(root.parameters(), twin.parameters(), strict=True):
+                        self._take_value(own, other)
                         self._take_gradient(own, other)
             for optimizer in self._optimizers:
                 _take_rates(optimizer, self.twins_of(optimizer)[0])
@@ -90,6 +99,7 @@ class CentralRouting(Routing):
                     f"{type(optimizer).__name__}.step got a closure; under CentralStorageStrategy "
                     "the optimizer steps once for all replicas and cannot evaluate them anew"
                 )
+            self._require_allowed(optimizer)
             return context.merge_call(self._step, (number,))
 
         step.__dict__["_wrapped_by_lr_sched"] = True
@@ -108,6 +118,7 @@ class CentralRouting(Routing):
         if self._first == 0:
             _take_rates(optimizer, twins[0])
             for own, other in _pairs(optimizer, twins[0]):
+                self._take_value(own, other)
                 self._take_gradient(own, other)
         type(optimizer).step(optimizer)
         with torch.no_grad():
@@ -115,6 +126,27 @@ class CentralRouting(Routing):
                 for own, other in _pairs(optimizer, twin):
                     if own.data_ptr() != other.data_ptr():
                         other.copy_(own)
+        if self._first == 0:
+            self._note_brought(_pairs(optimizer, twins[0]))
+
+    def _refresh_tensors(self) -> None:
+        super()._refresh_tensors()
+        if self._first == 0:
+            for root in self._modules:
+                pairs = zip(root.parameters(), self.twin(root, 0).parameters(), strict=True)
+                self._note_brought(list(pairs))
+
+    def _note_brought(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._brought.update((id(own), other._version) for own, other in pairs)
+
+    def _take_value(self, own: torch.Tensor, other: torch.Tensor) -> None:
+        """What replica 0 has written into a parameter by itself: a state_dict that it loaded."""
+        if not is_materialized(own) or not is_materialized(other):
+            return
+        if self._brought.get(id(own), other._version) != other._version:
+            with torch.no_grad():
+                own.copy_(other)
+            self._brought[id(own)] = other._version
 
     def _take_gradient(self, own: torch.Tensor, other: torch.Tensor) -> None:
         if is_materialized(other) and not is_materialized(own):
@@ -137,6 +169,11 @@ def _pairs(
     optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each parameter, and the twin's."""
+    if len(optimizer.param_groups) != len(twin.param_groups):
+        raise ValueError(
+            "add_param_group was called in run; under CentralStorageStrategy with parameters on "
+            "another device call it outside"
+        )
     return [
         pair
         for group, mirror in zip(optimizer.param_groups, twin.param_groups, strict=True)

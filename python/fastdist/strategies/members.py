@@ -66,7 +66,10 @@ class Members:
         self._steps = OptimizerSteps(options.gradient_reduction)
         self._routing: Routing | None = None
         if len(devices) > 1 or devices[0] != self._home:
-            self._routing = CentralRouting(devices, home) if home else Routing(devices)
+            if home is None:
+                self._routing = Routing(devices)
+            else:
+                self._routing = CentralRouting(devices, home, self._steps.require_allowed)
         self._tensors: list[torch.Tensor] = []  # that all workers have agreed on
         self._structure: list[object] = []
         self._hooks: list[int] = []
@@ -167,6 +170,10 @@ class Members:
         self.connect(links)
         if self._routing is not None:
             self._routing.distrust()
+
+    def steps_by(self, fn: Any) -> bool:
+        """Whether a function is the routing's own, which brings what it changes by itself."""
+        return self._routing is not None and getattr(fn, "__self__", None) is self._routing
 
     def note_values(self) -> None:
         """A run has ended well: what replica 0 holds is what all replicas hold."""

@@ -56,16 +56,10 @@ class OptimizerSteps:
             if context is not None and context.communicator is not None:
                 self._require_foreign(optimizer)
             return None
-        if any(sync.is_reducing for sync in self._syncs):
-            raise FastdistError(
-                f"{type(optimizer).__name__}.step() was called in the middle of backward, where "
-                "gradients are still those of one replica; call it when backward() has returned"
-            )
+        self.require_allowed(optimizer)
         if context is None:
             self.taken_outside.add(id(optimizer))
             return None
-        if context.local_replica == 0:  # others have copies of what is held besides
-            self._require_own(optimizer)
         if "closure" in kwargs:
             kwargs = {**kwargs, "closure": self._global(context, kwargs["closure"])}
         elif len(args) > 1:
@@ -73,6 +67,26 @@ class OptimizerSteps:
         else:
             return None
         return args, kwargs
+
+    def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that one of the strategy's optimizers may step in the running thread now.
+
+        Raises:
+            FastdistError: its gradients are not those of all replicas.
+            ValueError: it holds a parameter that is not the strategy's.
+        """
+        if any(sync.is_reducing for sync in self._syncs):
+            raise FastdistError(
+                f"{type(optimizer).__name__}.step() was called in the middle of backward, where "
+                "gradients are still those of one replica; call it when backward() has returned"
+            )
+        context = state.replica
+        if context is None:
+            return
+        if self._syncs:
+            self._syncs[context.local_replica].require_reduced()
+        if context.local_replica == 0:  # others have copies of what is held besides
+            self._require_own(optimizer)
 
     def _is_own(self, parameter: torch.Tensor) -> bool:
         known = self._parameters.get(id(parameter))

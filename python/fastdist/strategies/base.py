@@ -95,7 +95,8 @@ class Strategy:
         """A `with` statement: modules and optimizers made inside belong to this strategy.
 
         When it ends their initial values are those of the chief on all replicas. Every worker
-        must make the same.
+        must make the same. Schedulers and GradScalers that are used in `run` must be made inside
+        too.
 
         Raises:
             RuntimeError: ("Mixing") another strategy's scope is open.

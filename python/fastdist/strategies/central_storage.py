@@ -20,7 +20,9 @@ class CentralStorageStrategy(Strategy):
     Replicas compute on the compute devices, each in a thread of its own. Their gradients are
     reduced, and when all of them call `optimizer.step()` it steps once, where the parameters are.
     Replicas on the parameters' device compute with the parameters themselves, others with copies
-    that get the new values after each step. Buffers are the replicas' own, as under Mirrored.
+    that get the new values after each step. Buffers are the replicas' own, as under Mirrored. What
+    a replica does to a parameter's values by hand, all on that device see: change parameters by the
+    optimizer, outside `run`, or in `merge_call`.
 
     Args:
         compute_devices: of the replicas; every GPU if None, else one CPU.

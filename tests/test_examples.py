@@ -17,11 +17,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # replicas share few cores
+
+
 def run_digits(ranks: int, weights: Path) -> tuple[float, dict[str, Any]]:
     command = [sys.executable, "-m", "fastdist", "run", "--no-prefix", "-n", str(ranks)]
     command += [str(ROOT / "examples/digits_all_reduce.py"), "--epochs", "12", "--save"]
     done = subprocess.run(
-        [*command, str(weights)], capture_output=True, text=True, timeout=120, check=False
+        [*command, str(weights)], capture_output=True, text=True, timeout=120, check=False, env=ENV
     )
     assert done.returncode == 0, done.stderr
     found = re.search(r"accuracy on held-out digits: ([\d.]+)%", done.stdout)
@@ -61,7 +64,6 @@ def numbers(text: str) -> tuple[float, float]:
     return float(loss[0]), float(accuracy[0])
 
 
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # replicas share few cores
 RUN = ("-m", "fastdist", "run", "--no-prefix", "-n")
 THREADS = ("--devices", "cpu:0", "cpu:1", "cpu:2")
 

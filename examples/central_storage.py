@@ -40,7 +40,6 @@ def main() -> None:
     batches = strategy.distribute_dataset(
         train, global_batch_size=options.global_batch_size, shuffle=True, seed=0
     )
-    held_out = strategy.distribute_dataset(test, global_batch_size=options.global_batch_size)
 
     def train_step(batch: digits.Split) -> torch.Tensor:
         images, labels = batch
@@ -50,21 +49,13 @@ def main() -> None:
         optimizer.step()  # waits for all replicas, and steps once
         return loss.detach()
 
-    def count_right(batch: digits.Split) -> torch.Tensor:
-        images, labels = batch
-        with torch.no_grad():
-            return (model(images).argmax(1) == labels).sum()
-
     progress = digits.Progress(strategy, options.epochs)
     for epoch in range(options.epochs):
         losses = [
             strategy.reduce("mean", strategy.run(train_step, args=(batch,))) for batch in batches
         ]
         progress.epoch(epoch + 1, float(torch.stack(losses).mean()), len(train[1]))
-    right = sum(
-        int(strategy.reduce("sum", strategy.run(count_right, args=(batch,)))) for batch in held_out
-    )
-    progress.result(right / len(test[1]))
+    progress.result(digits.accuracy(strategy, model, test, options.global_batch_size))
     progress.say(f"parameters of this process's replicas: {parameter_bytes(strategy, model)} bytes")
 
 

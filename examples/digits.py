@@ -9,6 +9,7 @@ import time
 import fastdist as fd
 import torch
 from sklearn.datasets import load_digits
+from torch import nn
 
 Split = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,6 +49,19 @@ STRATEGIES = {
 def make_strategy(options: argparse.Namespace) -> fd.Strategy:
     """The one line that differs between strategies."""
     return STRATEGIES[options.strategy](options.devices)
+
+
+def accuracy(strategy: fd.Strategy, model: nn.Module, split: Split, global_batch: int) -> float:
+    """The share of digits that the model recognises, over all replicas."""
+
+    def count_right(batch: Split) -> torch.Tensor:
+        images, labels = batch
+        with torch.no_grad():
+            return (model(images).argmax(1) == labels).sum()
+
+    batches = strategy.distribute_dataset(split, global_batch_size=global_batch)
+    right = [strategy.reduce("sum", strategy.run(count_right, args=(b,))) for b in batches]
+    return float(sum(right)) / len(split[1])
 
 
 class Progress:

@@ -60,7 +60,6 @@ def main() -> None:
     batches = strategy.distribute_dataset(
         train, global_batch_size=options.global_batch_size, shuffle=True, seed=0
     )
-    held_out = strategy.distribute_dataset(test, global_batch_size=options.global_batch_size)
 
     def train_step(batch: digits.Split) -> torch.Tensor:
         images, labels = batch
@@ -69,11 +68,6 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         return loss.detach()
-
-    def count_right(batch: digits.Split) -> torch.Tensor:
-        images, labels = batch
-        with torch.no_grad():
-            return (model(images).argmax(1) == labels).sum()
 
     progress = digits.Progress(strategy, options.epochs)
     progress.say(f"{strategy!r}")
@@ -85,11 +79,8 @@ def main() -> None:
         schedule.step()
         progress.epoch(epoch + 1, float(torch.stack(losses).mean()), len(train[1]))
     model.eval()
-    right = sum(
-        int(strategy.reduce("sum", strategy.run(count_right, args=(batch,)))) for batch in held_out
-    )
     strategy.check_in_sync()
-    progress.result(right / len(test[1]))
+    progress.result(digits.accuracy(strategy, model, test, options.global_batch_size))
     weights = model.state_dict()  # on every worker: `seen` is a sum over all of them
     progress.say(f"examples seen in training: {int(weights['seen.value'])}")
     if options.save is not None and progress.is_chief:

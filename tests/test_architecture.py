@@ -36,6 +36,7 @@ LAYERS = (
         "fastdist.nn",
         "fastdist.ps",
         "fastdist.random_streams",
+        "fastdist.reductions",
         "fastdist.routed_class",
         "fastdist.routing",
         "fastdist.tensor_stamps",

@@ -87,6 +87,7 @@ class GradientSync:
         self._communicator = communicator
         self._questions = questions
         self._models = models
+        self._has_several_models = len(set(models)) > 1
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
@@ -111,6 +112,8 @@ class GradientSync:
 
     def watch(self) -> None:
         """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
+        if len(self._hooked) == len(self._parameters):
+            return
         for i, parameter in enumerate(self._parameters):
             if i in self._hooked or not _is_trainable(parameter):
                 continue
@@ -131,8 +134,7 @@ class GradientSync:
         """
         self.examples = examples
         self._is_expected = True
-        if len(self._hooked) < len(self._parameters):
-            self.watch()
+        self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
         try:
@@ -158,6 +160,8 @@ class GradientSync:
         Raises:
             FastdistError: all parameters were frozen when the run began, and are not any more.
         """
+        if len(self._hooked) == len(self._parameters):
+            return
         for i, parameter in enumerate(self._parameters):
             if i not in self._hooked and parameter.grad is not None and _is_trainable(parameter):
                 raise FastdistError(
@@ -274,7 +278,7 @@ class GradientSync:
     def _wanted(self) -> list[bool]:
         """Of each bucket and each sparse parameter: whether any replica has gradients for it."""
         groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
-        if len(set(self._models)) < 2:
+        if not self._has_several_models:
             return [True] * len(groups)
         used = [any(self._arrived[i] or i in self._held for i in group) for group in groups]
         by_anyone = torch.tensor(used)

@@ -12,6 +12,7 @@ from torch import nn
 from fastdist.collective_functions import as_tensor
 from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
+from fastdist.reductions import reduce_values
 from fastdist.values import select
 
 
@@ -131,14 +132,7 @@ class Variable(nn.Module):
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             first = values[0].clone()
             return first if owner.workers is None else owner.workers.broadcast(first)
-        total = values[0].clone()
-        for value in values[1:]:
-            total += value.to(total.device)
-        if owner.workers is not None:
-            owner.workers.all_reduce(total)
-        if self.aggregation is VariableAggregation.MEAN:
-            total /= owner.num_replicas_in_sync
-        return total
+        return reduce_values(owner.workers, self.aggregation.value, values, None, None)
 
     def assign(self, value: Any) -> None:
         """Set the value: what the replicas assign together, or, outside `run`, to all of them."""

@@ -23,10 +23,10 @@ from fastdist.data import (
 )
 from fastdist.metrics import adopt_metrics
 from fastdist.random_streams import SharedStream, detours, draw_seed, replica_stream
+from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.links import Links
 from fastdist.strategies.members import Members
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
 from fastdist.strategies.scope import Scope
 from fastdist.strategies.uneven import UnevenResults

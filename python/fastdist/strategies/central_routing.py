@@ -129,6 +129,11 @@ class CentralRouting(Routing):
         if self._first == 0:
             self._note_brought(_pairs(optimizer, twins[0]))
 
+    def refresh(self, stepped: set[int]) -> None:
+        """Steps change nothing that the twins have a copy of."""
+        del stepped
+        super().refresh(set())
+
     def _refresh_tensors(self) -> None:
         super()._refresh_tensors()
         if self._first == 0:

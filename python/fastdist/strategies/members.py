@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -88,7 +87,7 @@ class Members:
         added = [root for root in roots if id(root) not in known]
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
         if roots:
-            self._set_modules(links, [*self._roots, *added])
+            self._set_modules([*self._roots, *added])
         if self._routing is not None:
             for optimizer in optimizers:
                 self._routing.add_optimizer(optimizer)
@@ -102,13 +101,13 @@ class Members:
                 if isinstance(module, Variable):
                     own(module, self)
 
-    def _set_modules(self, links: Links, roots: list[nn.Module]) -> None:
+    def _set_modules(self, roots: list[nn.Module]) -> None:
         """Check that all workers have these modules; give what is new in them rank 0's values."""
         named = [*named_parameters(roots), *named_buffers(roots)]
-        if links.workers is not None:
-            require_same_structure(links.workers, named)
+        if self.workers is not None:
+            require_same_structure(self.workers, named)
             known = set(map(id, self._tensors))
-            broadcast_state(links.workers, [t for _, t in named if id(t) not in known])
+            broadcast_state(self.workers, [t for _, t in named if id(t) not in known])
         self._roots = roots
         self._tensors = [tensor for _, tensor in named]
         if self._routing is not None:
@@ -130,7 +129,7 @@ class Members:
         ]
         if self.syncs:
             for replica in range(len(self._devices)):
-                when_initialized(self._roots_of(replica), partial(self._share_lazy, links))
+                when_initialized(self._roots_of(replica), self._share_lazy)
         twins = self._routing.optimizer_twins() if self._routing is not None else []
         self._steps.watch([*self._optimizers, *twins], parameters, self.syncs)
         self._structure = structure_of(self._roots)
@@ -159,7 +158,7 @@ class Members:
         if self._routing is not None:
             changed = changed or hooks_of(self._roots) != self._hooks
         if changed:
-            self._set_modules(self._links, self._roots)
+            self._set_modules(self._roots)
             self.connect(self._links)
         if self._routing is not None:
             self._routing.refresh(self._steps.taken_outside)
@@ -214,14 +213,14 @@ class Members:
             replicas.append([(name, tensor) for name, tensor in named if id(tensor) not in apart])
         require_in_sync(workers, replicas)
 
-    def _share_lazy(self, links: Links, module: nn.Module) -> None:
+    def _share_lazy(self, module: nn.Module) -> None:
         """A lazy module has made its parameters: all replicas take those of replica 0."""
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         replica = 0 if state.replica is None else state.replica.local_replica
         if state.replica is not None:
-            broadcast_state(links.context[replica], tensors)
-        elif links.workers is not None:
-            broadcast_state(links.workers, tensors)
+            broadcast_state(self._links.context[replica], tensors)
+        elif self.workers is not None:
+            broadcast_state(self.workers, tensors)
         self.syncs[replica].watch()
 
     def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:

@@ -48,7 +48,7 @@ def inputs_of(comm: Communicator, dtype: str, size: int, seed: int) -> list[np.n
 
 def check_reductions(comm: Communicator, dtype: str) -> None:
     for op in REDUCE_OPS:
-        x = sample(dtype, 5, 0, comm.rank)
+        x = sample(dtype, 5, 0, comm.rank).copy()
         if not is_defined(op, dtype):
             with pytest.raises(TypeError, match=f'op="{op}" is not defined for dtype {dtype}'):
                 comm.all_reduce(x, op)
@@ -150,7 +150,7 @@ def check_lists(comm: Communicator, dtypes: list[str]) -> None:
 
     def arrays(rank: int) -> list[np.ndarray]:
         pairs = zip(kinds, sizes, strict=True)
-        return [sample(kind, size, i, rank) for i, (kind, size) in enumerate(pairs)]
+        return [sample(kind, size, i, rank).copy() for i, (kind, size) in enumerate(pairs)]
 
     one_by_one = arrays(comm.rank)
     for x in one_by_one:
@@ -360,8 +360,8 @@ def check_groups(comm: Communicator) -> None:
 
 
 def check_same_bits(comm: Communicator) -> bytes:
-    x = sample("float32", 1_000_003, 8, comm.rank)
-    y = [sample("float16", size, 8, comm.rank) for size in (1, 70_000, 9)]
+    x = sample("float32", 1_000_003, 8, comm.rank).copy()
+    y = [sample("float16", size, 8, comm.rank).copy() for size in (1, 70_000, 9)]
     comm.all_reduce(x)
     comm.all_reduce(y, "mean")
     return x[::97].tobytes() + b"".join(a.tobytes() for a in y)

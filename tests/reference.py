@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -31,9 +32,16 @@ def is_defined(op: str, dtype: str) -> bool:
     return dtype in [*INTEGERS, "bool"]
 
 
-def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
-    """What rank `rank` holds: different on every rank, with signs and, for ints, overflow."""
-    rng = np.random.default_rng([seed, rank, size])
+@cache
+def _pool(dtype: str, size: int) -> Array:
+    """Random values to cut samples from; making them afresh took most of the tests' time."""
+    pool = _random(dtype, size)
+    pool.setflags(write=False)
+    return pool
+
+
+def _random(dtype: str, size: int) -> Array:
+    rng = np.random.default_rng(size)
     kind = numpy_dtype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, size).astype(bool)
@@ -42,7 +50,17 @@ def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
         return rng.integers(limits.min, limits.max, size, kind, endpoint=True)
     if dtype in COMPLEX:
         return (rng.standard_normal(size) + 1j * rng.standard_normal(size)).astype(kind)
-    return rng.standard_normal(size).astype(kind)
+    return rng.standard_normal(size, np.float64 if dtype == "float64" else np.float32).astype(kind)
+
+
+def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
+    """What rank `rank` holds: different on every rank, with signs and, for ints, overflow.
+
+    Read-only, being a part of the pool.
+    """
+    start = (seed * 31 + rank) * 257
+    length = 1 << (start + size).bit_length()
+    return _pool(dtype, length)[start : start + size]
 
 
 def small_complex(dtype: str, size: int, seed: int, rank: int) -> Array:
@@ -85,10 +103,11 @@ def same_bits(a: Array, b: Array) -> bool:
     """Equal bit by bit, except that any NaN equals any NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if a.tobytes() == b.tobytes():
-        return True
     if a.dtype.kind == "c":
         return same_bits(a.view(a.real.dtype), b.view(b.real.dtype))
     raw = f"u{a.itemsize}"
+    same = a.view(raw) == b.view(raw)
+    if same.all():
+        return True
     nans = np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64))
-    return bool(((a.view(raw) == b.view(raw)) | nans).all())
+    return bool((same | nans).all())

@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import fastdist as fd
@@ -619,6 +620,33 @@ class StrategyContract:
 
         def case(strategy: Strategy) -> None:
             require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
+
+        strategies.run(case)
+
+    @pytest.mark.parametrize("sizes", [(7, 2, 1), (8, 5, 7), (1, 12, 4)])
+    def test_accumulation_over_batches_that_are_cut_unevenly(
+        self, strategies: Any, sizes: tuple[int, ...]
+    ) -> None:
+        def gradients(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(2)
+            with strategy.scope():
+                model = nn.Sequential(nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1))
+            ids = torch.randint(0, 20, (64,))
+
+            def backward(ids: torch.Tensor) -> None:
+                model(ids).square().mean().backward()
+
+            begin = 0
+            for place, size in enumerate(sizes):
+                part = batch(strategy, ids[begin : begin + size])
+                begin += size
+                last = place == len(sizes) - 1
+                with nullcontext() if last else strategy.no_sync():
+                    strategy.run(lambda part: backward(part[0]), (part,))
+            return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+
+        def case(strategy: Strategy) -> None:
+            require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-6)
 
         strategies.run(case)
 

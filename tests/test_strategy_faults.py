@@ -84,6 +84,56 @@ def test_a_worker_that_raises_in_a_step(run: Callable[[Any], Any]) -> None:
     assert caught.value.errors == {0: "exited with 3"}
 
 
+def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 4)
+
+        def step(fail: bool = False) -> None:
+            if fail and fd.get_replica_context().replica_id_in_sync_group == 0:
+                raise KeyError("lost")
+            model(torch.ones(1, 4)).sum().backward()
+
+        strategy.run(step)
+        begin = time.monotonic()
+        with pytest.raises((KeyError, FastdistError)) as caught:
+            strategy.run(step, (True,))
+        assert time.monotonic() - begin < 5
+        if 0 in strategy.local_replica_ids:
+            assert caught.type is KeyError
+        else:
+            assert 0 in caught.value.ranks, str(caught.value)
+        with pytest.raises(FastdistError, match="start the job again"):
+            strategy.run(step)
+
+    run(case)
+
+
+def test_workers_that_all_raise_go_on(run: Callable[[Any], Any]) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 1, bias=False)
+
+        def step(limit: float) -> None:
+            model.zero_grad()
+            (model(torch.ones(1, 4)) * (1 + replica_id())).sum().backward()
+            if model.weight.grad.max() > limit:
+                raise OverflowError
+
+        def replica_id() -> int:
+            return fd.get_replica_context().replica_id_in_sync_group
+
+        mean = (strategy.num_replicas_in_sync + 1) / 2
+        for _ in range(3):
+            with pytest.raises(OverflowError):
+                strategy.run(step, (0.0,))
+            assert (model.weight.grad == mean).all()
+            strategy.run(step, (100.0,))
+        strategy.check_in_sync()
+
+    run(case)
+
+
 def test_models_that_differ(run: Callable[[Any], Any]) -> None:
     def case(strategy: Strategy) -> None:
         first = strategy.local_replica_ids[0] == 0
@@ -119,3 +169,46 @@ def test_workers_that_run_different_collectives(run: Callable[[Any], Any]) -> No
             strategy.run(step)
 
     run(case)
+
+
+@pytest.fixture
+def threads() -> Strategy:
+    return fd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "backward", "assign"])
+def test_a_collective_that_only_some_replicas_call(threads: Strategy, what: str) -> None:
+    with threads.scope():
+        model = nn.Linear(2, 1)
+        variable = fd.Variable(0.0, aggregation=fd.VariableAggregation.SUM)
+
+    def step(everyone: bool) -> None:
+        context = fd.get_replica_context()
+        if not everyone and context.replica_id_in_sync_group == 1:
+            return
+        if what == "all_reduce":
+            context.all_reduce("sum", torch.ones(2))
+        elif what == "backward":
+            model(torch.ones(1, 2)).sum().backward()
+        else:
+            variable.assign(1.0)
+
+    threads.run(step, (True,))
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="rank 1") as caught:
+        threads.run(step, (False,))
+    assert time.monotonic() - begin < 5
+    assert "replica" in str(getattr(caught.value, "__notes__", "replica"))
+    threads.run(step, (True,))
+
+
+def test_a_slow_replica_is_waited_for(threads: Strategy) -> None:
+    def step(slow_s: float) -> torch.Tensor:
+        context = fd.get_replica_context()
+        total = context.all_reduce("sum", torch.ones(()))
+        if context.replica_id_in_sync_group == 2:
+            time.sleep(slow_s)
+        return total
+
+    for slow_s in (2.5, 0.0, 1.2):
+        assert threads.reduce("mean", threads.run(step, (slow_s,))) == 3

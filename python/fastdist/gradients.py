@@ -11,13 +11,16 @@ A parameter that took no part on this replica contributes zeros; each bucket car
 parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. Where
 a strategy has several models, replicas first exchange which buckets they have anything for, and
 leave out those that nobody has: a step of a GAN's discriminator sends nothing of the generator.
+
+Gradients are weighted by examples as they are sent. What `no_sync` keeps back is weighted as it
+comes instead, since the batch that it is sent with weighs otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -82,8 +85,8 @@ class GradientSync:
         on_one_device: bool = False,
         in_run_only: bool = False,
     ) -> None:
-        self.enabled = True
         self.examples: tuple[int, ...] | None = None
+        self._enabled = True
         self._communicator = communicator
         self._questions = questions
         self._models = models
@@ -108,6 +111,7 @@ class GradientSync:
         self._next = 0  # bucket to send
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: set[int] = set()
+        self._weighs_early = False  # hooks before gradients are there too
         self.watch()
 
     def watch(self) -> None:
@@ -121,8 +125,26 @@ class GradientSync:
             after = GradientHook(_call, weakref.WeakMethod(self._on_gradient), i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             if self._reduction == "sum":
-                before = GradientHook(_call, weakref.WeakMethod(self._before_gradient), i)
-                self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._watch_before(i, self._before_gradient)
+            elif self._weighs_early:
+                self._watch_before(i, self._weighted)
+
+    def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
+        hook = GradientHook(_call, weakref.WeakMethod(method), i)
+        self._hooks.append(self._parameters[i].register_hook(hook))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While it is open, gradients of backward stay here; the next backward sends them too."""
+        if self._reduction == "mean" and not self._weighs_early:
+            self._weighs_early = True
+            for i in sorted(self._hooked):
+                self._watch_before(i, self._weighted)
+        self._enabled = False
+        try:
+            yield
+        finally:
+            self._enabled = True
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
@@ -176,8 +198,17 @@ class GradientSync:
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
+    def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient that is held, or added to one that is, has its weight from the beginning."""
+        weight = self._weight()
+        if weight is None or (self._enabled and i not in self._held):
+            return None
+        if weight == 0.0:  # of an empty batch: NaN, often
+            return torch.zeros_like(gradient)
+        return gradient * (weight * self._communicator.world_size)
+
     def _on_gradient(self, i: int, parameter: object) -> None:
-        if not self.enabled:
+        if not self._enabled:
             self._held.add(i)
             return
         if not self._is_expected:
@@ -227,10 +258,7 @@ class GradientSync:
         op: GradientReduction = self._reduction
         if op == "mean" and (weight := self._weight()) is not None:
             op = "sum"
-            if weight == 0.0:
-                torch._foreach_zero_(bucket.sent)
-            else:
-                torch._foreach_mul_(bucket.sent, weight)
+            self._weigh(bucket, weight)
         sent = [*bucket.sent, bucket.used]
         if self._on_one_device:
             self._communicator.reduce(sent, op, 0, async_op=True)
@@ -239,6 +267,18 @@ class GradientSync:
             bucket.work = self._communicator.all_reduce(
                 sent, op, compress=self._compress, async_op=True
             )
+
+    def _weigh(self, bucket: _Bucket, weight: float) -> None:
+        fresh: list[torch.Tensor] = []
+        held: list[torch.Tensor] = []
+        for i, gradient in zip(bucket.indices, bucket.sent, strict=True):
+            (held if i in self._held else fresh).append(gradient)
+        if fresh and weight == 0.0:
+            torch._foreach_zero_(fresh)
+        elif fresh:
+            torch._foreach_mul_(fresh, weight)
+        if held:
+            torch._foreach_div_(held, self._communicator.world_size)
 
     def _weight(self) -> float | None:
         """This replica's share of the examples; None where all have the same."""
@@ -305,7 +345,7 @@ class GradientSync:
             if not self._arrived[i]:
                 self._before_gradient(i)
             grad = parameter.grad.coalesce()
-            rows = grad.indices(), grad.values() * self._share()
+            rows = grad.indices(), grad.values() * self._share(i)
         parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
         if not parts:
             return
@@ -317,11 +357,11 @@ class GradientSync:
         if self._reduction == "sum":
             self._global[i] = weakref.ref(parameter.grad)
 
-    def _share(self) -> float:
-        """What a replica's gradients are multiplied with before they are added up."""
+    def _share(self, i: int) -> float:
+        """What a replica's gradient is multiplied with before all are added up."""
         if self._reduction == "sum":
             return 1.0
-        weight = self._weight()
+        weight = None if i in self._held else self._weight()
         return 1.0 / self._communicator.world_size if weight is None else weight
 
     def _make_buckets(self, trainable: list[bool]) -> None:
@@ -347,8 +387,8 @@ def _is_trainable(parameter: torch.nn.Parameter) -> bool:
 
 
 @_disable_dynamo
-def _call(method: Any, i: int, gradient: object) -> None:
+def _call(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
     """A hook keeps no strategy alive: Python cannot collect what torch's hooks refer to."""
     found = method()
-    if found is not None:
-        found(i, gradient)
+    result: torch.Tensor | None = None if found is None else found(i, gradient)
+    return result

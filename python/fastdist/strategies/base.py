@@ -21,10 +21,11 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
+from fastdist.errors import FastdistError
 from fastdist.metrics import adopt_metrics
 from fastdist.random_streams import SharedStream, detours, draw_seed, replica_stream
 from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
-from fastdist.strategies.links import Links
+from fastdist.strategies.links import Ends, Links
 from fastdist.strategies.members import Members
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.replica_threads import Meeting, ReplicaThreads
@@ -79,6 +80,7 @@ class Strategy:
         self._uneven = UnevenResults()
         self._threads: ReplicaThreads | None = None
         self._is_running = False
+        self._lost = ""  # why no run is possible any more
         if len(self.devices) > 1:
             self._threads = ReplicaThreads(self.devices)
             weakref.finalize(self, self._threads.close)
@@ -202,6 +204,8 @@ class Strategy:
             raise RuntimeError(
                 f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, got run of {self!r}"
             )
+        if self._lost:
+            raise FastdistError(self._lost)
         if self._is_running:
             raise RuntimeError("run was called while the strategy runs, in merge_call or a thread")
         given = (tuple(args), kwargs or {})
@@ -211,10 +215,14 @@ class Strategy:
         else:
             seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
             self._members.refresh()
-            if self._threads is None:
-                results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
-            else:
-                results = self._run_threads(fn, given, examples, seed)
+            try:
+                if self._threads is None:
+                    results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
+                else:
+                    results = self._run_threads(fn, given, examples, seed)
+            except BaseException as error:
+                self._recover(error)
+                raise
             self._members.note_values()
         if examples is not None:
             self._uneven.note(results, examples)
@@ -240,18 +248,34 @@ class Strategy:
             links.context[replica].close()
             links.gradients[replica].close()
 
+        ends = Ends(links)
+
+        def on_late(replica: int) -> None:
+            if self._workers == 1:  # others' runs end when they like
+                ends.note(replica)
+
         self._is_running = True
         try:
             with detours:
-                return self._threads.run(body, on_failure)
-        except BaseException:
-            if self._workers == 1:
-                links.close()
-                self._links = self._make_links()
-                self._members.recover(self._links)
-            raise
+                results = self._threads.run(body, on_failure, on_late)
+            ends.finish()
+            return results
         finally:
             self._is_running = False
+
+    def _recover(self, error: BaseException) -> None:
+        """A run has failed in its middle: go on where nobody can wait for this worker."""
+        if self._links.workers is None:
+            self._links.close()
+            self._links = self._make_links()
+        elif not isinstance(error, Exception) or not self._links.are_usable(_GRACE_S):
+            self._links.close()
+            self._lost = (
+                f"run failed on this worker, with {type(error).__name__}, and other workers "
+                "may wait for it in the middle of theirs; start the job again"
+            )
+            return
+        self._members.recover(self._links)
 
     def _run_replica(
         self,
@@ -321,13 +345,10 @@ class Strategy:
         syncs = self._members.syncs
         if replica is not None:
             syncs = syncs[replica.local_replica :][:1]
-        for sync in syncs:
-            sync.enabled = False
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
             for sync in syncs:
-                sync.enabled = True
+                stack.enter_context(sync.held())
+            yield
 
     # --- values of all replicas -----------------------------------------------------------------
 

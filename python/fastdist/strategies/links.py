@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from fastdist.communicator import Communicator
+from fastdist.communicator import Communicator, Work
+from fastdist.errors import FastdistError
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.world import in_groups, local_group, replica_group
+
+_FOREVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,46 @@ class Links:
     gradients: tuple[Communicator, ...] = ()
     workers: Communicator | None = None
 
+    def are_usable(self, timeout_s: float) -> bool:
+        """Whether all workers have failed alike, and come here, as where they raise on purpose."""
+        try:
+            if self.workers is not None:
+                self.workers.barrier(timeout=timeout_s)
+            replicas = (*self.context, *self.gradients)
+            for work in [c.barrier(timeout=timeout_s, async_op=True) for c in replicas]:
+                work.wait()
+        except FastdistError:
+            return False
+        return True
+
     def close(self) -> None:
         """Leave all of them; replicas that still wait for this process get an error."""
         for communicator in (*self.context, *self.gradients):
             communicator.close()
+
+
+class Ends:
+    """Tells replicas that still run, all in this process, which ones have ended.
+
+    A collective that they call without those would wait for nothing; so it fails at once.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._works: dict[int, list[Work]] = {}
+
+    def note(self, replica: int) -> None:
+        """A replica has ended."""
+        both = (self._links.context[replica], self._links.gradients[replica])
+        self._works[replica] = [c.barrier(timeout=_FOREVER_S, async_op=True) for c in both]
+
+    def finish(self) -> None:
+        """All have ended, without an error."""
+        if self._works:
+            for replica in set(range(len(self._links.context))) - set(self._works):
+                self.note(replica)
+        for work in itertools.chain.from_iterable(self._works.values()):
+            work.wait()
 
 
 def thread_links(replicas: int, options: CommunicationOptions) -> Links:

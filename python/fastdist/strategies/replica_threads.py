@@ -12,6 +12,8 @@ import torch
 
 from fastdist.errors import FastdistError
 
+_LATE_S = 1.0
+
 
 class ReplicaThreads:
     """Runs a function for each replica at once, each time in the same threads.
@@ -40,12 +42,14 @@ class ReplicaThreads:
         self,
         body: Callable[[int, Meeting], Any],
         on_failure: Callable[[int, Meeting], None],
+        on_late: Callable[[int], None],
     ) -> list[Any]:
         """Call `body(replica, meeting)` in every thread and return what the calls return.
 
         Args:
             body: what to run.
             on_failure: called at once, in its thread, when the body of a replica has raised.
+            on_late: called with replicas whose body has returned, where others take a second more.
 
         Raises:
             BaseException: what the first replica to fail has raised, when all have ended.
@@ -65,7 +69,7 @@ class ReplicaThreads:
 
         for replica, jobs in enumerate(self._queues):
             jobs.put(partial(job, replica))
-        meeting.serve()
+        meeting.serve(on_late)
         if meeting.failures:
             replica, error = meeting.failures[0]
             if hasattr(error, "add_note"):  # Python 3.11
@@ -129,13 +133,15 @@ class Meeting:
         with self._condition:
             return self._condition.wait_for(lambda: len(self._left) == self._count, timeout_s)
 
-    def serve(self) -> None:
+    def serve(self, on_late: Callable[[int], None]) -> None:
         """Answer merge calls in this thread until all replicas have ended."""
+        told: set[int] = set()
         while True:
             with self._condition:
-                self._condition.wait_for(
-                    lambda: len(self._left) == self._count or len(self._arrived) == self._count
-                )
+                while not self._condition.wait_for(self._is_due, _LATE_S):
+                    for replica in self._left - told if not self.failures else ():
+                        on_late(replica)
+                    told |= self._left
                 if len(self._left) == self._count:
                     return
                 arguments = [self._arrived[i] for i in range(self._count)]
@@ -152,6 +158,9 @@ class Meeting:
                 self._answers = dict(enumerate(answers))
                 self._arrived.clear()
                 self._condition.notify_all()
+
+    def _is_due(self) -> bool:
+        return len(self._left) == self._count or len(self._arrived) == self._count
 
     def _require_all(self, replica: int) -> None:
         if self._left:

@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import io
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -699,6 +700,54 @@ class StrategyContract:
                 assert kept == replica
                 assert value == 3
                 assert moved == pytest.approx((n + 1) / 2)
+
+        strategies.run(case)
+
+    def test_schedulers_made_outside(self, strategies: Any) -> None:
+        """They work outside `run`; where replicas share them they would count too often in it."""
+
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+            def step(count: bool) -> float:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                if count:
+                    scheduler.step()
+                return float(optimizer.param_groups[0]["lr"])
+
+            strategy.run(step, (False,))
+            scheduler.step()
+            assert set(strategy.local_results(strategy.run(step, (False,)))) == {0.5}
+            if len(strategy.devices) > 1:
+                with pytest.raises(FastdistError, match=r"lr=0\.\d+ on replica 1.*in.*scope"):
+                    strategy.run(step, (True,))
+            else:
+                assert strategy.local_results(strategy.run(step, (True,))) == (0.25,)
+
+        strategies.run(case)
+
+    def test_a_module_of_another_strategy(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            model = nn.Linear(2, 1)
+            other = fd.MirroredStrategy(["cpu:0", "cpu:1"]) if in_one_process() else None
+            if other is None or strategy.num_replicas_in_sync == 1:
+                return
+            other.mirror(model)
+            with pytest.raises(ValueError, match="weight belongs to another strategy"):
+                strategy.mirror(model)
+            strategy.mirror(copy.deepcopy(model))
+            del other
+            strategy.mirror(model)
+            strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+            strategy.check_in_sync()
+
+        def in_one_process() -> bool:
+            return "WORLD_SIZE" not in os.environ
 
         strategies.run(case)
 

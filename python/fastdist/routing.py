@@ -19,6 +19,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from fastdist.errors import FastdistError
 from fastdist.metrics import adopt_twins, is_adopted
 from fastdist.module_structure import buffers_of, copy_hooks, tensors_in, tensors_of
 from fastdist.routed_class import TWINS, bare_copy, route
@@ -110,6 +111,27 @@ class Routing:
         self._values = [None] * len(self._tensors)
         self._gradients = [None] * len(self._tensors)
         self._groups.clear()
+
+    def require_same_rates(self) -> None:
+        """Check that the replicas' optimizers go on with the same hyperparameters.
+
+        Raises:
+            FastdistError: they do not; the message names the first that differs.
+        """
+        for optimizer in self._optimizers:
+            twins = self.twins_of(optimizer)
+            first = optimizer if self._first == 1 else twins[0]
+            for replica, twin in enumerate(twins, start=self._first):
+                for group, mirror in zip(first.param_groups, twin.param_groups, strict=True):
+                    for key, value in group.items():
+                        if key != "params" and not _same(value, mirror.get(key)):
+                            raise FastdistError(
+                                f"{type(optimizer).__name__} has {key}={value} on replica 0 and "
+                                f"{key}={mirror.get(key)} on replica {replica}: set it alike on "
+                                "all, and make the schedulers that run uses inside `with "
+                                "strategy.scope():`",
+                                (replica,),
+                            )
 
     def _memo(self, roots: Sequence[nn.Module], twin: int) -> dict[int, Any]:
         """What a twin is to share instead of having a copy: by id, what it gets."""
@@ -237,6 +259,12 @@ def _tracked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
     tracked.__dict__["_wrapped_by_lr_sched"] = True
     return tracked
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other.to(one.device))
+    return bool(one == other)
 
 
 def _moved_copy(value: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

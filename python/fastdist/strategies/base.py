@@ -223,6 +223,7 @@ class Strategy:
             except BaseException as error:
                 self._recover(error)
                 raise
+            self._members.require_same_rates()
             self._members.note_values()
         if examples is not None:
             self._uneven.note(results, examples)

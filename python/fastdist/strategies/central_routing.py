@@ -114,6 +114,7 @@ class CentralRouting(Routing):
                 "in which they were made"
             )
         optimizer = self._optimizers[number]
+        optimizer.__dict__["_opt_called"] = True
         twins = self.twins_of(optimizer)
         if self._first == 0:
             _take_rates(optimizer, twins[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,6 +31,8 @@ from fastdist.strategies.links import Links
 from fastdist.strategies.optimizer_steps import OptimizerSteps
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.variables import Variable, local_components, own
+
+_living: weakref.WeakSet[Members] = weakref.WeakSet()  # of strategies with replicas
 
 
 class Members:
@@ -78,9 +82,11 @@ class Members:
 
         Raises:
             FastdistError: the modules differ between workers.
+            ValueError: a module belongs to another strategy.
         """
         self._links = links
         self.refresh()
+        self._require_free(roots)
         for root in roots:
             root.to(self._home)
         known = set(map(id, self._roots))
@@ -100,6 +106,27 @@ class Members:
             for module in root.modules():
                 if isinstance(module, Variable):
                     own(module, self)
+
+    def _require_free(self, roots: Sequence[nn.Module]) -> None:
+        if not self._has_replicas:
+            return
+        if self._taken(roots) is not None:
+            gc.collect()  # strategies that nobody refers to any more
+        if (name := self._taken(roots)) is not None:
+            raise ValueError(
+                f"{name} belongs to another strategy, which still exists: delete that one, or "
+                "give this one a copy.deepcopy of the module"
+            )
+        _living.add(self)
+
+    def _taken(self, roots: Sequence[nn.Module]) -> str | None:
+        """The name of a parameter that another strategy's replicas have."""
+        taken = {id(t) for other in _living if other is not self for t in other._tensors}
+        return next((name for name, own in named_parameters(roots) if id(own) in taken), None)
+
+    @property
+    def _has_replicas(self) -> bool:
+        return self.num_replicas_in_sync > 1 or self.is_routed
 
     def _set_modules(self, roots: list[nn.Module]) -> None:
         """Check that all workers have these modules; give what is new in them rank 0's values."""
@@ -152,7 +179,7 @@ class Members:
 
     def refresh(self) -> None:
         """Bring what was changed outside `run` to all replicas. Every worker must call."""
-        if self.num_replicas_in_sync == 1 and not self.is_routed:
+        if not self._has_replicas:
             return
         changed = structure_of(self._roots) != self._structure
         if self._routing is not None:
@@ -173,6 +200,15 @@ class Members:
     def steps_by(self, fn: Any) -> bool:
         """Whether a function is the routing's own, which brings what it changes by itself."""
         return self._routing is not None and getattr(fn, "__self__", None) is self._routing
+
+    def require_same_rates(self) -> None:
+        """Check that the optimizers of this process's replicas have the same hyperparameters.
+
+        Raises:
+            FastdistError: they do not.
+        """
+        if self._routing is not None:
+            self._routing.require_same_rates()
 
     def note_values(self) -> None:
         """A run has ended well: what replica 0 holds is what all replicas hold."""

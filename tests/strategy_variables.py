@@ -10,7 +10,7 @@ import pytest
 import torch
 from fastdist import PerReplica, Strategy, VariableAggregation, VariableSynchronization
 from fastdist.values import local_results
-from strategy_contract import replica_id
+from strategy_pieces import replica_id
 from torch import nn
 
 ON_READ = VariableSynchronization.ON_READ

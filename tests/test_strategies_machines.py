@@ -14,8 +14,7 @@ import cloudpickle
 import pytest
 from machines import MachineRanks, Network, network, ports
 from ranks import TESTS
-from strategy_contract import StrategyContract
-from test_strategies import run_case
+from test_strategies import Contract, run_case
 
 pytest.importorskip("torch.distributed")
 __all__ = ["network"]  # a fixture
@@ -41,7 +40,7 @@ class OnMachines:
         return self.ranks.run(run_case, cloudpickle.dumps(case), self._local, options)
 
 
-contract = StrategyContract()
+contract = Contract()
 
 
 @pytest.mark.parametrize(

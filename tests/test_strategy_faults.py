@@ -85,6 +85,8 @@ def test_a_worker_that_raises_in_a_step(run: Callable[[Any], Any]) -> None:
 
 
 def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) -> None:
+    """It is in another run than those who wait for it: nobody hangs, and nothing gets mixed."""
+
     def case(strategy: Strategy) -> None:
         with strategy.scope():
             model = nn.Linear(4, 4)
@@ -94,17 +96,18 @@ def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) 
                 raise KeyError("lost")
             model(torch.ones(1, 4)).sum().backward()
 
-        strategy.run(step)
-        begin = time.monotonic()
-        with pytest.raises((KeyError, FastdistError)) as caught:
-            strategy.run(step, (True,))
-        assert time.monotonic() - begin < 5
-        if 0 in strategy.local_replica_ids:
-            assert caught.type is KeyError
-        else:
-            assert 0 in caught.value.ranks, str(caught.value)
-        with pytest.raises(FastdistError, match="start the job again"):
+        for _ in range(40):
             strategy.run(step)
+        begin = time.monotonic()
+        if 0 in strategy.local_replica_ids:
+            with pytest.raises(KeyError):
+                strategy.run(step, (True,))
+            with pytest.raises(FastdistError, match=r"rank 0: all_reduce.* in phase|job again"):
+                strategy.run(step)
+        else:
+            with pytest.raises(FastdistError, match=r"rank 0: all_reduce.* in phase|rank 0 has"):
+                strategy.run(step, (True,))
+        assert time.monotonic() - begin < 5
 
     run(case)
 

@@ -11,6 +11,8 @@
 
 namespace fastdist {
 
+inline constexpr int kPhases = 32;
+
 struct Signature {
   Op op = Op::kBarrier;
   DType dtype = DType::kUInt8;
@@ -20,11 +22,13 @@ struct Signature {
   std::uint64_t count = 0;  // elements of this rank's argument
   std::uint64_t list = 0;   // 0 for one array; else a hash of every array's count and dtype
   std::optional<DType> compress = {};  // what all_reduce sends instead of `dtype`
+  std::uint8_t phase = 0;              // of the caller's program, see Communicator::set_phase
 
   // Everything but count and list in one word.
   [[nodiscard]] std::uint64_t packed() const noexcept {
     return static_cast<std::uint64_t>(op) | static_cast<std::uint64_t>(dtype) << 8 |
            static_cast<std::uint64_t>(reduce_op) << 16 |
+           static_cast<std::uint64_t>(phase % kPhases) << 19 |
            static_cast<std::uint64_t>(static_cast<std::uint16_t>(root)) << 24 |
            static_cast<std::uint64_t>(order) << 40 |
            (compress ? static_cast<std::uint64_t>(*compress) + 1 : 0) << 56;

@@ -142,7 +142,8 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   check_usable();
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
-  const Signature& told = options.whole != nullptr ? *options.whole : signature;
+  Signature told = options.whole != nullptr ? *options.whole : signature;
+  told.phase = phase_.load(std::memory_order_relaxed);
   wait_ = {&options, told, &me().control->bell, {}};
   Header& header = header_of(rank_);
   header.signature.store(told.packed(), std::memory_order_relaxed);
@@ -214,6 +215,7 @@ void HostCommunicator::compare_headers() {
                         ", seen from rank " + std::to_string(rank_) + " of " +
                         std::to_string(size()) + "):";
   std::vector<int> ranks;
+  const bool out_of_phase = phases_differ();
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, peer(p).control->site.call, sequence_);
     const Header& h = header_of(p);
@@ -225,10 +227,19 @@ void HostCommunicator::compare_headers() {
       ranks.push_back(p);
     }
     message += "\n  rank " + std::to_string(p) + ": " + describe(theirs);
+    if (out_of_phase) message += " in phase " + std::to_string(theirs.phase);
     const char* text = peer(p).control->site.text.data();
     if (*text != '\0') message += std::string(" at ") + text;
   }
   throw Error(ErrorCode::kMismatch, message, std::move(ranks));
+}
+
+bool HostCommunicator::phases_differ() noexcept {
+  for (int p = 0; p < size(); ++p) {
+    const std::uint64_t packed = header_of(p).signature.load(std::memory_order_relaxed);
+    if (unpack_signature(packed, 0, 0).phase != wait_.signature.phase) return true;
+  }
+  return false;
 }
 
 // An exchange and not a store: it comes before the looks into the bells, and it drains stores that

@@ -49,6 +49,9 @@ class HostCommunicator final : public Communicator {
 
   // Throws kState when no call can be made any more: closed, lost, or a forked child's copy.
   void check_usable() const;
+  void set_phase(std::uint8_t phase) noexcept override {
+    phase_.store(phase, std::memory_order_relaxed);
+  }
   // Leaves: peers that wait for this rank throw kPeerFailure. Wakes own calls of other threads.
   void close() noexcept;
 
@@ -99,6 +102,7 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] Header& announce(const Signature& signature, const CallOptions& options);
   void exchange(Header& header);
   void compare_headers();
+  [[nodiscard]] bool phases_differ() noexcept;
   void publish(Counter& counter, std::uint64_t value) noexcept;
   void await(int p, const Counter& counter, std::uint64_t value);
   void stall(int p, const Counter& counter, std::uint64_t value, Wait& wait);
@@ -189,6 +193,7 @@ class HostCommunicator final : public Communicator {
   mutable std::atomic<std::uint64_t> reach_{0};
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
+  std::atomic<std::uint8_t> phase_{0};
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the collective that runs
   std::vector<const std::byte*> sources_;       // of the collective that runs: one per rank

@@ -22,6 +22,7 @@ from fastdist.engines.engine import Calls, Engine
 from fastdist.engines.queues import CallQueue
 from fastdist.engines.signature import (
     OPS,
+    PHASES,
     RECORD_BYTES,
     REDUCE_OPS,
     Signature,
@@ -80,6 +81,7 @@ class CheckedEngine(Engine):
         self.rank = rank
         self.size = size
         self._sequence = 0
+        self._phase = 0
         self._last: list[Signature | None] = [None] * size  # what each rank called last
         self._unusable = ""  # why, once it is closed or lost
         self._state = threading.Lock()
@@ -92,6 +94,10 @@ class CheckedEngine(Engine):
     def trusted_calls(self) -> Calls:
         """The collectives without a thread and without a comparison."""
         return {op: functools.partial(getattr(self, f"_call_{op}"), self._at_once) for op in OPS}
+
+    def set_phase(self, phase: int) -> None:
+        """For calls that begin from now on."""
+        self._phase = phase
 
     def close(self) -> None:
         """Leave."""
@@ -397,6 +403,7 @@ class CheckedEngine(Engine):
             Every rank's payload.
         """
         self._sequence += 1
+        signature = replace(signature, phase=self._phase % PHASES)
         self._last[self.rank] = signature
         own = signature.pack(self._sequence) + payload.ljust(_PAYLOAD_BYTES, b"\0")
         shared = self._share(own, timeout_s)

@@ -53,5 +53,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def set_phase(self, phase: int) -> None:
+        """Calls that begin from now on agree only with other ranks' calls of the same phase.
+
+        Args:
+            phase: of the caller's program, counted from 0.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave. Ranks that still wait for this one get `PeerFailureError`."""

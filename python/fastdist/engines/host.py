@@ -73,6 +73,10 @@ class HostEngine(Engine):
         )
         return HostEngine(made)
 
+    def set_phase(self, phase: int) -> None:
+        """For calls that begin from now on."""
+        self._host.set_phase(phase)
+
     def close(self) -> None:
         """Leave."""
         self._host.close()

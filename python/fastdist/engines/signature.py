@@ -30,8 +30,9 @@ _PEERS = {"send": "dst", "recv": "src"}
 _REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
 
 _COMPRESSIONS = (None, "fp16", "bf16", "fp8")
-# sequence, op, dtype, reduce op, compression, root, order, count, list
-_RECORD = struct.Struct("<QBBBBiIQQ")
+# sequence, op, dtype, reduce op, compression, phase, root, order, count, list
+_RECORD = struct.Struct("<QBBBBBiIQQ")
+PHASES = 256
 RECORD_BYTES = _RECORD.size
 SITE_BYTES = 256
 
@@ -49,6 +50,7 @@ class Signature:
         count: elements of this rank's argument.
         list_hash: 0 for one array; else made of every array's count, dtype and order.
         compress: of all_reduce.
+        phase: of the caller's program, modulo `PHASES`; see `Engine.set_phase`.
     """
 
     op: str
@@ -59,6 +61,7 @@ class Signature:
     count: int = 0
     list_hash: int = 0
     compress: str | None = None
+    phase: int = 0
 
     @classmethod
     def of(cls, op: str, arrays: Arrays, reduce_op: str = "sum", root: int = 0) -> Signature:
@@ -79,6 +82,7 @@ class Signature:
             DTYPES.index(self.dtype),
             REDUCE_OPS.index(self.reduce_op),
             _COMPRESSIONS.index(self.compress),
+            self.phase,
             self.root,
             self.order,
             self.count,
@@ -88,9 +92,8 @@ class Signature:
     @classmethod
     def unpack(cls, record: bytes) -> tuple[int, Signature]:
         """The sequence number and the signature in a record."""
-        sequence, op, dtype, reduce_op, compress, root, order, count, list_hash = _RECORD.unpack(
-            record
-        )
+        fields = _RECORD.unpack(record)
+        sequence, op, dtype, reduce_op, compress, phase, root, order, count, list_hash = fields
         return sequence, cls(
             OPS[op],
             DTYPES[dtype],
@@ -100,6 +103,7 @@ class Signature:
             count,
             list_hash,
             _COMPRESSIONS[compress],
+            phase,
         )
 
     def __str__(self) -> str:
@@ -128,9 +132,13 @@ def split_signature(arrays: Arrays, tables: Sequence[Sequence[Sequence[int]]]) -
 def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> CollectiveMismatchError:
     """The error that shows what each rank called, and where."""
     sequence, _ = Signature.unpack(records[rank])
+    signatures = [Signature.unpack(record)[1] for record in records]
+    out_of_phase = len({signature.phase for signature in signatures}) > 1
     lines = [
-        f"\n  rank {r}: {Signature.unpack(record)[1]}" + (f" at {site}" if site else "")
-        for r, (record, site) in enumerate(zip(records, sites, strict=True))
+        f"\n  rank {r}: {signature}"
+        + (f" in phase {signature.phase}" if out_of_phase else "")
+        + (f" at {site}" if site else "")
+        for r, (signature, site) in enumerate(zip(signatures, sites, strict=True))
     ]
     others = tuple(r for r, record in enumerate(records) if record != records[rank])
     return CollectiveMismatchError(

@@ -81,6 +81,7 @@ class Strategy:
         self._threads: ReplicaThreads | None = None
         self._is_running = False
         self._lost = ""  # why no run is possible any more
+        self._runs = 0
         if len(self.devices) > 1:
             self._threads = ReplicaThreads(self.devices)
             weakref.finalize(self, self._threads.close)
@@ -215,13 +216,16 @@ class Strategy:
         else:
             seed = draw_seed() if self.num_replicas_in_sync > 1 else 0
             self._members.refresh()
+            if self._workers > 1:
+                self._runs += 1
+                self._links.set_phase(self._runs)
             try:
                 if self._threads is None:
                     results = [self._run_replica(0, fn, given, examples, seed, self._call_merge)]
                 else:
                     results = self._run_threads(fn, given, examples, seed)
-            except BaseException as error:
-                self._recover(error)
+            except BaseException:
+                self._recover()
                 raise
             self._members.require_same_rates()
             self._members.note_values()
@@ -248,6 +252,11 @@ class Strategy:
                 return
             links.context[replica].close()
             links.gradients[replica].close()
+            if self._workers > 1:
+                self._lost = (
+                    f"run failed in replica {replica} of this worker while others waited for it, "
+                    "of other workers too; start the job again"
+                )
 
         ends = Ends(links)
 
@@ -264,18 +273,11 @@ class Strategy:
         finally:
             self._is_running = False
 
-    def _recover(self, error: BaseException) -> None:
-        """A run has failed in its middle: go on where nobody can wait for this worker."""
-        if self._links.workers is None:
+    def _recover(self) -> None:
+        """A run has failed in its middle."""
+        if self._workers == 1:
             self._links.close()
             self._links = self._make_links()
-        elif not isinstance(error, Exception) or not self._links.are_usable(_GRACE_S):
-            self._links.close()
-            self._lost = (
-                f"run failed on this worker, with {type(error).__name__}, and other workers "
-                "may wait for it in the middle of theirs; start the job again"
-            )
-            return
         self._members.recover(self._links)
 
     def _run_replica(

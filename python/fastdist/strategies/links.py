@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fastdist.communicator import Communicator, Work
-from fastdist.errors import FastdistError
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.world import in_groups, local_group, replica_group
 
@@ -29,17 +28,10 @@ class Links:
     gradients: tuple[Communicator, ...] = ()
     workers: Communicator | None = None
 
-    def are_usable(self, timeout_s: float) -> bool:
-        """Whether all workers have failed alike, and come here, as where they raise on purpose."""
-        try:
-            if self.workers is not None:
-                self.workers.barrier(timeout=timeout_s)
-            replicas = (*self.context, *self.gradients)
-            for work in [c.barrier(timeout=timeout_s, async_op=True) for c in replicas]:
-                work.wait()
-        except FastdistError:
-            return False
-        return True
+    def set_phase(self, phase: int) -> None:
+        """Replicas that are in different runs shall learn of it by the first thing they call."""
+        for communicator in (*self.context, *self.gradients):
+            communicator.engine.set_phase(phase)
 
     def close(self) -> None:
         """Leave all of them; replicas that still wait for this process get an error."""

@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <string>
 
@@ -67,11 +66,6 @@ class Communicator {
   virtual void send(TensorView in, int dst, const CallOptions&) = 0;
   virtual void recv(TensorView out, int src, const CallOptions&) = 0;
   virtual void barrier(const CallOptions&) = 0;
-
-  // Calls that begin from now on belong to this phase of the caller's program, of kPhases that
-  // repeat: they agree only with calls of the same phase. Ranks that do the same things in each
-  // phase, one of which has left a phase early, so learn of it.
-  virtual void set_phase(std::uint8_t phase) noexcept = 0;
 };
 
 }  // namespace fastdist

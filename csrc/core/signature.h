@@ -22,7 +22,7 @@ struct Signature {
   std::uint64_t count = 0;  // elements of this rank's argument
   std::uint64_t list = 0;   // 0 for one array; else a hash of every array's count and dtype
   std::optional<DType> compress = {};  // what all_reduce sends instead of `dtype`
-  std::uint8_t phase = 0;              // of the caller's program, see Communicator::set_phase
+  std::uint8_t phase = 0;              // of the caller's program, see HostCommunicator::set_phase
 
   // Everything but count and list in one word.
   [[nodiscard]] std::uint64_t packed() const noexcept {

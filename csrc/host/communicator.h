@@ -52,9 +52,7 @@ class HostCommunicator final : public Communicator {
   // Calls that begin from now on belong to this phase of the caller's program, of kPhases that
   // repeat: they agree only with calls of the same phase. Ranks that do the same things in each
   // phase, one of which has left a phase early, so learn of it.
-  void set_phase(std::uint8_t phase) noexcept {
-    phase_.store(phase, std::memory_order_relaxed);
-  }
+  void set_phase(std::uint8_t phase) noexcept { phase_.store(phase, std::memory_order_relaxed); }
   // Leaves: peers that wait for this rank throw kPeerFailure. Wakes own calls of other threads.
   void close() noexcept;
 

@@ -183,6 +183,9 @@ class Strategy:
     ) -> Any:
         """Call `fn` once for each replica of this process, in replica context.
 
+        Gradients are weighted by the examples that each replica has of the first batch among the
+        arguments.
+
         Args:
             fn: what each replica does.
             args: its arguments, a tuple or list; per-replica values inside become each
@@ -195,6 +198,8 @@ class Strategy:
         Raises:
             ValueError: args is no tuple or list.
             RuntimeError: called inside another run, or in another strategy's scope.
+            FastdistError: replicas have called different collectives, or go on with different
+                hyperparameters.
             BaseException: what fn raised, in the first replica that failed.
         """
         if not isinstance(args, (tuple, list)):

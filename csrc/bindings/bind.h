@@ -9,6 +9,7 @@ void bind_errors(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
+void bind_table(pybind11::module_& m);
 
 // Inside a catch block: sets the Python error that the exception stands for.
 void translate_exception();

@@ -29,6 +29,8 @@ void raise(const Error& error) {
       return PyErr_SetObject(PyExc_ValueError, text.ptr());
     case ErrorCode::kType:
       return PyErr_SetObject(PyExc_TypeError, text.ptr());
+    case ErrorCode::kIndex:
+      return PyErr_SetObject(PyExc_IndexError, text.ptr());
     case ErrorCode::kMemory:
       return PyErr_SetObject(PyExc_MemoryError, text.ptr());
     case ErrorCode::kSystem:

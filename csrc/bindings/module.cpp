@@ -8,4 +8,5 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_kernels(m);
   bind_work(m);
   bind_host(m);
+  bind_table(m);
 }

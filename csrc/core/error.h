@@ -11,6 +11,7 @@ namespace fastdist {
 enum class ErrorCode {
   kValue,        // ValueError
   kType,         // TypeError
+  kIndex,        // IndexError
   kMismatch,     // CollectiveMismatchError
   kPeerFailure,  // PeerFailureError
   kTimeout,      // CollectiveTimeoutError

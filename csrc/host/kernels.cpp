@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/instruction_set.h"
 #include "host/kernels_table.h"
 
 namespace fastdist::host {
@@ -12,12 +13,9 @@ namespace {
 
 const Kernels& pick() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    return avx512::kKernels;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::kKernels;
+  const InstructionSet best = fastdist::instruction_set();
+  if (best == InstructionSet::kAvx512) return avx512::kKernels;
+  if (best == InstructionSet::kAvx2) return avx2::kKernels;
 #endif
   return generic::kKernels;
 }

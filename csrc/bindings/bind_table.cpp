@@ -1,0 +1,288 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/array.h"
+#include "bindings/bind.h"
+#include "bindings/caller.h"
+#include "core/error.h"
+#include "table/dense_variable.h"
+#include "table/row_snapshot.h"
+#include "table/row_table.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+namespace {
+
+using table::DenseVariable;
+using table::RowSnapshot;
+using table::RowTable;
+using table::UpdateRule;
+
+// One row-major array of one of the dtypes, its memory as a span. Lives as long as the span is
+// used.
+template <class T>
+class Array {
+ public:
+  Array(py::handle object, Access access, const char* argument, std::initializer_list<DType> dtypes)
+      : arrays_(object, access, argument) {
+    const TensorView& view = arrays_.views()[0];
+    std::string expected;
+    bool is_known = false;
+    for (const DType dtype : dtypes) {
+      expected += (expected.empty() ? "" : " or ") + std::string(name_of(dtype));
+      is_known = is_known || view.dtype == dtype;
+    }
+    if (arrays_.is_list() || !is_known) {
+      throw Error(ErrorCode::kType,
+                  std::string(argument) + " must be an array of " + expected + ", got " +
+                      (arrays_.is_list() ? "a list" : std::string(name_of(view.dtype))));
+    }
+    if (view.order != 0) {
+      throw Error(ErrorCode::kValue, std::string(argument) + " must be in row-major order");
+    }
+    span_ = {reinterpret_cast<T*>(view.data), view.count};
+  }
+  [[nodiscard]] std::span<T> span() const noexcept { return span_; }
+
+ private:
+  Arrays arrays_;
+  std::span<T> span_;
+};
+
+class Ids : public Array<const std::uint64_t> {
+ public:
+  explicit Ids(py::handle object)
+      : Array(object, Access::kRead, "ids", {DType::kInt64, DType::kUInt64}) {}
+};
+
+class Floats : public Array<const float> {
+ public:
+  Floats(py::handle object, const char* argument)
+      : Array(object, Access::kRead, argument, {DType::kFloat32}) {}
+};
+
+class FloatsOut : public Array<float> {
+ public:
+  explicit FloatsOut(py::handle object) : Array(object, Access::kWrite, "out", {DType::kFloat32}) {}
+};
+
+// None stands for an empty one.
+std::optional<Floats> optional_floats(py::handle object, const char* argument) {
+  if (object.is_none()) return std::nullopt;
+  return Floats(object, argument);
+}
+std::span<const float> span_of(const std::optional<Floats>& floats) {
+  return floats ? floats->span() : std::span<const float>();
+}
+
+UpdateRule make_rule(const std::string& name, const py::kwargs& given) {
+  std::vector<UpdateRule::Hyperparameter> hyperparameters;
+  for (const auto& [key, value] : given) {
+    const auto argument = key.cast<std::string>();
+    if (argument == "betas") {
+      const auto [first, second] = value.cast<std::pair<double, double>>();
+      hyperparameters.emplace_back("beta1", first);
+      hyperparameters.emplace_back("beta2", second);
+    } else {
+      hyperparameters.emplace_back(argument, value.cast<double>());
+    }
+  }
+  return {name, hyperparameters};
+}
+
+std::vector<std::string> slot_names(const UpdateRule& rule) {
+  std::vector<std::string> names;
+  for (const table::Slot& slot : rule.slots()) names.emplace_back(slot.name);
+  return names;
+}
+
+std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule,
+                                         std::optional<std::uint64_t> rows,
+                                         const std::tuple<std::string, double, double>& initializer,
+                                         std::uint64_t seed, const std::string& storage,
+                                         std::optional<std::uint64_t> max_rows,
+                                         std::optional<std::uint32_t> max_age) {
+  const auto& [distribution, first, second] = initializer;
+  table::RowTableOptions options{
+      dim,      rule,   table::Initializer(distribution, first, second, seed), {}, rows,
+      max_rows, max_age};
+  options.storage = table::storage_of(storage);
+  const GilRelease release;
+  return std::make_shared<RowTable>(std::move(options));
+}
+
+// The next rows of a snapshot, as arrays of their own; StopIteration at the end.
+py::tuple next_rows(RowSnapshot& snapshot, std::size_t limit) {
+  const std::size_t dim = snapshot.table().dim();
+  const std::size_t slot_floats = snapshot.table().slot_floats();
+  std::vector<std::uint64_t> ids(limit);
+  py::array_t<float> values({limit, dim});
+  py::array_t<float> slots({limit, slot_floats});
+  const std::span<float> value_span(values.mutable_data(), limit * dim);
+  const std::span<float> slot_span(slots.mutable_data(), limit * slot_floats);
+  std::size_t rows = 0;
+  {
+    const GilRelease release;
+    rows = snapshot.next(ids, value_span, slot_span);
+  }
+  if (rows == 0) throw py::stop_iteration();
+  const py::slice present(py::int_(0), py::int_(rows), py::none());
+  return py::make_tuple(py::array_t<std::uint64_t>(rows, ids.data()), values[present],
+                        slots[present]);
+}
+
+struct Snapshot {
+  RowSnapshot rows;
+  std::size_t piece_rows;
+};
+
+void bind_row_table(py::module_& m) {
+  py::class_<Snapshot>(m, "RowSnapshot")
+      .def("__iter__", [](py::object self) { return self; })
+      .def("__next__", [](Snapshot& s) { return next_rows(s.rows, s.piece_rows); });
+
+  py::class_<RowTable, std::shared_ptr<RowTable>>(m, "RowTable")
+      .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
+           py::arg("rows") = py::none(),
+           py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
+           py::arg("storage") = "float32", py::arg("max_rows") = py::none(),
+           py::arg("max_age") = py::none())
+      .def(
+          "pull",
+          [](RowTable& t, py::handle ids, py::handle out) {
+            const Ids from(ids);
+            const FloatsOut to(out);
+            const GilRelease release;
+            t.pull(from.span(), to.span());
+          },
+          py::arg("ids"), py::arg("out"))
+      .def(
+          "push",
+          [](RowTable& t, py::handle ids, py::handle gradients, std::optional<double> lr) {
+            const Ids to(ids);
+            const Floats from(gradients, "gradients");
+            const GilRelease release;
+            t.push(to.span(), from.span(), lr);
+          },
+          py::arg("ids"), py::arg("gradients"), py::arg("lr") = py::none())
+      .def(
+          "assign",
+          [](RowTable& t, py::handle ids, py::handle values, py::handle slots) {
+            const Ids to(ids);
+            const Floats from(values, "values");
+            const auto state = optional_floats(slots, "slots");
+            const GilRelease release;
+            t.assign(to.span(), from.span(), span_of(state));
+          },
+          py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
+      .def(
+          "read_slots",
+          [](RowTable& t, py::handle ids, py::handle out) {
+            const Ids from(ids);
+            const FloatsOut to(out);
+            const GilRelease release;
+            t.read_slots(from.span(), to.span());
+          },
+          py::arg("ids"), py::arg("out"))
+      .def(
+          "contains",
+          [](RowTable& t, py::handle ids) {
+            const Ids asked(ids);
+            py::array_t<bool> found(static_cast<py::ssize_t>(asked.span().size()));
+            const std::span<bool> to(found.mutable_data(), asked.span().size());
+            const GilRelease release;
+            t.contains(asked.span(), to);
+            return found;
+          },
+          py::arg("ids"))
+      .def(
+          "erase",
+          [](RowTable& t, py::handle ids) {
+            const Ids unwanted(ids);
+            const GilRelease release;
+            return t.erase(unwanted.span());
+          },
+          py::arg("ids"))
+      .def("evict", &RowTable::evict, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "snapshot",
+          [](std::shared_ptr<RowTable> t, std::size_t piece_rows) {
+            if (piece_rows == 0) throw Error(ErrorCode::kValue, "piece_rows must be 1 or more");
+            return Snapshot{RowSnapshot(std::move(t)), piece_rows};
+          },
+          py::arg("piece_rows") = 65536)
+      .def("__len__", &RowTable::size)
+      .def_property_readonly("dim", &RowTable::dim)
+      .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
+      .def_property_readonly("nbytes", &RowTable::bytes)
+      .def_property("step", &RowTable::step, &RowTable::set_step);
+}
+
+void bind_dense_variable(py::module_& m) {
+  py::class_<DenseVariable>(m, "DenseVariable")
+      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage) {
+             const Floats values(initial, "initial");
+             return std::make_unique<DenseVariable>(values.span(), rule,
+                                                    table::storage_of(storage));
+           }),
+           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32")
+      .def(
+          "pull",
+          [](DenseVariable& v, py::handle out) {
+            const FloatsOut to(out);
+            const GilRelease release;
+            v.pull(to.span());
+          },
+          py::arg("out"))
+      .def(
+          "push",
+          [](DenseVariable& v, py::handle gradient, std::optional<double> lr) {
+            const Floats from(gradient, "gradient");
+            const GilRelease release;
+            v.push(from.span(), lr);
+          },
+          py::arg("gradient"), py::arg("lr") = py::none())
+      .def(
+          "assign",
+          [](DenseVariable& v, py::handle values, py::handle slots) {
+            const Floats from(values, "values");
+            const auto state = optional_floats(slots, "slots");
+            const GilRelease release;
+            v.assign(from.span(), span_of(state));
+          },
+          py::arg("values"), py::arg("slots") = py::none())
+      .def(
+          "read_slots",
+          [](DenseVariable& v, py::handle out) {
+            const FloatsOut to(out);
+            const GilRelease release;
+            v.read_slots(to.span());
+          },
+          py::arg("out"))
+      .def_property_readonly("size", &DenseVariable::size)
+      .def_property_readonly("nbytes", &DenseVariable::bytes)
+      .def_property("step", &DenseVariable::step, &DenseVariable::set_step);
+}
+
+}  // namespace
+
+void bind_table(py::module_& m) {
+  py::class_<UpdateRule>(m, "UpdateRule")
+      .def(py::init(&make_rule), py::arg("name"))
+      .def_property_readonly("name", [](const UpdateRule& r) { return std::string(r.name()); })
+      .def_property_readonly("slots", &slot_names);
+  bind_row_table(m);
+  bind_dense_variable(m);
+}
+
+}  // namespace fastdist::bindings

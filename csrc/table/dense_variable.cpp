@@ -1,0 +1,133 @@
+#include "table/dense_variable.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace fastdist::table {
+namespace {
+
+constexpr std::size_t kMaxSlots = 3;
+
+std::size_t item_bytes(Storage storage) {
+  return storage == Storage::kFloat32 ? sizeof(float) : sizeof(std::uint16_t);
+}
+
+void check_count(const char* argument, std::size_t expected, std::size_t got) {
+  if (got == expected) return;
+  throw Error(ErrorCode::kValue, std::string(argument) + " must hold " + std::to_string(expected) +
+                                     " elements, got " + std::to_string(got));
+}
+
+}  // namespace
+
+DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage)
+    : rule_(std::move(rule)),
+      storage_(storage),
+      size_(initial.size()),
+      update_(kernels().update(rule_.kind())),
+      mutexes_((size_ + kChunk - 1) / kChunk) {
+  if (storage == Storage::kInt8) {
+    throw Error(ErrorCode::kValue,
+                "a dense variable's storage must be float32 or bfloat16, got int8");
+  }
+  values_ = allocate(size_ * item_bytes(storage_), "a variable");
+  slots_ = allocate(slot_floats() * sizeof(float), "a variable's slots");
+  write(initial.data(), 0, size_);
+  for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
+    std::fill_n(slot(i), size_, rule_.slots()[i].initial);
+  }
+}
+
+std::size_t DenseVariable::bytes() const noexcept {
+  return size_ * item_bytes(storage_) + slot_floats() * sizeof(float);
+}
+
+template <class Call>
+void DenseVariable::for_each_chunk(Call&& call) {
+  for (std::size_t begin = 0; begin < size_; begin += kChunk) {
+    const std::lock_guard lock(mutexes_[begin / kChunk]);
+    call(begin, std::min(kChunk, size_ - begin));
+  }
+}
+
+void DenseVariable::read(float* values, std::size_t begin, std::size_t count) const {
+  const std::byte* from = values_.get() + begin * item_bytes(storage_);
+  if (storage_ == Storage::kFloat32) {
+    std::memcpy(values, from, count * sizeof(float));
+  } else {
+    kernels().widen_bfloat16(values, reinterpret_cast<const std::uint16_t*>(from), count);
+  }
+}
+
+void DenseVariable::write(const float* values, std::size_t begin, std::size_t count) {
+  std::byte* to = values_.get() + begin * item_bytes(storage_);
+  if (storage_ == Storage::kFloat32) {
+    std::memcpy(to, values, count * sizeof(float));
+  } else {
+    kernels().narrow_bfloat16(reinterpret_cast<std::uint16_t*>(to), values, count);
+  }
+}
+
+void DenseVariable::update(const Coefficients& c, const float* gradient, std::size_t begin,
+                           std::size_t count) {
+  std::array<float*, kMaxSlots> slots{};
+  for (std::size_t i = 0; i < rule_.slots().size(); ++i) slots[i] = slot(i) + begin;
+  if (storage_ == Storage::kFloat32) {
+    float* values = reinterpret_cast<float*>(values_.get()) + begin;
+    return update_(c, values, gradient, slots.data(), count);
+  }
+  std::array<float, 1024> values;
+  for (std::size_t done = 0; done < count;) {
+    const std::size_t part = std::min(values.size(), count - done);
+    read(values.data(), begin + done, part);
+    update_(c, values.data(), gradient + done, slots.data(), part);
+    write(values.data(), begin + done, part);
+    for (float*& slot : slots) {
+      if (slot != nullptr) slot += part;
+    }
+    done += part;
+  }
+}
+
+void DenseVariable::pull(std::span<float> values) {
+  check_count("values", size_, values.size());
+  for_each_chunk(
+      [&](std::size_t begin, std::size_t count) { read(values.data() + begin, begin, count); });
+}
+
+void DenseVariable::push(std::span<const float> gradient, std::optional<double> learning_rate) {
+  check_count("gradient", size_, gradient.size());
+  const double lr = rule_.learning_rate(learning_rate);
+  const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
+  for_each_chunk([&](std::size_t begin, std::size_t count) {
+    update(c, gradient.data() + begin, begin, count);
+  });
+}
+
+void DenseVariable::assign(std::span<const float> values, std::span<const float> slots) {
+  check_count("values", size_, values.size());
+  if (!slots.empty()) check_count("slots", slot_floats(), slots.size());
+  for_each_chunk([&](std::size_t begin, std::size_t count) {
+    write(values.data() + begin, begin, count);
+    for (std::size_t i = 0; !slots.empty() && i < rule_.slots().size(); ++i) {
+      std::copy_n(slots.data() + i * size_ + begin, count, slot(i) + begin);
+    }
+  });
+}
+
+void DenseVariable::read_slots(std::span<float> slots) {
+  check_count("slots", slot_floats(), slots.size());
+  for_each_chunk([&](std::size_t begin, std::size_t count) {
+    for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
+      std::copy_n(slot(i) + begin, count, slots.data() + i * size_ + begin);
+    }
+  });
+}
+
+}  // namespace fastdist::table

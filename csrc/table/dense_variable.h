@@ -1,0 +1,69 @@
+// A dense variable on a parameter server, with the optimizer's state.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "table/kernels.h"
+#include "table/memory.h"
+#include "table/row_layout.h"
+#include "table/update_rule.h"
+
+namespace fastdist::table {
+
+// Any number of threads may call anything at the same time. Each chunk of kChunk elements is read
+// and changed as a whole, under a lock of its own: threads follow one another through a large
+// variable instead of waiting for each other's end, and a pull of one may see a push half done,
+// chunk by chunk.
+class DenseVariable {
+ public:
+  static constexpr std::size_t kChunk = 16384;
+
+  // Storage is float32 or bfloat16; with the latter, steps are computed in float32 and their
+  // results rounded once, to nearest even.
+  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage);
+
+  void pull(std::span<float> values);
+  // One step.
+  void push(std::span<const float> gradient, std::optional<double> learning_rate);
+  // Sets the values and, unless `slots` is empty, the slots.
+  void assign(std::span<const float> values, std::span<const float> slots);
+  // Slot after slot, each as large as the variable.
+  void read_slots(std::span<float> slots);
+
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] std::size_t bytes() const noexcept;
+  [[nodiscard]] std::size_t slot_floats() const noexcept { return rule_.slots().size() * size_; }
+  [[nodiscard]] std::uint64_t step() const noexcept {
+    return step_.load(std::memory_order_relaxed);
+  }
+  void set_step(std::uint64_t step) noexcept { step_.store(step, std::memory_order_relaxed); }
+
+ private:
+  // Calls `call(begin, count)` for each chunk under its lock.
+  template <class Call>
+  void for_each_chunk(Call&& call);
+  void read(float* values, std::size_t begin, std::size_t count) const;
+  void write(const float* values, std::size_t begin, std::size_t count);
+  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count);
+
+  [[nodiscard]] float* slot(std::size_t i) const noexcept {
+    return reinterpret_cast<float*>(slots_.get()) + i * size_;
+  }
+
+  UpdateRule rule_;
+  Storage storage_;
+  std::size_t size_;
+  UpdateFunction update_;
+  Memory values_;
+  Memory slots_;
+  std::vector<std::mutex> mutexes_;
+  std::atomic<std::uint64_t> step_{0};
+};
+
+}  // namespace fastdist::table

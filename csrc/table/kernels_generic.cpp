@@ -1,0 +1,2 @@
+#define FASTDIST_ISA generic
+#include "table/kernels_loops.h"

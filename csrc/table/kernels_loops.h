@@ -1,0 +1,250 @@
+// The loops behind kernels.h, written for the compiler to vectorize. Each kernels_<set>.cpp sets
+// FASTDIST_ISA and includes this file under its own compiler flags. Everything here has internal
+// linkage and no standard templates are called, so that no function compiled for a wide instruction
+// set can be picked by the linker for another file.
+
+#if !defined(FASTDIST_ISA)
+#error "included by kernels_<instruction set>.cpp only"
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "table/kernels.h"
+
+namespace fastdist::table::FASTDIST_ISA {
+namespace {
+
+inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// --- update rules: torch.optim's, element by element --------------------------------------------
+
+inline float effective(const Coefficients& c, float gradient, float value) {
+  const float g = c.sign * gradient;
+  // Not added when zero: the value may be infinite.
+  return c.weight_decay == 0 ? g : g + c.weight_decay * value;
+}
+
+template <bool kNesterov>
+void momentum_loop(const Coefficients& coefficients, float* __restrict values,
+                   const float* __restrict gradient, float* __restrict momenta, std::size_t count) {
+  const Coefficients c = coefficients;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = effective(c, gradient[i], values[i]);
+    const float old = momenta[i];
+    const float next = c.momentum * old + c.undampened * g;
+    const float momentum = bits_of(old) == kUnsetMomentum ? g : next;
+    momenta[i] = momentum;
+    values[i] -= c.rate * (kNesterov ? g + c.momentum * momentum : momentum);
+  }
+}
+
+void sgd(const Coefficients& coefficients, float* __restrict values,
+         const float* __restrict gradient, float* const* slots, std::size_t count) {
+  const Coefficients c = coefficients;
+  if (c.momentum == 0) {
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] -= c.rate * effective(c, gradient[i], values[i]);
+    }
+  } else {
+    (c.nesterov ? momentum_loop<true> : momentum_loop<false>)(c, values, gradient, slots[0], count);
+  }
+}
+
+void adagrad(const Coefficients& coefficients, float* __restrict values,
+             const float* __restrict gradient, float* const* slots, std::size_t count) {
+  const Coefficients c = coefficients;
+  float* __restrict sums = slots[0];
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = effective(c, gradient[i], values[i]);
+    const float sum = sums[i] + g * g;
+    sums[i] = sum;
+    values[i] -= c.rate * (g / (__builtin_sqrtf(sum) + c.eps));
+  }
+}
+
+// Adam and AdamW.
+void adam(const Coefficients& coefficients, float* __restrict values,
+          const float* __restrict gradient, float* const* slots, std::size_t count) {
+  const Coefficients c = coefficients;
+  float* __restrict means = slots[0];
+  float* __restrict squares = slots[1];
+  for (std::size_t i = 0; i < count; ++i) {
+    const float value = c.shrink * values[i];
+    const float g = effective(c, gradient[i], value);
+    const float mean = means[i] + c.take_first * (g - means[i]);
+    const float square = c.keep_second * squares[i] + c.take_second * g * g;
+    means[i] = mean;
+    squares[i] = square;
+    values[i] = value - c.rate * (mean / (__builtin_sqrtf(square) + c.eps));
+  }
+}
+
+template <bool kMomentum, bool kCentered>
+void rms_prop_loop(const Coefficients& coefficients, float* __restrict values,
+                   const float* __restrict gradient, float* const* slots, std::size_t count) {
+  const Coefficients c = coefficients;
+  float* __restrict squares = slots[0];
+  float* __restrict momenta = kMomentum ? slots[1] : nullptr;
+  float* __restrict means = kCentered ? slots[kMomentum ? 2 : 1] : nullptr;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = effective(c, gradient[i], values[i]);
+    const float square = c.keep_second * squares[i] + c.take_second * g * g;
+    squares[i] = square;
+    float variance = square;
+    if constexpr (kCentered) {
+      const float mean = means[i] + c.take_first * (g - means[i]);
+      means[i] = mean;
+      variance = square - mean * mean;
+    }
+    float step = g / (__builtin_sqrtf(variance) + c.eps);
+    if constexpr (kMomentum) {
+      step = c.momentum * momenta[i] + step;
+      momenta[i] = step;
+    }
+    values[i] -= c.rate * step;
+  }
+}
+
+void rms_prop(const Coefficients& c, float* values, const float* gradient, float* const* slots,
+              std::size_t count) {
+  if (c.momentum != 0) {
+    (c.centered ? rms_prop_loop<true, true> : rms_prop_loop<true, false>)(c, values, gradient,
+                                                                          slots, count);
+  } else {
+    (c.centered ? rms_prop_loop<false, true> : rms_prop_loop<false, false>)(c, values, gradient,
+                                                                            slots, count);
+  }
+}
+
+UpdateFunction find_update(RuleKind kind) {
+  switch (kind) {
+    case RuleKind::kSgd:
+      return sgd;
+    case RuleKind::kAdagrad:
+      return adagrad;
+    case RuleKind::kAdam:
+    case RuleKind::kAdamW:
+      return adam;
+    case RuleKind::kRmsProp:
+      return rms_prop;
+  }
+  return nullptr;
+}
+
+void add(float* __restrict dst, const float* __restrict src, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
+}
+
+// --- narrow storage
+// -------------------------------------------------------------------------------
+
+void widen_bfloat16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) dst[i] = float_of(std::uint32_t{src[i]} << 16);
+}
+
+void narrow_bfloat16(std::uint16_t* __restrict dst, const float* __restrict src,
+                     std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t u = bits_of(src[i]);
+    const std::uint32_t rounded = (u + 0x7FFFU + (u >> 16 & 1U)) >> 16;
+    const bool is_nan = (u & 0x7FFFFFFFU) > 0x7F800000U;
+    dst[i] = static_cast<std::uint16_t>(is_nan ? (u >> 16 | 0x40U) : rounded);
+  }
+}
+
+void widen_int8(float* __restrict dst, const std::int8_t* __restrict src, float scale,
+                std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<float>(src[i]) * scale;
+}
+
+float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count) {
+  std::uint32_t largest = 0;  // magnitudes are ordered as their bits are
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t magnitude = bits_of(src[i]) & 0x7FFFFFFFU;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  constexpr float kSmallestNormal = 0x1p-126F;
+  if (largest >= 0x7F800000U || float_of(largest) < 128 * kSmallestNormal) {
+    __builtin_memset(dst, 0, count);
+    return largest >= 0x7F800000U ? float_of(0x7FC00000U) : 0.0F;
+  }
+  // Up to 16 significant bits, so that no value is more than 127 times the scale.
+  const float exact = float_of(largest) / 127.0F;
+  const float scale = float_of((bits_of(exact) + 0xFFU) & ~0xFFU);
+  // Adding and taking away 1.5 × 2²³ rounds to a whole number, ties to even.
+  constexpr float kRound = 12582912.0F;
+  for (std::size_t i = 0; i < count; ++i) {
+    dst[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(src[i] / scale + kRound - kRound));
+  }
+  return scale;
+}
+
+// --- initial values
+// -------------------------------------------------------------------------------
+
+// The finalizer of MurmurHash3 (Appleby, public domain).
+inline std::uint32_t scramble(std::uint32_t x) {
+  x = (x ^ x >> 16) * 0x85EBCA6BU;
+  x = (x ^ x >> 13) * 0xC2B2AE35U;
+  return x ^ x >> 16;
+}
+inline std::uint32_t random_bits(std::uint64_t key, std::uint32_t i) {
+  return scramble(scramble(static_cast<std::uint32_t>(key) + i * 0x9E3779B9U) ^
+                  static_cast<std::uint32_t>(key >> 32));
+}
+// From 0 to below 1, in steps of 2⁻²⁴. By way of a signed number, which vectors convert faster.
+inline float random_unit(std::uint64_t key, std::uint32_t i) {
+  return static_cast<float>(static_cast<std::int32_t>(random_bits(key, i) >> 8)) * 0x1p-24F;
+}
+
+void uniform(float* __restrict dst, std::size_t count, std::uint64_t key, float low, float high) {
+  const float width = high - low;
+  const auto end = static_cast<std::uint32_t>(count);  // a counter that cannot wrap around
+  for (std::uint32_t i = 0; i < end; ++i) dst[i] = low + width * random_unit(key, i);
+}
+
+// For 0 < x ≤ 1, to 1e-7 of the result. x = 2ᵉ·m with m from √½ to √2, and ln m = 2 artanh s with
+// s = (m-1)/(m+1), by its series.
+inline float natural_log(float x) {
+  constexpr std::uint32_t kRootHalf = 0x3F3504F3U;
+  const std::uint32_t shifted = bits_of(x) - kRootHalf;
+  const auto exponent = static_cast<float>(static_cast<std::int32_t>(shifted) >> 23);
+  const float m = float_of((shifted & 0x7FFFFFU) + kRootHalf);
+  const float s = (m - 1) / (m + 1);
+  const float t = s * s;
+  const float series =
+      2 * s * (1 + t * (1.0F / 3 + t * (1.0F / 5 + t * (1.0F / 7 + t * (1.0F / 9)))));
+  return exponent * 0.69314718F + series;
+}
+
+// cos(2πx) for x from 0 to 1, to 3e-7: 2 sin²(π(x - ½)) - 1, with the sine by its series.
+inline float cosine_of_turns(float x) {
+  const float y = 3.14159265F * (x - 0.5F);
+  const float t = y * y;
+  // 1/3!, 1/5!, …
+  constexpr float k3 = 1.0F / 6, k5 = 1.0F / 120, k7 = 1.0F / 5040, k9 = 1.0F / 362880;
+  constexpr float k11 = 1.0F / 39916800, k13 = 1.0F / 6227020800;
+  const float sine = y * (1 - t * (k3 - t * (k5 - t * (k7 - t * (k9 - t * (k11 - t * k13))))));
+  return 2 * sine * sine - 1;
+}
+
+// Box and Muller's transform, of two uniform numbers for each.
+void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float mean,
+            float deviation) {
+  const auto end = static_cast<std::uint32_t>(count);
+  for (std::uint32_t i = 0; i < end; ++i) {
+    const float above_zero = random_unit(key, 2 * i) + 0x1p-24F;
+    const float radius = __builtin_sqrtf(-2 * natural_log(above_zero));
+    dst[i] = mean + deviation * (radius * cosine_of_turns(random_unit(key, 2 * i + 1)));
+  }
+}
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels{find_update, add,         widen_bfloat16, narrow_bfloat16,
+                       widen_int8,  narrow_int8, uniform,        normal};
+
+}  // namespace fastdist::table::FASTDIST_ISA

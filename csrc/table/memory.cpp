@@ -1,0 +1,73 @@
+#include "table/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "core/error.h"
+
+namespace fastdist::table {
+namespace {
+
+constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr std::size_t kLineBytes = 64;
+
+std::size_t round_up(std::size_t value, std::size_t step) {
+  return (value + step - 1) / step * step;
+}
+
+[[noreturn]] void throw_out_of_memory(std::size_t bytes, const char* what) {
+  throw Error(ErrorCode::kMemory, std::string("out of memory: ") + what + " needs " +
+                                      std::to_string(bytes) + " more bytes");
+}
+
+// Starts at a huge page's boundary: the kernel gives huge pages for whole ones only.
+Memory map(std::size_t bytes, const char* what) {
+  const std::size_t wanted = round_up(bytes, kHugePageBytes);
+  const std::size_t mapped = wanted + kHugePageBytes;
+  void* address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) throw_out_of_memory(bytes, what);
+  auto* begin = static_cast<std::byte*>(address);
+  const std::size_t before = round_up(reinterpret_cast<std::uintptr_t>(begin), kHugePageBytes) -
+                             reinterpret_cast<std::uintptr_t>(begin);
+  if (before != 0) munmap(begin, before);
+  munmap(begin + before + wanted, kHugePageBytes - before);
+  madvise(begin + before, wanted, MADV_HUGEPAGE);
+  return Memory(begin + before, MemoryRelease{wanted});
+}
+
+}  // namespace
+
+void MemoryRelease::operator()(std::byte* data) const noexcept {
+  if (mapped_bytes != 0) {
+    munmap(data, mapped_bytes);
+  } else {
+    std::free(data);
+  }
+}
+
+Memory allocate(std::size_t bytes, const char* what) {
+  if (bytes > SIZE_MAX / 2) throw_out_of_memory(bytes, what);
+  if (bytes >= kHugePageBytes) return map(bytes, what);
+  const std::size_t rounded = round_up(bytes + 1, kLineBytes);
+  void* data = std::aligned_alloc(kLineBytes, rounded);
+  if (data == nullptr) throw_out_of_memory(bytes, what);
+  std::memset(data, 0, rounded);
+  return Memory(static_cast<std::byte*>(data), MemoryRelease{});
+}
+
+void check_machine_has(std::size_t bytes, const char* what) {
+  const auto machine = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
+                       static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  if (bytes <= machine) return;
+  throw Error(ErrorCode::kMemory, std::string("out of memory: ") + what + " needs " +
+                                      std::to_string(bytes) + " bytes, and this machine has " +
+                                      std::to_string(machine));
+}
+
+}  // namespace fastdist::table

@@ -1,0 +1,43 @@
+// Ids to keys that look random, and back.
+#pragma once
+
+#include <cstdint>
+
+namespace fastdist::table {
+
+// The finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+// 2014): every bit of x changes half of the bits of the result.
+inline constexpr std::uint64_t kFirstFactor = 0xBF58476D1CE4E5B9U;
+inline constexpr std::uint64_t kSecondFactor = 0x94D049BB133111EBU;
+
+[[nodiscard]] constexpr std::uint64_t mix(std::uint64_t x) noexcept {
+  x = (x ^ x >> 30) * kFirstFactor;
+  x = (x ^ x >> 27) * kSecondFactor;
+  return x ^ x >> 31;
+}
+
+// 1/factor modulo 2⁶⁴, by Newton's iteration; each step doubles the bits that are right.
+[[nodiscard]] constexpr std::uint64_t reciprocal(std::uint64_t factor) noexcept {
+  std::uint64_t x = factor;  // right in 3 bits, as for every odd number
+  for (int i = 0; i < 5; ++i) x *= 2 - factor * x;
+  return x;
+}
+
+[[nodiscard]] constexpr std::uint64_t unmix(std::uint64_t x) noexcept {
+  x = (x ^ x >> 31 ^ x >> 62) * reciprocal(kSecondFactor);
+  x = (x ^ x >> 27 ^ x >> 54) * reciprocal(kFirstFactor);
+  return x ^ x >> 30 ^ x >> 60;
+}
+
+// The key of an id in a hashed table. Different ids have different keys, so the id itself is not
+// kept. The constant makes keys independent of what else mixes ids, as routing between servers
+// does: the ids of one server would otherwise crowd in a part of its index.
+inline constexpr std::uint64_t kSalt = 0x6A09E667F3BCC909U;
+[[nodiscard]] constexpr std::uint64_t key_of(std::uint64_t id) noexcept { return mix(id ^ kSalt); }
+[[nodiscard]] constexpr std::uint64_t id_of(std::uint64_t key) noexcept {
+  return unmix(key) ^ kSalt;
+}
+
+static_assert(id_of(key_of(0)) == 0 && id_of(key_of(~std::uint64_t{5})) == ~std::uint64_t{5});
+
+}  // namespace fastdist::table

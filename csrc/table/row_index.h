@@ -1,0 +1,84 @@
+// Where the rows of one stripe are: a hash table from keys to row numbers.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "table/memory.h"
+#include "table/row_arena.h"
+
+namespace fastdist::table {
+
+// Open addressing with linear probing: a lookup touches one cache line, seldom two. Keys look
+// random already, so their low bits are the position. An erased entry's place is filled by those
+// behind it, so there are no marks of the dead to step over.
+//
+// Guarded by the stripe's lock, all but prefetch().
+class RowIndex {
+ public:
+  struct Entry {
+    std::uint64_t key;
+    RowNumber row;        // 0: an empty place
+    std::uint32_t stamp;  // the step that touched the row last, where the table has limits
+  };
+
+  [[nodiscard]] Entry* find(std::uint64_t key) const noexcept {
+    if (size_ == 0) return nullptr;
+    for (std::size_t at = key & mask();; at = (at + 1) & mask()) {
+      Entry& entry = entries()[at];
+      if (entry.row == 0) return nullptr;
+      if (entry.key == key) return &entry;
+    }
+  }
+  // Makes room for one more entry; throws kMemory, and then nothing has changed.
+  void reserve_one();
+  // The key must be absent, and room reserved.
+  Entry& insert(std::uint64_t key, RowNumber row, std::uint32_t stamp) noexcept;
+  void erase(Entry& entry) noexcept;
+
+  // Any thread may ask for the line in which a key is looked for. It may be out of date, which
+  // costs time and nothing else.
+  void prefetch(std::uint64_t key) const noexcept {
+    const std::size_t offset = (key & mask_.load(std::memory_order_relaxed)) * sizeof(Entry);
+    __builtin_prefetch(reinterpret_cast<const void*>(
+        reinterpret_cast<std::uintptr_t>(entries_.load(std::memory_order_relaxed)) + offset));
+  }
+
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] std::size_t bytes() const noexcept {
+    return memory_ ? (mask() + 1) * sizeof(Entry) : 0;
+  }
+
+  template <class Visit>
+  void for_each(Visit&& visit) const {
+    for (std::size_t at = 0; size_ != 0 && at <= mask(); ++at) {
+      if (entries()[at].row != 0) visit(entries()[at]);
+    }
+  }
+  // Erases where `is_unwanted(entry)`. An erased entry's place is looked at again; what comes there
+  // from the beginning of the table has been looked at before.
+  template <class Predicate>
+  void erase_if(Predicate&& is_unwanted) {
+    for (std::size_t at = 0; size_ != 0 && at <= mask();) {
+      Entry& entry = entries()[at];
+      if (entry.row != 0 && is_unwanted(entry)) {
+        erase(entry);
+      } else {
+        ++at;
+      }
+    }
+  }
+
+ private:
+  [[nodiscard]] Entry* entries() const noexcept { return entries_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::size_t mask() const noexcept { return mask_.load(std::memory_order_relaxed); }
+
+  Memory memory_;
+  // Atomic for prefetch(); everybody else has the lock, so relaxed order is enough.
+  std::atomic<Entry*> entries_{nullptr};
+  std::atomic<std::size_t> mask_{0};
+  std::size_t size_ = 0;
+};
+
+}  // namespace fastdist::table

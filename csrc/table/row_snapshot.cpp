@@ -1,0 +1,33 @@
+#include "table/row_snapshot.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace fastdist::table {
+namespace {
+
+// Copied in a few tens of microseconds.
+constexpr std::size_t kPieceRows = 256;
+
+}  // namespace
+
+std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> values,
+                              std::span<float> slots) {
+  std::size_t rows = 0;
+  while (rows < ids.size()) {
+    if (listed_.empty()) {
+      if (stripe_ == table_->stripes()) break;
+      listed_ = table_->ids_of_stripe(stripe_++);
+      continue;
+    }
+    const std::size_t count = std::min({kPieceRows, listed_.size(), ids.size() - rows});
+    const std::span piece = std::span(listed_).last(count);
+    rows += table_->read_present(piece, ids.subspan(rows), values.subspan(rows * table_->dim()),
+                                 slots.subspan(rows * table_->slot_floats()));
+    listed_.resize(listed_.size() - count);
+    std::this_thread::yield();  // a mutex is not fair: others get their turn
+  }
+  return rows;
+}
+
+}  // namespace fastdist::table

@@ -1,0 +1,366 @@
+#include "table/row_table.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <string>
+
+#include "core/error.h"
+
+namespace fastdist::table {
+namespace {
+
+constexpr std::size_t kStripes = 256;
+// A stripe's share of max_rows, where so many stripes leave it that: smaller ones fill unevenly.
+constexpr std::size_t kLeastShare = 1024;
+constexpr std::size_t kMaxDim = std::size_t{1} << 24;
+constexpr std::size_t kMaxIds = std::size_t{1} << 31;
+
+// How far ahead of the row that is worked on rows are looked for, and ahead of these their places
+// in the index.
+constexpr std::size_t kRowsAhead = 12;
+constexpr std::size_t kPlacesAhead = 16;
+// Of a longer row the processor fetches the rest by itself.
+constexpr std::size_t kPrefetchedBytes = 1024;
+
+// Rows that a stripe takes from the arena at a time; fewer while it is small.
+constexpr std::size_t kRunBytes = 16 << 10;
+
+Striping striping_of(const RowTableOptions& options) {
+  std::size_t count = kStripes;
+  if (options.max_rows) {
+    count = std::bit_floor(std::clamp<std::size_t>(*options.max_rows / kLeastShare, 1, kStripes));
+  }
+  return {!options.rows, count};
+}
+
+void check_count(const char* argument, std::size_t ids, std::size_t width, std::size_t got) {
+  if (got == ids * width) return;
+  throw Error(ErrorCode::kValue, std::string(argument) + " must hold " + std::to_string(ids) +
+                                     " × " + std::to_string(width) + " elements, got " +
+                                     std::to_string(got));
+}
+
+void check_options(const RowTableOptions& options) {
+  const auto refuse = [](const std::string& what) { throw Error(ErrorCode::kValue, what); };
+  if (options.dim == 0 || options.dim > kMaxDim) {
+    refuse("dim must be from 1 to " + std::to_string(kMaxDim) + ", got " +
+           std::to_string(options.dim));
+  }
+  if (options.rows && (options.max_rows || options.max_age)) {
+    refuse("a table with fixed rows evicts none: max_rows and max_age are for hashed tables");
+  }
+  if (options.max_rows == 0) refuse("max_rows must be 1 or more, got 0");
+  if (options.max_age && (*options.max_age == 0 || *options.max_age > INT32_MAX)) {
+    refuse("max_age must be from 1 to 2^31 - 1 pushes, got " + std::to_string(*options.max_age));
+  }
+}
+
+void prefetch(const std::byte* row, std::size_t bytes) {
+  for (std::size_t at = 0; at < std::min(bytes, kPrefetchedBytes); at += 64) {
+    __builtin_prefetch(row + at, 1);
+  }
+}
+
+// Of items by stripe, those from `visited` to `locked` are worked on; their stripes' locks are
+// held.
+template <class Stripe>
+class LockWindow {
+ public:
+  LockWindow(const Striping& striping, std::span<const Item> items, Stripe* stripes)
+      : striping_(striping), items_(items), stripes_(stripes) {}
+  LockWindow(const LockWindow&) = delete;
+  LockWindow& operator=(const LockWindow&) = delete;
+  ~LockWindow() {
+    while (visited_ < locked_) leave([](Stripe&) {});
+  }
+
+  [[nodiscard]] std::size_t visited() const noexcept { return visited_; }
+  // Locks the stripe of the next item, unless the item before has locked it.
+  Stripe& enter() {
+    Stripe& next = stripe(locked_);
+    if (locked_ == visited_ || &stripe(locked_ - 1) != &next) next.mutex.lock();
+    ++locked_;
+    return next;
+  }
+  // The item that was entered first is done. `last_call(stripe)` is made before a lock is given up.
+  template <class Call>
+  void leave(Call&& last_call) {
+    Stripe& done = stripe(visited_++);
+    if (visited_ < locked_ && &stripe(visited_) == &done) return;
+    last_call(done);
+    done.mutex.unlock();
+  }
+
+ private:
+  Stripe& stripe(std::size_t i) const { return stripes_[striping_.stripe(items_[i].key)]; }
+
+  const Striping striping_;
+  std::span<const Item> items_;
+  Stripe* stripes_;
+  std::size_t visited_ = 0;
+  std::size_t locked_ = 0;
+};
+
+}  // namespace
+
+RowTable::RowTable(RowTableOptions options)
+    : options_((check_options(options), std::move(options))),
+      layout_(options_.dim, options_.storage, options_.rule),
+      striping_(striping_of(options_)),
+      update_(kernels().update(options_.rule.kind())),
+      arena_(layout_.stride()),
+      stripes_(std::make_unique<Stripe[]>(striping_.count)) {
+  for (const Slot& slot : options_.rule.slots()) {
+    initial_slots_.insert(initial_slots_.end(), layout_.dim(), slot.initial);
+  }
+  if (striping_.hashed) {
+    arena_.take(1);  // the index marks empty places by row 0
+    return;
+  }
+  const std::uint64_t rows = *options_.rows;
+  if (rows > UINT32_MAX) {
+    throw Error(ErrorCode::kValue,
+                "a table holds at most 2^32 - 1 rows, got " + std::to_string(rows));
+  }
+  check_machine_has(rows * layout_.stride(), "a table's rows");
+  arena_.take(static_cast<std::uint32_t>(rows));
+  for (std::uint64_t id = 0; id < rows; ++id) {
+    write_initial(arena_.row(static_cast<RowNumber>(id)), id);
+  }
+}
+
+template <RowTable::Access kAccess, class Call>
+void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& call) {
+  const std::size_t bytes = kAccess == Access::kCreate ? layout_.stride() : layout_.value_bytes();
+  std::array<std::byte*, kRowsAhead> rows;
+  LockWindow<Stripe> window(striping_, items, stripes_.get());
+  std::size_t found = 0;
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    for (; found < std::min(i + kRowsAhead, items.size()); ++found) {
+      if (striping_.hashed) prefetch_place(items, found + kPlacesAhead);
+      std::byte* row = find<kAccess>(window.enter(), items[found].key, step);
+      rows[found % kRowsAhead] = row;
+      if (row != nullptr) prefetch(row, bytes);
+    }
+    call(items[i], rows[i % kRowsAhead]);
+    window.leave([&](Stripe& stripe) {
+      if (kAccess == Access::kCreate && options_.max_rows) enforce_row_limit(stripe, step);
+    });
+  }
+}
+
+template <RowTable::Access kAccess>
+std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
+  if (!striping_.hashed) return arena_.row(static_cast<RowNumber>(key));
+  RowIndex::Entry* entry = stripe.index.find(key);
+  if (entry == nullptr) {
+    return kAccess == Access::kCreate ? create(stripe, key, step) : nullptr;
+  }
+  std::byte* row = arena_.row(entry->row);
+  if (!has_limits()) return row;
+  if (is_expired(*entry, step)) {
+    if (kAccess != Access::kCreate) return nullptr;
+    write_initial(row, striping_.id(key));
+  }
+  // Calls that run at the same time may come with their steps in any order.
+  const bool is_later = static_cast<std::int32_t>(step - entry->stamp) > 0;
+  if (kAccess != Access::kPeek && is_later) entry->stamp = step;
+  return row;
+}
+
+std::byte* RowTable::create(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
+  stripe.index.reserve_one();
+  const RowNumber number = take_row(stripe);
+  std::byte* row = arena_.row(number);
+  write_initial(row, striping_.id(key));
+  stripe.index.insert(key, number, step);
+  return row;
+}
+
+RowNumber RowTable::take_row(Stripe& stripe) {
+  if (stripe.free_row != 0) {
+    const RowNumber row = stripe.free_row;
+    std::memcpy(&stripe.free_row, arena_.row(row), sizeof(RowNumber));
+    return row;
+  }
+  if (stripe.next_row == stripe.end_row) {
+    const std::size_t run = std::min(kRunBytes / layout_.stride(), stripe.index.size() / 8);
+    const auto count = static_cast<std::uint32_t>(std::max<std::size_t>(run, 1));
+    stripe.next_row = arena_.take(count);
+    stripe.end_row = stripe.next_row + count;
+  }
+  return stripe.next_row++;
+}
+
+void RowTable::prefetch_place(std::span<const Item> items, std::size_t i) const {
+  if (i >= items.size()) return;
+  stripes_[striping_.stripe(items[i].key)].index.prefetch(items[i].key);
+}
+
+void RowTable::create_missing(std::span<const Item> items, std::uint32_t step) {
+  for (std::size_t i = 0; i < items.size();) {
+    const std::size_t number = striping_.stripe(items[i].key);
+    Stripe& stripe = stripes_[number];
+    const std::lock_guard lock(stripe.mutex);
+    for (; i < items.size() && striping_.stripe(items[i].key) == number; ++i) {
+      prefetch_place(items, i + kPlacesAhead);
+      find<Access::kCreate>(stripe, items[i].key, step);
+    }
+  }
+}
+
+void RowTable::write_initial(std::byte* row, std::uint64_t id) {
+  if (layout_.storage() == Storage::kFloat32) {
+    options_.initializer.fill({reinterpret_cast<float*>(row), layout_.dim()}, id);
+  } else {
+    std::vector<float> values(layout_.dim());
+    options_.initializer.fill(values, id);
+    layout_.write(row, values.data());
+  }
+  layout_.write_slots(row, initial_slots_.data());
+}
+
+void RowTable::read_initial(std::span<float> values, std::uint64_t id) const {
+  options_.initializer.fill(values, id);
+  if (layout_.storage() == Storage::kFloat32) return;
+  std::vector<float> row(layout_.stride() / sizeof(float) + 1);
+  layout_.write(reinterpret_cast<std::byte*>(row.data()), values.data());
+  layout_.read(values.data(), reinterpret_cast<const std::byte*>(row.data()));
+}
+
+void RowTable::pull(std::span<const std::uint64_t> ids, std::span<float> values) {
+  check_ids(ids);
+  check_count("values", ids.size(), dim(), values.size());
+  const std::vector<Item> items = by_stripe(striping_, ids);
+  visit<Access::kTouch>(items, static_cast<std::uint32_t>(step()),
+                        [&](const Item& item, const std::byte* row) {
+                          const auto out = values.subspan(item.position * dim(), dim());
+                          if (row == nullptr) return read_initial(out, striping_.id(item.key));
+                          layout_.read(out.data(), row);
+                        });
+}
+
+void RowTable::push(std::span<const std::uint64_t> ids, std::span<const float> gradients,
+                    std::optional<double> learning_rate) {
+  check_ids(ids);
+  check_count("gradients", ids.size(), dim(), gradients.size());
+  const double lr = options_.rule.learning_rate(learning_rate);
+  const DistinctIds distinct(striping_, ids);
+  std::vector<float> sum(dim());
+  std::vector<float> scratch(dim());
+  if (striping_.hashed) create_missing(distinct.items(), static_cast<std::uint32_t>(step() + 1));
+
+  const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const Coefficients c = options_.rule.coefficients(step, lr, Gradients::kRows);
+  visit<Access::kCreate>(distinct.items(), static_cast<std::uint32_t>(step),
+                         [&](const Item& item, std::byte* row) {
+                           const float* gradient = gradients.data() + item.position * dim();
+                           std::size_t next = distinct.next(item.position);
+                           if (next != DistinctIds::kNone) {
+                             std::copy_n(gradient, dim(), sum.data());
+                             for (; next != DistinctIds::kNone; next = distinct.next(next)) {
+                               kernels().add(sum.data(), gradients.data() + next * dim(), dim());
+                             }
+                             gradient = sum.data();
+                           }
+                           layout_.update(row, update_, c, gradient, scratch.data());
+                         });
+  if (options_.max_age) sweep(step);
+}
+
+void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float> values,
+                      std::span<const float> slots) {
+  check_ids(ids);
+  check_count("values", ids.size(), dim(), values.size());
+  if (!slots.empty()) check_count("slots", ids.size(), slot_floats(), slots.size());
+  const std::vector<Item> items = by_stripe(striping_, ids);
+  const auto now = static_cast<std::uint32_t>(step());
+  if (striping_.hashed) create_missing(items, now);
+  visit<Access::kCreate>(items, now, [&](const Item& item, std::byte* row) {
+    layout_.write(row, values.data() + item.position * dim());
+    if (!slots.empty()) {
+      layout_.write_slots(row, slots.data() + item.position * slot_floats());
+    }
+  });
+}
+
+void RowTable::read_slots(std::span<const std::uint64_t> ids, std::span<float> slots) {
+  check_ids(ids);
+  check_count("slots", ids.size(), slot_floats(), slots.size());
+  const std::vector<Item> items = by_stripe(striping_, ids);
+  visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
+                       [&](const Item& item, const std::byte* row) {
+                         float* out = slots.data() + item.position * slot_floats();
+                         if (row == nullptr) {
+                           std::copy(initial_slots_.begin(), initial_slots_.end(), out);
+                         } else {
+                           layout_.read_slots(out, row);
+                         }
+                       });
+}
+
+std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
+                                   std::span<std::uint64_t> present, std::span<float> values,
+                                   std::span<float> slots) {
+  std::size_t count = 0;
+  const std::vector<Item> items = by_stripe(striping_, ids);
+  visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
+                       [&](const Item& item, const std::byte* row) {
+                         if (row == nullptr) return;
+                         present[count] = striping_.id(item.key);
+                         layout_.read(values.data() + count * dim(), row);
+                         layout_.read_slots(slots.data() + count * slot_floats(), row);
+                         ++count;
+                       });
+  return count;
+}
+
+void RowTable::contains(std::span<const std::uint64_t> ids, std::span<bool> found) {
+  check_count("found", ids.size(), 1, found.size());
+  if (!striping_.hashed) {
+    for (std::size_t i = 0; i < ids.size(); ++i) found[i] = ids[i] < *options_.rows;
+    return;
+  }
+  const std::vector<Item> items = by_stripe(striping_, ids);
+  visit<Access::kPeek>(
+      items, static_cast<std::uint32_t>(step()),
+      [&](const Item& item, const std::byte* row) { found[item.position] = row != nullptr; });
+}
+
+void RowTable::check_ids(std::span<const std::uint64_t> ids) const {
+  if (ids.size() > kMaxIds) {
+    throw Error(ErrorCode::kValue,
+                "one call takes at most 2^31 ids, got " + std::to_string(ids.size()));
+  }
+  if (striping_.hashed) return;
+  const std::uint64_t rows = *options_.rows;
+  for (const std::uint64_t id : ids) {
+    if (id < rows) continue;
+    throw Error(ErrorCode::kIndex, "id " + std::to_string(static_cast<std::int64_t>(id)) +
+                                       " is out of range: the table has rows 0 to " +
+                                       std::to_string(static_cast<std::int64_t>(rows) - 1));
+  }
+}
+
+std::size_t RowTable::size() const {
+  if (!striping_.hashed) return *options_.rows;
+  std::size_t total = 0;
+  for (std::size_t s = 0; s < striping_.count; ++s) {
+    const std::lock_guard lock(stripes_[s].mutex);
+    total += stripes_[s].index.size();
+  }
+  return total;
+}
+
+std::size_t RowTable::bytes() const {
+  std::size_t total = arena_.bytes() + striping_.count * sizeof(Stripe);
+  for (std::size_t s = 0; s < striping_.count; ++s) {
+    const std::lock_guard lock(stripes_[s].mutex);
+    total += stripes_[s].index.bytes();
+  }
+  return total;
+}
+
+}  // namespace fastdist::table

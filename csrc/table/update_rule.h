@@ -1,0 +1,81 @@
+// Update rules: the optimizers of torch.optim, with its names and arguments.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace fastdist::table {
+
+enum class RuleKind : std::uint8_t { kSgd, kAdagrad, kAdam, kAdamW, kRmsProp };
+
+// What the loops need to know of one step, in float32 as torch has it.
+struct Coefficients {
+  float sign = 1;          // -1: maximize
+  float weight_decay = 0;  // times the value, added to the gradient
+  float shrink = 1;        // AdamW: what the value is multiplied by first
+  float rate = 0;
+  float momentum = 0;
+  float undampened = 1;  // 1 - dampening
+  float take_first = 0;  // 1 - beta1; RMSprop: 1 - alpha
+  float keep_second = 0;
+  float take_second = 0;
+  float eps = 0;
+  bool nesterov = false;
+  bool centered = false;
+};
+
+// One float per element besides its value.
+struct Slot {
+  std::string_view name;  // as in torch's state
+  float initial;
+};
+
+// Dense: the rule of torch.optim, bit for bit up to rounding. Rows: as torch.optim does with sparse
+// gradients. That is the dense rule, applied to the touched rows only, and for Adam SparseAdam's,
+// which adds eps before the bias is corrected.
+enum class Gradients : std::uint8_t { kDense, kRows };
+
+class UpdateRule {
+ public:
+  using Hyperparameter = std::pair<std::string, double>;
+
+  // `name` is that of torch's class: SGD, Adagrad, Adam, AdamW, RMSprop. Booleans are 0 and 1,
+  // betas are beta1 and beta2; what is not given is as in torch. Throws kValue.
+  UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters);
+
+  [[nodiscard]] RuleKind kind() const noexcept { return kind_; }
+  [[nodiscard]] std::string_view name() const noexcept;
+  [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
+  // The rule's own learning rate, or another one; throws kValue for what is no rate.
+  [[nodiscard]] double learning_rate(std::optional<double> other) const;
+  // For step number `step`, from 1.
+  [[nodiscard]] Coefficients coefficients(std::uint64_t step, double learning_rate,
+                                          Gradients gradients) const noexcept;
+
+ private:
+  struct Values {
+    double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0.9, beta2 = 0.999;
+    double eps = 1e-8, lr_decay = 0, initial_accumulator_value = 0, alpha = 0.99;
+    double nesterov = 0, centered = 0, maximize = 0;
+  };
+  struct Parameter;
+  static const std::vector<Parameter>& parameters(RuleKind kind);
+
+  void set(const Hyperparameter& given);
+  void choose_slots();
+
+  RuleKind kind_;
+  Values values_;
+  std::vector<Slot> slots_;
+};
+
+// A momentum that no gradient has reached yet. torch's first step makes the momentum the gradient
+// itself, without dampening; this NaN, which arithmetic does not produce, marks that it is due.
+inline constexpr std::uint32_t kUnsetMomentum = 0x7FC0F1A5U;
+
+}  // namespace fastdist::table

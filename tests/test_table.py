@@ -1,0 +1,824 @@
+"""Tables of a parameter server against torch.optim, and against plain dicts."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from fastdist import _core
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+Given = dict[str, Any]
+
+SGD = _core.UpdateRule("SGD", lr=0.5)
+
+
+def every(**choices: tuple[Any, ...]) -> list[Given]:
+    """Every combination of the choices."""
+    values = itertools.product(*choices.values())
+    return [dict(zip(choices, chosen, strict=True)) for chosen in values]
+
+
+BETAS = ((0.9, 0.999), (0.0, 0.5), (0.6, 0.99))
+RULES: list[tuple[str, Given]] = [
+    *(("SGD", c) for c in every(lr=(0.1,), weight_decay=(0, 0.1), maximize=(False, True))),
+    *(
+        ("SGD", c)
+        for c in every(
+            lr=(0.05,),
+            momentum=(0.9, 0.3),
+            dampening=(0, 0.4, 1),
+            weight_decay=(0, 0.1),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        ("SGD", c)
+        for c in every(lr=(0.1,), momentum=(0.9, 0.5), nesterov=(True,), weight_decay=(0, 0.1))
+    ),
+    *(
+        ("Adagrad", c)
+        for c in every(
+            lr=(0.1,),
+            lr_decay=(0, 0.1),
+            weight_decay=(0, 0.1),
+            initial_accumulator_value=(0, 0.5),
+            eps=(1e-10, 1e-3),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        (name, c)
+        for name in ("Adam", "AdamW")
+        for c in every(
+            lr=(0.01,),
+            betas=BETAS,
+            eps=(1e-8, 1e-3),
+            weight_decay=(0, 0.1),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        ("RMSprop", c)
+        for c in every(
+            lr=(0.01,),
+            alpha=(0.99, 0.5),
+            eps=(1e-8, 1e-3),
+            weight_decay=(0, 0.1),
+            momentum=(0, 0.9),
+            centered=(False, True),
+            maximize=(False, True),
+        )
+    ),
+    ("SGD", {}),
+    ("Adagrad", {}),
+    ("Adam", {}),
+    ("AdamW", {}),
+    ("RMSprop", {}),
+]
+
+
+def name_of(case: Any) -> str:
+    return ",".join(f"{k}={v}" for k, v in case.items()) if isinstance(case, dict) else str(case)
+
+
+def floats(rng: np.random.Generator, *shape: int) -> Floats:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def pulled(table: _core.RowTable, ids: Any) -> Floats:
+    ids = np.asarray(ids)
+    out = np.full((ids.size, table.dim), np.nan, np.float32)
+    table.pull(ids, out)
+    return out
+
+
+def slots_of(table: _core.RowTable, ids: Any) -> Floats:
+    ids = np.asarray(ids)
+    out = np.full((ids.size, len(table.slots), table.dim), np.nan, np.float32)
+    table.read_slots(ids, out)
+    return out
+
+
+def filled(values: Floats, rule: _core.UpdateRule = SGD, **options: Any) -> _core.RowTable:
+    table = _core.RowTable(values.shape[1], rule, rows=values.shape[0], **options)
+    table.assign(np.arange(values.shape[0]), values)
+    return table
+
+
+# --- update rules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_dense_steps_are_those_of_torch(name: str, given: Given) -> None:
+    rng = np.random.default_rng(1)
+    # More than a chunk, so that chunks meet; not a multiple of any vector.
+    initial = floats(rng, 16384 + 1001)
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = getattr(torch.optim, name)([parameter], foreach=False, **given)
+    variable = _core.DenseVariable(initial, _core.UpdateRule(name, **given))
+    out = np.empty_like(initial)
+    for _ in range(20):
+        gradient = floats(rng, initial.size)
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        variable.push(gradient)
+        variable.pull(out)
+        np.testing.assert_allclose(out, parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
+    assert variable.step == 20
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_a_step_on_all_rows_is_a_dense_step(name: str, given: Given) -> None:
+    """All but Adam, which on rows is SparseAdam."""
+    if name == "Adam":
+        given = {**given, "eps": 0}
+    rng = np.random.default_rng(2)
+    initial = floats(rng, 9, 7)
+    rule = _core.UpdateRule(name, **given)
+    variable, table = _core.DenseVariable(initial, rule), filled(initial, rule)
+    out = np.empty_like(initial)
+    for step in range(5):
+        gradient = floats(rng, 9, 7)
+        variable.push(gradient, lr=0.1 / (step + 1))
+        order = rng.permutation(9)
+        table.push(order, gradient[order], lr=0.1 / (step + 1))
+        variable.pull(out)
+        np.testing.assert_allclose(pulled(table, np.arange(9)), out, rtol=1e-6, atol=1e-6)
+
+
+def sparse_gradient(ids: Ids, gradients: Floats, rows: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(ids)[None],
+        torch.from_numpy(gradients),
+        (rows, gradients.shape[1]),
+        check_invariants=True,
+    )
+
+
+SPARSE: list[tuple[str, str, Given]] = [
+    *(("SGD", "SGD", c) for c in every(lr=(0.1,), maximize=(False, True))),
+    *(
+        ("Adagrad", "Adagrad", c)
+        for c in every(
+            lr=(0.1,), lr_decay=(0, 0.1), initial_accumulator_value=(0, 0.5), eps=(1e-10, 1e-3)
+        )
+    ),
+    *(
+        ("Adam", "SparseAdam", c)
+        for c in every(lr=(0.01,), betas=BETAS, eps=(1e-8, 1e-3), maximize=(False, True))
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse tensors
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("name", "torch_name", "given"), SPARSE, ids=name_of)
+def test_sparse_steps_are_those_of_torch(
+    name: str, torch_name: str, given: Given, hashed: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    rows, dim = 300, 10
+    initial = floats(rng, rows, dim)
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = getattr(torch.optim, torch_name)([parameter], **given)
+    table = _core.RowTable(dim, _core.UpdateRule(name, **given), rows=None if hashed else rows)
+    table.assign(np.arange(rows), initial)
+    for step in range(20):
+        # With repeated ids; sometimes none at all, which is a step too.
+        ids = rng.integers(0, rows, 0 if step == 7 else 200)
+        gradients = floats(rng, ids.size, dim)
+        parameter.grad = sparse_gradient(ids, gradients, rows)
+        optimizer.step()
+        table.push(ids, gradients)
+        np.testing.assert_allclose(
+            pulled(table, np.arange(rows)), parameter.detach().numpy(), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_rows_that_are_not_touched_stay(name: str, given: Given) -> None:
+    rng = np.random.default_rng(4)
+    initial = floats(rng, 50, 4)
+    table = filled(initial, _core.UpdateRule(name, **given))
+    touched = rng.choice(50, 20, replace=False)
+    others = np.setdiff1d(np.arange(50), touched)
+    before = slots_of(table, others)
+    for _ in range(3):
+        table.push(touched, floats(rng, 20, 4))
+    np.testing.assert_array_equal(pulled(table, others), initial[others])
+    np.testing.assert_array_equal(slots_of(table, others), before)
+    assert (pulled(table, touched) != initial[touched]).any()
+
+
+def test_slots_are_torchs_state() -> None:
+    rng = np.random.default_rng(5)
+    initial = floats(rng, 6, 3)
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = torch.optim.Adam([parameter])
+    rule = _core.UpdateRule("Adam")
+    variable, table = _core.DenseVariable(initial, rule), filled(initial, rule)
+    for _ in range(3):
+        gradient = floats(rng, 6, 3)
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        variable.push(gradient)
+        table.push(np.arange(6), gradient)
+    assert rule.slots == table.slots == ["exp_avg", "exp_avg_sq"]
+    dense = np.empty((2, 6, 3), np.float32)
+    variable.read_slots(dense)
+    rows = slots_of(table, np.arange(6))
+    for i, slot in enumerate(rule.slots):
+        expected = optimizer.state[parameter][slot].numpy()
+        np.testing.assert_allclose(dense[i], expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(rows[:, i], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_learning_rate_of_a_push_counts_for_that_push() -> None:
+    table = filled(np.zeros((1, 1), np.float32))
+    one = np.ones((1, 1), np.float32)
+    for lr in (None, 0.25, None, 0.0):
+        table.push(np.array([0]), one, lr=lr)
+    assert pulled(table, [0]) == -1.25
+
+
+def test_equal_ids_are_summed_before_the_step() -> None:
+    table = filled(np.zeros((3, 2), np.float32), _core.UpdateRule("Adagrad", lr=1.0))
+    ids = np.array([1, 0, 1, 1])
+    table.push(ids, np.array([[1, 2], [1, 1], [10, 20], [100, 200]], np.float32))
+    np.testing.assert_array_equal(slots_of(table, [1])[0, 0], [111**2, 222**2])
+    np.testing.assert_array_equal(slots_of(table, [2])[0, 0], [0, 0])
+
+
+# --- initial values -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("initializer", [("uniform", -0.5, 2.0), ("normal", 1.0, 0.5)])
+def test_initial_values_have_their_distribution(initializer: tuple[str, float, float]) -> None:
+    table = _core.RowTable(64, SGD, initializer=initializer, seed=7)
+    values = pulled(table, np.arange(4000)).astype(np.float64)
+    if initializer[0] == "uniform":
+        low, high = initializer[1:]
+        assert low <= values.min() < low + 1e-3
+        assert high - 1e-3 < values.max() <= high
+        mean, deviation = (low + high) / 2, (high - low) / 12**0.5
+        quantiles = low + (high - low) * np.linspace(0.01, 0.99, 99)
+    else:
+        mean, deviation = initializer[1:]
+        at = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+        quantiles = (mean + deviation * torch.special.ndtri(at)).numpy()
+    noise = deviation / values.size**0.5
+    assert abs(values.mean() - mean) < 5 * noise
+    assert abs(values.std() - deviation) < 5 * noise
+    got = np.quantile(values, np.linspace(0.01, 0.99, 99))
+    np.testing.assert_allclose(got, quantiles, atol=20 * noise)
+    # Neither elements of a row nor neighbours in a column go together.
+    limit = 5 / values.shape[0] ** 0.5
+    assert abs(np.corrcoef(values[:, 0], values[:, 1])[0, 1]) < limit
+    assert abs(np.corrcoef(values[:-1, 0], values[1:, 0])[0, 1]) < limit
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_initial_values_depend_on_seed_and_id_only(storage: str) -> None:
+    def make(seed: int, **options: Any) -> _core.RowTable:
+        normal = ("normal", 0.0, 1.0)
+        return _core.RowTable(5, SGD, initializer=normal, seed=seed, storage=storage, **options)
+
+    ids = np.random.default_rng(6).permutation(1000)
+    first, second, fixed = make(1), make(1), make(1, rows=1000)
+    before = pulled(first, ids)
+    assert len(first) == 0
+    first.push(ids, np.zeros((1000, 5), np.float32))
+    for i in reversed(range(1000)):
+        second.push(ids[i : i + 1], np.zeros((1, 5), np.float32))
+    assert len(first) == len(second) == 1000
+    for table in (first, second, fixed):
+        np.testing.assert_array_equal(pulled(table, ids), before)
+    assert (pulled(make(2), ids) != before).any(axis=1).all()
+    assert np.unique(before, axis=0).shape == before.shape
+
+
+# --- a table against a dict -----------------------------------------------------------------------
+
+IDS = st.lists(
+    st.one_of(st.integers(0, 12), st.sampled_from([2**63, 2**64 - 1, 2**40])), max_size=6
+)
+
+
+class TableModel(RuleBasedStateMachine):
+    """Adagrad with lr 1 on rows of two elements, with or without limits."""
+
+    @initialize(
+        max_age=st.one_of(st.none(), st.integers(1, 4)),
+        max_rows=st.one_of(st.none(), st.integers(1, 5)),
+    )
+    def make(self, max_age: int | None, max_rows: int | None) -> None:
+        self.max_age, self.max_rows = max_age, max_rows
+        rule = _core.UpdateRule("Adagrad", lr=1.0, eps=0.0)
+        self.table = _core.RowTable(
+            2, rule, initializer=("constant", 1.0, 0.0), max_age=max_age, max_rows=max_rows
+        )
+        self.rows: dict[int, tuple[Floats, Floats]] = {}
+        self.touched: dict[int, int] = {}
+        self.step = 0
+        self.is_exact = True  # False once the table had to choose among equally old rows
+
+    def expire(self) -> None:
+        for key, step in list(self.touched.items()):
+            if self.max_age is not None and self.step - step > self.max_age:
+                del self.rows[key], self.touched[key]
+
+    def limit(self) -> None:
+        if self.max_rows is None or len(self.rows) <= self.max_rows:
+            return
+        steps = sorted(self.touched.values())
+        excess = len(steps) - self.max_rows
+        self.is_exact = steps[excess - 1] != steps[excess]
+        for key, step in list(self.touched.items()):
+            if step <= steps[excess - 1]:
+                del self.rows[key], self.touched[key]
+
+    def array(self, ids: list[int]) -> npt.NDArray[np.uint64]:
+        return np.array(ids, np.uint64)
+
+    def row(self, key: int) -> tuple[Floats, Floats]:
+        return self.rows.get(key, (np.ones(2, np.float32), np.zeros(2, np.float32)))
+
+    def touch(self, ids: list[int]) -> None:
+        self.touched |= dict.fromkeys(ids, self.step)
+
+    @rule(ids=IDS)
+    def pull(self, ids: list[int]) -> None:
+        if not self.is_exact:
+            return
+        out = pulled(self.table, self.array(ids))
+        self.touch([key for key in ids if key in self.rows])
+        for key, row in zip(ids, out, strict=True):
+            np.testing.assert_allclose(row, self.row(key)[0], rtol=1e-6)
+
+    @rule(ids=IDS, size=st.integers(1, 9))
+    def push(self, ids: list[int], size: int) -> None:
+        if not self.is_exact:
+            return
+        gradients = np.arange(size, size + 2 * len(ids), dtype=np.float32).reshape(-1, 2)
+        self.table.push(self.array(ids), gradients)
+        self.step += 1
+        self.expire()
+        summed: dict[int, Floats] = {}
+        for key, gradient in zip(ids, gradients, strict=True):
+            summed[key] = summed.get(key, np.zeros(2, np.float32)) + gradient
+        for key, gradient in summed.items():
+            value, total = self.row(key)
+            total = total + gradient**2
+            self.rows[key] = (value - gradient / np.sqrt(total), total)
+        self.touch(ids)
+        self.limit()
+
+    @rule(ids=IDS, with_slots=st.booleans())
+    def assign(self, ids: list[int], with_slots: bool) -> None:
+        if not self.is_exact:
+            return
+        values = np.arange(2 * len(ids), dtype=np.float32).reshape(-1, 2)
+        slots = values + 3 if with_slots else None
+        self.table.assign(self.array(ids), values, slots)
+        for key, value in zip(ids, values, strict=True):
+            self.rows[key] = (value, value + 3 if with_slots else self.row(key)[1])
+        self.touch(ids)
+        self.limit()
+
+    @rule(ids=IDS)
+    def erase(self, ids: list[int]) -> None:
+        if not self.is_exact:
+            return
+        present = set(ids) & set(self.rows)
+        assert self.table.erase(self.array(ids)) == len(present)
+        for key in present:
+            del self.rows[key], self.touched[key]
+
+    @rule()
+    def evict(self) -> None:
+        self.table.evict()
+        if self.is_exact:
+            assert len(self.table) == len(self.rows)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "table") or not self.is_exact:
+            return
+        assert self.table.step == self.step
+        found: dict[int, tuple[Floats, Floats]] = {}
+        for ids, values, slots in self.table.snapshot(piece_rows=3):
+            assert ids.dtype == np.uint64
+            pieces = zip(ids, values, slots, strict=True)
+            found |= {int(key): (value, slot) for key, value, slot in pieces}
+        assert sorted(found) == sorted(self.rows)
+        for key, (value, slot) in found.items():
+            np.testing.assert_allclose(value, self.rows[key][0], rtol=1e-6)
+            np.testing.assert_allclose(slot, self.rows[key][1], rtol=1e-6)
+        known = [*range(14), 2**64 - 1]
+        expected = [key in self.rows for key in known]
+        assert self.table.contains(self.array(known)).tolist() == expected
+
+
+TestTableModel = TableModel.TestCase
+TestTableModel.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+
+
+def test_many_rows_come_and_go() -> None:
+    rng = np.random.default_rng(8)
+    table = _core.RowTable(3, SGD)
+    expected: dict[int, float] = {}
+    for _ in range(60):
+        ids = rng.integers(0, 40_000, 3000)
+        values = floats(rng, ids.size, 3)
+        table.assign(ids, values)
+        expected |= dict(zip(ids.tolist(), values[:, 1].tolist(), strict=True))
+        unwanted = rng.integers(0, 40_000, 2000)
+        count = table.erase(unwanted)
+        assert count == sum(expected.pop(key, None) is not None for key in set(unwanted.tolist()))
+    assert len(table) == len(expected)
+    keys = np.array(list(expected))
+    np.testing.assert_array_equal(pulled(table, keys)[:, 1], np.float32(list(expected.values())))
+    assert not pulled(table, np.setdiff1d(np.arange(40_000), keys)).any()
+
+
+def test_a_limit_of_rows_holds_and_keeps_those_in_use() -> None:
+    limit = 8192
+    table = _core.RowTable(2, SGD, max_rows=limit)
+    hot = np.arange(2000)
+    zeros = np.zeros((4000, 2), np.float32)
+    for begin in range(10_000, 200_000, 2000):
+        table.push(np.concatenate([hot, np.arange(begin, begin + 2000)]), zeros)
+        assert len(table) <= limit
+    assert table.contains(hot).all()
+    assert len(table) > 0.85 * limit
+    assert table.nbytes < 2 * limit * (8 + 2 * 16) + 64_000
+
+
+def test_rows_over_the_age_limit_leave_memory_without_being_asked() -> None:
+    table = _core.RowTable(2, SGD, max_age=10)
+    table.push(np.arange(5000), np.zeros((5000, 2), np.float32))
+    for _ in range(10):
+        table.push(np.array([0]), np.ones((1, 2), np.float32))
+    assert table.contains(np.arange(5000)).all()
+    for _ in range(10):
+        table.push(np.array([0]), np.ones((1, 2), np.float32))
+    assert table.contains(np.arange(5000)).sum() == len(table) == 1
+    assert pulled(table, [0]).tolist() == [[-10, -10]]
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def test_bfloat16_is_rounded_to_nearest_even() -> None:
+    rng = np.random.default_rng(9)
+    values = np.concatenate([floats(rng, 200, 5), np.float32(1e38) * floats(rng, 10, 5)])
+    values[0] = [0.0, -0.0, np.inf, np.nan, 1e-40]
+    values[1, 0] = np.finfo(np.float32).max  # rounds to infinity
+    with np.errstate(over="ignore"):
+        expected = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    table = filled(values, storage="bfloat16")
+    np.testing.assert_array_equal(pulled(table, np.arange(210)), expected)
+    variable = _core.DenseVariable(values, SGD, storage="bfloat16")
+    out = np.empty_like(values)
+    variable.pull(out)
+    np.testing.assert_array_equal(out, expected)
+    assert variable.nbytes == 2 * values.size
+
+
+@pytest.mark.parametrize("dim", [1, 3, 64, 129])
+def test_int8_is_within_half_a_quantum_and_what_is_pulled_can_be_assigned(dim: int) -> None:
+    rng = np.random.default_rng(10)
+    values = floats(rng, 500, dim) * np.exp2(rng.integers(-60, 60, (500, 1))).astype(np.float32)
+    values[7] = 0
+    table = filled(values, storage="int8")
+    once = pulled(table, np.arange(500))
+    quantum = np.abs(values).max(axis=1, keepdims=True) / 127
+    assert (np.abs(once - values) <= 0.501 * quantum).all()
+    table.assign(np.arange(500), once)
+    np.testing.assert_array_equal(pulled(table, np.arange(500)), once)
+
+
+def test_a_number_that_is_not_finite_spoils_an_int8_row() -> None:
+    values = np.ones((3, 4), np.float32)
+    values[1, 2], values[2, 0] = np.inf, np.nan
+    out = pulled(filled(values, storage="int8"), np.arange(3))
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1:]).all()
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW", "RMSprop"])
+def test_narrow_steps_are_float32_steps_rounded_once(name: str, storage: str) -> None:
+    rng = np.random.default_rng(11)
+    rule = _core.UpdateRule(name, lr=0.1)
+    narrow = _core.RowTable(7, rule, rows=40, storage=storage)
+    wide = _core.RowTable(7, rule, rows=40)
+    rounding = _core.RowTable(7, rule, rows=40, storage=storage)
+    everything = np.arange(40)
+    for _ in range(5):
+        wide.assign(everything, pulled(narrow, everything), slots_of(narrow, everything))
+        gradients = floats(rng, 40, 7)
+        narrow.push(everything, gradients)
+        wide.push(everything, gradients)
+        rounding.assign(everything, pulled(wide, everything))
+        np.testing.assert_array_equal(pulled(narrow, everything), pulled(rounding, everything))
+        np.testing.assert_array_equal(slots_of(narrow, everything), slots_of(wide, everything))
+
+
+@pytest.mark.parametrize(
+    ("storage", "row_bytes"), [("float32", 256), ("bfloat16", 128), ("int8", 68)]
+)
+def test_memory_is_little_more_than_rows_and_slots(storage: str, row_bytes: int) -> None:
+    rows = 200_000
+    table = _core.RowTable(64, _core.UpdateRule("Adagrad"), storage=storage)
+    for begin in range(0, rows, 4000):
+        table.push(np.arange(begin, begin + 4000), np.zeros((4000, 64), np.float32))
+    assert len(table) == rows
+    assert table.nbytes <= (1.1 if storage == "float32" else 1.16) * rows * (row_bytes + 256)
+
+
+# --- checkpoints, threads -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("name", "given"), [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("Adam", {})]
+)
+def test_a_restored_table_goes_on_as_the_first(name: str, given: Given, storage: str) -> None:
+    rng = np.random.default_rng(12)
+    rule = _core.UpdateRule(name, **given)
+
+    def make() -> _core.RowTable:
+        return _core.RowTable(6, rule, initializer=("normal", 0.0, 1.0), storage=storage)
+
+    def train(table: _core.RowTable, rng: np.random.Generator) -> Floats:
+        for _ in range(5):
+            ids = rng.integers(0, 2000, 500)
+            table.push(ids, floats(rng, ids.size, 6))
+        return pulled(table, np.arange(2000))
+
+    first, second = make(), make()
+    train(first, rng)
+    second.step = first.step
+    for ids, values, slots in first.snapshot(piece_rows=100):
+        second.assign(ids, values, slots)
+    assert len(second) == len(first)
+    after = [train(table, np.random.default_rng(13)) for table in (first, second)]
+    np.testing.assert_array_equal(*after)
+
+
+def test_a_snapshot_of_a_fixed_table_has_every_row_once() -> None:
+    values = floats(np.random.default_rng(14), 1000, 3)
+    table = filled(values)
+    pieces = list(table.snapshot(piece_rows=333))
+    assert [ids.size for ids, _, _ in pieces] == [333, 333, 333, 1]
+    ids = np.concatenate([ids for ids, _, _ in pieces])
+    assert sorted(ids.tolist()) == list(range(1000))
+    np.testing.assert_array_equal(np.concatenate([v for _, v, _ in pieces]), values[ids])
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_rows_are_whole_while_others_push_and_snapshot(hashed: bool) -> None:
+    rows, dim = 2000, 33
+    table = _core.RowTable(
+        dim, _core.UpdateRule("SGD", lr=1.0, momentum=0.5), rows=None if hashed else rows
+    )
+    everything = np.arange(rows)
+    table.push(everything, np.zeros((rows, dim), np.float32))
+    stop = threading.Event()
+    problems: list[str] = []
+
+    def repeat(work: Callable[[np.random.Generator], None], seed: int) -> Callable[[], None]:
+        def run() -> None:
+            rng = np.random.default_rng(seed)
+            while not stop.is_set():
+                work(rng)
+
+        return run
+
+    def push(rng: np.random.Generator) -> None:
+        ids = rng.integers(0, rows, 500)
+        table.push(ids, np.repeat(rng.integers(-3, 4, (500, 1)), dim, 1).astype(np.float32))
+
+    def pull(rng: np.random.Generator) -> None:
+        out = pulled(table, rng.integers(0, rows, 500))
+        if (out != out[:, :1]).any():
+            problems.append("a torn row was pulled")
+
+    def grow(rng: np.random.Generator) -> None:
+        if hashed:
+            ids = rows + rng.integers(0, 50_000, 500)
+            table.assign(ids, np.ones((500, dim), np.float32))
+            table.erase(ids[:250])
+
+    works = [push, push, pull, pull, grow]
+    threads = [threading.Thread(target=repeat(w, i)) for i, w in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            seen: list[int] = []
+            for ids, values, slots in table.snapshot(piece_rows=700):
+                assert (values == values[:, :1]).all()
+                assert (slots == slots[:, :1]).all()
+                seen += ids.tolist()
+            assert len(set(seen)) == len(seen)
+            assert set(range(rows)) <= set(seen)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert problems == []
+
+
+def test_concurrent_pushes_are_all_applied() -> None:
+    table = _core.RowTable(4, _core.UpdateRule("SGD", lr=1.0))
+    variable = _core.DenseVariable(np.zeros(40_000, np.float32), _core.UpdateRule("SGD", lr=1.0))
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(100):
+            table.push(rng.integers(0, 300, 64), np.ones((64, 4), np.float32))
+            variable.push(np.ones(40_000, np.float32))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert table.step == variable.step == 400
+    assert pulled(table, np.arange(300)).sum() == -4 * 100 * 64 * 4
+    out = np.empty(40_000, np.float32)
+    variable.pull(out)
+    assert (out == -400).all()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+ROWS = np.zeros((2, 3), np.float32)
+IDS_OF_ROWS = np.zeros(2, np.int64)
+
+
+def rules_refused() -> Iterator[tuple[str, Given, str]]:
+    yield "Lion", {}, "expected one of SGD, Adagrad, Adam, AdamW, RMSprop, got Lion"
+    yield "SGD", {"betas": (0.9, 0.99)}, "of SGD: expected one of lr, .*, got beta1"
+    yield "Adam", {"momentum": 1}, "got momentum"
+    for value in (-1.0, float("nan"), float("inf")):
+        yield "SGD", {"lr": value}, "SGD's lr must be a finite number, 0 or more, got"
+    yield "Adam", {"betas": (0.9, 1.0)}, "beta2 must be a number from 0 to below 1, got 1"
+    yield "RMSprop", {"eps": float("nan")}, "eps must be a finite number"
+    yield "SGD", {"nesterov": True}, "nesterov needs a momentum above 0"
+    yield "SGD", {"nesterov": True, "momentum": 1, "dampening": 1}, "no dampening, got"
+
+
+@pytest.mark.parametrize(("name", "given", "message"), list(rules_refused()), ids=str)
+def test_wrong_rules(name: str, given: Given, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _core.UpdateRule(name, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 0}, "dim must be from 1 to"),
+        ({"storage": "float16"}, "expected float32, bfloat16 or int8, got float16"),
+        ({"initializer": ("zeros", 0.0, 0.0)}, "constant, uniform or normal, got zeros"),
+        ({"initializer": ("uniform", 1.0, 0.0)}, "from the lower to the higher"),
+        ({"initializer": ("normal", 0.0, -1.0)}, "deviation must not be negative"),
+        ({"initializer": ("constant", float("nan"), 0.0)}, "must be finite"),
+        ({"rows": 5, "max_rows": 5}, "fixed rows evicts none"),
+        ({"rows": 2**32}, "at most 2\\^32 - 1 rows, got 4294967296"),
+        ({"max_rows": 0}, "max_rows must be 1 or more"),
+        ({"max_age": 0}, "max_age must be from 1"),
+    ],
+    ids=str,
+)
+def test_wrong_tables(options: Given, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _core.RowTable(options.pop("dim", 3), SGD, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "error", "message"),
+    [
+        ("push", (IDS_OF_ROWS, ROWS[:1]), ValueError, "gradients must hold 2 × 3 elements, got 3"),
+        (
+            "push",
+            (IDS_OF_ROWS, ROWS.astype(np.float64)),
+            TypeError,
+            "an array of float32, got float64",
+        ),
+        (
+            "push",
+            (IDS_OF_ROWS.astype(np.int32), ROWS),
+            TypeError,
+            "ids must be .* int64 or uint64, got int32",
+        ),
+        (
+            "push",
+            (IDS_OF_ROWS, ROWS, -1.0),
+            ValueError,
+            "lr must be a finite number, 0 or more, got -1",
+        ),
+        ("push", (IDS_OF_ROWS, ROWS, float("nan")), ValueError, "lr must be"),
+        ("push", (IDS_OF_ROWS, ROWS[:, ::2]), ValueError, "gradients"),
+        ("push", (IDS_OF_ROWS, np.asfortranarray(ROWS)), ValueError, "row-major"),
+        ("push", (np.array([0, 7]), ROWS), IndexError, "id 7 is out of range.* rows 0 to 4"),
+        ("push", (np.array([-1, 0]), ROWS), IndexError, "id -1 is out of range"),
+        ("pull", (np.array([5]), ROWS[0]), IndexError, "id 5 is out of range"),
+        ("pull", (IDS_OF_ROWS, ROWS[0]), ValueError, "values must hold 2 × 3 elements, got 3"),
+        ("pull", ([0, 1], ROWS), TypeError, "ids"),
+        (
+            "assign",
+            (IDS_OF_ROWS, ROWS, ROWS[:1]),
+            ValueError,
+            "slots must hold 2 × 3 elements, got 3",
+        ),
+        ("read_slots", (IDS_OF_ROWS, ROWS[:1]), ValueError, "slots must hold 2 × 3"),
+        ("erase", (IDS_OF_ROWS,), ValueError, "fixed table cannot be erased"),
+        ("snapshot", (0,), ValueError, "piece_rows must be 1 or more"),
+    ],
+    ids=str,
+)
+def test_wrong_calls_change_nothing(
+    method: str, arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    values = floats(np.random.default_rng(15), 5, 3)
+    table = filled(values, _core.UpdateRule("Adagrad"))
+    with pytest.raises(error, match=message):
+        getattr(table, method)(*arguments)
+    assert table.step == 0
+    np.testing.assert_array_equal(pulled(table, np.arange(5)), values)
+
+
+def test_wrong_calls_of_dense_variables() -> None:
+    variable = _core.DenseVariable(ROWS, _core.UpdateRule("Adam"))
+    for call in (variable.push, variable.pull, variable.assign):
+        with pytest.raises(ValueError, match="must hold 6 elements, got 3"):
+            call(ROWS[0].copy())
+    with pytest.raises(ValueError, match="slots must hold 12 elements, got 6"):
+        variable.assign(ROWS, ROWS)
+    with pytest.raises(ValueError, match="lr must be"):
+        variable.push(ROWS, lr=float("inf"))
+    with pytest.raises(ValueError, match="float32 or bfloat16, got int8"):
+        _core.DenseVariable(ROWS, SGD, storage="int8")
+    assert variable.step == 0
+
+
+OUT_OF_MEMORY = """
+import resource
+import numpy as np
+from fastdist import _core
+
+try:
+    _core.RowTable(1024, _core.UpdateRule("SGD"), rows=2**32 - 1)
+except MemoryError as error:
+    print(error)
+
+table = _core.RowTable(4096, _core.UpdateRule("SGD", lr=1.0))
+ones = np.ones((512, 4096), np.float32)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+pushes = 0
+try:
+    while True:
+        first = pushes * 500  # some rows are there, most are new
+        table.push(np.arange(first, first + 512), ones)
+        pushes += 1
+except MemoryError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert pushes > 3 and table.step == pushes
+out = np.empty((pushes * 500 + 12, 4096), np.float32)
+table.pull(np.arange(len(out)), out)
+expected = np.zeros(len(out), np.float32)
+for i in range(pushes):
+    expected[i * 500 : i * 500 + 512] -= 1
+assert (out == expected[:, None]).all()
+table.push(np.arange(len(out)), out)
+print("unharmed")
+"""
+
+
+def test_where_memory_ends_nothing_is_half_done() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=True
+    )
+    first, second, last = result.stdout.splitlines()
+    assert first.startswith("out of memory: a table's rows needs")
+    assert second.startswith("out of memory: a table's")
+    assert last == "unharmed"

@@ -8,47 +8,74 @@ namespace {
 
 constexpr std::size_t kMaxStripes = 256;
 
-std::vector<Item> sort(const Striping& striping, std::span<const Item> items) {
+// What a thread keeps from call to call, unless a call was unusually large.
+class Workspace {
+ public:
+  // Room for items of `ids` ids, which begins as it was left.
+  void prepare(std::size_t ids) {
+    if (ids <= kKeptIds && unsorted.size() > kKeptIds) *this = {};
+    if (unsorted.size() >= ids) return;
+    unsorted.resize(ids);
+    sorted.resize(ids);
+  }
+
+  std::vector<Item> unsorted;
+  std::vector<Item> sorted;
+  std::vector<std::uint32_t> seen;
+
+ private:
+  static constexpr std::size_t kKeptIds = std::size_t{1} << 17;
+};
+thread_local Workspace workspace;
+
+// The first `count` unsorted items, sorted.
+std::span<const Item> sort(const Striping& striping, std::size_t count) {
+  const std::span<const Item> items = std::span(workspace.unsorted).first(count);
   std::array<std::size_t, kMaxStripes> places{};
   for (const Item& item : items) ++places[striping.stripe(item.key)];
   std::size_t begin = 0;
   for (std::size_t& place : places) {
-    const std::size_t count = place;
+    const std::size_t here = place;
     place = begin;
-    begin += count;
+    begin += here;
   }
-  std::vector<Item> sorted(items.size());
-  for (const Item& item : items) sorted[places[striping.stripe(item.key)]++] = item;
-  return sorted;
+  for (const Item& item : items) {
+    workspace.sorted[places[striping.stripe(item.key)]++] = item;
+  }
+  return std::span(workspace.sorted).first(count);
 }
 
 }  // namespace
 
-std::vector<Item> by_stripe(const Striping& striping, std::span<const std::uint64_t> ids) {
-  std::vector<Item> items(ids.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) items[i] = {striping.key(ids[i]), i};
-  return sort(striping, items);
+std::span<const Item> by_stripe(const Striping& striping, std::span<const std::uint64_t> ids) {
+  workspace.prepare(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    workspace.unsorted[i] = {striping.key(ids[i]), i};
+  }
+  return sort(striping, ids.size());
 }
 
 DistinctIds::DistinctIds(const Striping& striping, std::span<const std::uint64_t> ids) {
-  // A hash table of positions + 1, at most half full.
+  workspace.prepare(ids.size());
+  std::vector<Item>& distinct = workspace.unsorted;
+  // A hash table of indices into `distinct`, plus 1; at most half full.
   const std::size_t capacity = std::bit_ceil(2 * ids.size() + 2);
   const int shift = 64 - std::countr_zero(capacity);
-  std::vector<std::uint32_t> seen(capacity);
-  std::vector<Item> distinct;
-  distinct.reserve(ids.size());
+  workspace.seen.assign(capacity, 0);
+  std::vector<std::uint32_t>& seen = workspace.seen;
+  std::uint32_t count = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::uint64_t key = striping.key(ids[i]);
     std::size_t at = (key * 0x9E3779B97F4A7C15U) >> shift;
     while (seen[at] != 0 && distinct[seen[at] - 1].key != key) at = (at + 1) & (capacity - 1);
     if (seen[at] == 0) {
-      distinct.push_back({key, i});
-      seen[at] = static_cast<std::uint32_t>(distinct.size());
+      distinct[count++] = {key, i};
+      seen[at] = count;
     } else {
       chain(distinct[seen[at] - 1].position, i, ids.size());
     }
   }
-  items_ = sort(striping, distinct);
+  items_ = sort(striping, count);
 }
 
 void DistinctIds::chain(std::size_t first, std::size_t position, std::size_t count) {

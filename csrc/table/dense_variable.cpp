@@ -35,8 +35,8 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, St
     throw Error(ErrorCode::kValue,
                 "a dense variable's storage must be float32 or bfloat16, got int8");
   }
-  values_ = allocate(size_ * item_bytes(storage_), "a variable");
-  slots_ = allocate(slot_floats() * sizeof(float), "a variable's slots");
+  values_ = allocate(size_ * item_bytes(storage_), Pages::kHuge, "a variable");
+  slots_ = allocate(slot_floats() * sizeof(float), Pages::kHuge, "a variable's slots");
   write(initial.data(), 0, size_);
   for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
     std::fill_n(slot(i), size_, rule_.slots()[i].initial);

@@ -47,8 +47,8 @@ bool RowTable::is_expired(const RowIndex::Entry& entry, std::uint32_t step) cons
 }
 
 void RowTable::free_row(Stripe& stripe, const RowIndex::Entry& entry) noexcept {
-  std::memcpy(arena_.row(entry.row), &stripe.free_row, sizeof(RowNumber));
-  stripe.free_row = entry.row;
+  std::memcpy(arena_.row(entry.number()), &stripe.free_row, sizeof(RowNumber));
+  stripe.free_row = entry.number();
 }
 
 // Some more rows than need be go at once, so that looking for the oldest ones is seldom.
@@ -107,17 +107,18 @@ std::size_t RowTable::erase(std::span<const std::uint64_t> ids) {
     const std::lock_guard lock(stripe.mutex);
     RowIndex::Entry* entry = stripe.index.find(item.key);
     if (entry == nullptr) continue;
-    if (!is_expired(*entry, static_cast<std::uint32_t>(step()))) ++erased;
+    if (is_there(*entry, static_cast<std::uint32_t>(step()))) ++erased;
     free_row(stripe, *entry);
     stripe.index.erase(*entry);
   }
   return erased;
 }
 
-std::vector<std::uint64_t> RowTable::ids_of_stripe(std::size_t number) const {
+std::vector<std::uint64_t> RowTable::ids_of_part(std::size_t number) const {
   std::vector<std::uint64_t> ids;
   if (!striping_.hashed) {
-    for (std::uint64_t id = number; id < *options_.rows; id += striping_.count) ids.push_back(id);
+    const std::uint64_t end = *options_.rows * (number + 1) / parts();
+    for (std::uint64_t id = *options_.rows * number / parts(); id < end; ++id) ids.push_back(id);
     return ids;
   }
   const auto now = static_cast<std::uint32_t>(step());
@@ -125,7 +126,7 @@ std::vector<std::uint64_t> RowTable::ids_of_stripe(std::size_t number) const {
   const RowIndex& index = stripes_[number].index;
   ids.reserve(index.size());
   index.for_each([&](const RowIndex::Entry& entry) {
-    if (!is_expired(entry, now)) ids.push_back(striping_.id(entry.key));
+    if (is_there(entry, now)) ids.push_back(striping_.id(entry.key));
   });
   return ids;
 }

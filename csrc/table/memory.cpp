@@ -26,7 +26,7 @@ std::size_t round_up(std::size_t value, std::size_t step) {
 }
 
 // Starts at a huge page's boundary: the kernel gives huge pages for whole ones only.
-Memory map(std::size_t bytes, const char* what) {
+Memory map(std::size_t bytes, Pages pages, const char* what) {
   const std::size_t wanted = round_up(bytes, kHugePageBytes);
   const std::size_t mapped = wanted + kHugePageBytes;
   void* address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE,
@@ -37,7 +37,7 @@ Memory map(std::size_t bytes, const char* what) {
                              reinterpret_cast<std::uintptr_t>(begin);
   if (before != 0) munmap(begin, before);
   munmap(begin + before + wanted, kHugePageBytes - before);
-  madvise(begin + before, wanted, MADV_HUGEPAGE);
+  if (pages == Pages::kHuge) madvise(begin + before, wanted, MADV_HUGEPAGE);
   return Memory(begin + before, MemoryRelease{wanted});
 }
 
@@ -51,9 +51,9 @@ void MemoryRelease::operator()(std::byte* data) const noexcept {
   }
 }
 
-Memory allocate(std::size_t bytes, const char* what) {
+Memory allocate(std::size_t bytes, Pages pages, const char* what) {
   if (bytes > SIZE_MAX / 2) throw_out_of_memory(bytes, what);
-  if (bytes >= kHugePageBytes) return map(bytes, what);
+  if (bytes >= kHugePageBytes) return map(bytes, pages, what);
   const std::size_t rounded = round_up(bytes + 1, kLineBytes);
   void* data = std::aligned_alloc(kLineBytes, rounded);
   if (data == nullptr) throw_out_of_memory(bytes, what);

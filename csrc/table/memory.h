@@ -12,9 +12,13 @@ struct MemoryRelease {
 };
 using Memory = std::unique_ptr<std::byte, MemoryRelease>;
 
-// Zeroed, and aligned to cache lines. Large memory gets huge pages where the kernel gives them, and
-// becomes real page by page when it is touched. Throws kMemory; `what` says what it was for.
-[[nodiscard]] Memory allocate(std::size_t bytes, const char* what);
+// Huge pages, where the kernel gives them, make random accesses faster, and become real in larger
+// pieces.
+enum class Pages { kSmall, kHuge };
+
+// Zeroed, and aligned to cache lines. Large memory becomes real page by page when it is touched.
+// Throws kMemory; `what` says what it was for.
+[[nodiscard]] Memory allocate(std::size_t bytes, Pages pages, const char* what);
 
 // Throws kMemory if this machine has less memory than that, used or not.
 void check_machine_has(std::size_t bytes, const char* what);

@@ -1,24 +1,24 @@
 // The memory of a table's rows. Rows are numbered and never move.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 #include "table/memory.h"
 
 namespace fastdist::table {
 
 using RowNumber = std::uint32_t;
+inline constexpr std::size_t kMaxRows = std::size_t{1} << 31;
 
-// Blocks of which each is as large as all before it, so that 32 pointers find any row. The pages of
-// a block become real when its rows are used.
+// Blocks of equal size; the pages of a block become real when its rows are used.
 //
 // take() locks; row() does not: whoever has a row's number got it after take() had returned it,
-// through the lock of a stripe.
+// through the lock of a stripe. The array of blocks has room for all there can ever be, so that it
+// stays where it is; of that, too, only what is used becomes real.
 class RowArena {
  public:
   explicit RowArena(std::size_t stride);
@@ -26,8 +26,7 @@ class RowArena {
   // The first of `count` rows that were never taken; their memory is zeroed. Throws kMemory.
   RowNumber take(std::uint32_t count);
   [[nodiscard]] std::byte* row(RowNumber number) const noexcept {
-    const auto block = static_cast<unsigned>(std::bit_width(number >> first_bits_));
-    return blocks_[block].get() + (number - first_row(block)) * stride_;
+    return blocks()[number >> block_bits_] + (number & block_mask_) * stride_;
   }
   // Of the rows that were taken.
   [[nodiscard]] std::size_t bytes() const noexcept {
@@ -35,15 +34,16 @@ class RowArena {
   }
 
  private:
-  // Block 0 has 2^first_bits_ rows, as has block 1; then they double.
-  [[nodiscard]] std::size_t first_row(unsigned block) const noexcept {
-    return block == 0 ? 0 : std::size_t{1} << (first_bits_ + block - 1);
+  [[nodiscard]] std::byte** blocks() const noexcept {
+    return reinterpret_cast<std::byte**>(block_array_.get());
   }
 
   std::size_t stride_;
-  unsigned first_bits_;
-  std::array<Memory, 33> blocks_;
+  unsigned block_bits_;
+  RowNumber block_mask_;
+  Memory block_array_;
   std::mutex mutex_;
+  std::vector<Memory> owned_;            // guarded by the mutex
   std::atomic<std::uint64_t> taken_{0};  // written under the mutex
 };
 

@@ -20,7 +20,7 @@ void RowIndex::reserve_one() {
   const std::size_t capacity = memory_ ? mask() + 1 : 0;
   if ((size_ + 1) * 4 <= capacity * 3) return;
   const std::size_t grown = capacity == 0 ? kFirstCapacity : 2 * capacity;
-  Memory memory = allocate(grown * sizeof(Entry), "a table's index");
+  Memory memory = allocate(grown * sizeof(Entry), Pages::kHuge, "a table's index");
   auto* to = reinterpret_cast<Entry*>(memory.get());
   for_each([&](const Entry& entry) { free_place(to, grown - 1, entry.key) = entry; });
   entries_.store(to, std::memory_order_relaxed);

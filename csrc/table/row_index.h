@@ -19,9 +19,14 @@ class RowIndex {
  public:
   struct Entry {
     std::uint64_t key;
-    RowNumber row;        // 0: an empty place
+    RowNumber row;        // 0: an empty place. With kUnwritten: the row's memory is its own, but
+                          // holds nothing yet; the row is as good as absent
     std::uint32_t stamp;  // the step that touched the row last, where the table has limits
+
+    [[nodiscard]] RowNumber number() const noexcept { return row & ~kUnwritten; }
+    [[nodiscard]] bool is_written() const noexcept { return (row & kUnwritten) == 0; }
   };
+  static constexpr RowNumber kUnwritten = RowNumber{1} << 31;
 
   [[nodiscard]] Entry* find(std::uint64_t key) const noexcept {
     if (size_ == 0) return nullptr;

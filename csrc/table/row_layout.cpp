@@ -1,5 +1,6 @@
 #include "table/row_layout.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -56,10 +57,9 @@ RowLayout::RowLayout(std::size_t dim, Storage storage, const UpdateRule& rule)
       value_bytes_(table::value_bytes(dim, storage)),
       stride_(stride_of(value_bytes_ + slot_floats() * sizeof(float))) {}
 
-void RowLayout::read(float* values, const std::byte* row) const {
+void RowLayout::read_narrow(float* values, const std::byte* row) const {
   switch (storage_) {
     case Storage::kFloat32:
-      std::memcpy(values, row, dim_ * sizeof(float));
       return;
     case Storage::kBFloat16:
       return kernels().widen_bfloat16(values, reinterpret_cast<const std::uint16_t*>(row), dim_);
@@ -84,11 +84,11 @@ void RowLayout::write(std::byte* row, const float* values) const {
 }
 
 void RowLayout::read_slots(float* slots, const std::byte* row) const {
-  std::memcpy(slots, row + value_bytes_, slot_floats() * sizeof(float));
+  std::copy_n(reinterpret_cast<const float*>(row + value_bytes_), slot_floats(), slots);
 }
 
 void RowLayout::write_slots(std::byte* row, const float* slots) const {
-  std::memcpy(row + value_bytes_, slots, slot_floats() * sizeof(float));
+  std::copy_n(slots, slot_floats(), reinterpret_cast<float*>(row + value_bytes_));
 }
 
 void RowLayout::update(std::byte* row, UpdateFunction update, const Coefficients& c,

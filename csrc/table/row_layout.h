@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 
 #include "table/kernels.h"
@@ -31,7 +32,10 @@ class RowLayout {
   // From one row to the next.
   [[nodiscard]] std::size_t stride() const noexcept { return stride_; }
 
-  void read(float* values, const std::byte* row) const;
+  void read(float* values, const std::byte* row) const {
+    if (storage_ != Storage::kFloat32) return read_narrow(values, row);
+    std::memcpy(values, row, dim_ * sizeof(float));
+  }
   void write(std::byte* row, const float* values) const;
   void read_slots(float* slots, const std::byte* row) const;
   void write_slots(std::byte* row, const float* slots) const;
@@ -39,6 +43,8 @@ class RowLayout {
               float* scratch) const;
 
  private:
+  void read_narrow(float* values, const std::byte* row) const;
+
   std::size_t dim_;
   Storage storage_;
   std::size_t slots_;

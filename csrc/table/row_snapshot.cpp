@@ -16,8 +16,8 @@ std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> val
   std::size_t rows = 0;
   while (rows < ids.size()) {
     if (listed_.empty()) {
-      if (stripe_ == table_->stripes()) break;
-      listed_ = table_->ids_of_stripe(stripe_++);
+      if (part_ == table_->parts()) break;
+      listed_ = table_->ids_of_part(part_++);
       continue;
     }
     const std::size_t count = std::min({kPieceRows, listed_.size(), ids.size() - rows});

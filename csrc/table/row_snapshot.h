@@ -13,7 +13,7 @@ namespace fastdist::table {
 
 // Every row that is in the table from the beginning to the end is read once, whole, as it is at
 // some moment in between; rows that come or go meanwhile may be in it or not. The table is never
-// locked for longer than it takes to copy a few rows or to list the ids of one stripe.
+// locked for longer than it takes to copy a few rows or to list the ids of a part of it.
 class RowSnapshot {
  public:
   explicit RowSnapshot(std::shared_ptr<RowTable> table) : table_(std::move(table)) {}
@@ -26,7 +26,7 @@ class RowSnapshot {
 
  private:
   std::shared_ptr<RowTable> table_;
-  std::size_t stripe_ = 0;             // the next one
+  std::size_t part_ = 0;               // the next one
   std::vector<std::uint64_t> listed_;  // what is left of the one before
 };
 

@@ -11,7 +11,7 @@
 namespace fastdist::table {
 namespace {
 
-constexpr std::size_t kStripes = 256;
+constexpr std::size_t kStripes = 128;
 // A stripe's share of max_rows, where so many stripes leave it that: smaller ones fill unevenly.
 constexpr std::size_t kLeastShare = 1024;
 constexpr std::size_t kMaxDim = std::size_t{1} << 24;
@@ -57,10 +57,9 @@ void check_options(const RowTableOptions& options) {
   }
 }
 
+template <bool kToWrite>
 void prefetch(const std::byte* row, std::size_t bytes) {
-  for (std::size_t at = 0; at < std::min(bytes, kPrefetchedBytes); at += 64) {
-    __builtin_prefetch(row + at, 1);
-  }
+  for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kToWrite ? 1 : 0);
 }
 
 // Of items by stripe, those from `visited` to `locked` are worked on; their stripes' locks are
@@ -120,9 +119,8 @@ RowTable::RowTable(RowTableOptions options)
     return;
   }
   const std::uint64_t rows = *options_.rows;
-  if (rows > UINT32_MAX) {
-    throw Error(ErrorCode::kValue,
-                "a table holds at most 2^32 - 1 rows, got " + std::to_string(rows));
+  if (rows > kMaxRows) {
+    throw Error(ErrorCode::kValue, "a table holds at most 2^31 rows, got " + std::to_string(rows));
   }
   check_machine_has(rows * layout_.stride(), "a table's rows");
   arena_.take(static_cast<std::uint32_t>(rows));
@@ -133,7 +131,9 @@ RowTable::RowTable(RowTableOptions options)
 
 template <RowTable::Access kAccess, class Call>
 void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& call) {
-  const std::size_t bytes = kAccess == Access::kCreate ? layout_.stride() : layout_.value_bytes();
+  constexpr bool kWrites = kAccess == Access::kCreate;
+  const std::size_t bytes =
+      std::min(kPrefetchedBytes, kWrites ? layout_.stride() : layout_.value_bytes());
   std::array<std::byte*, kRowsAhead> rows;
   LockWindow<Stripe> window(striping_, items, stripes_.get());
   std::size_t found = 0;
@@ -142,7 +142,7 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
       if (striping_.hashed) prefetch_place(items, found + kPlacesAhead);
       std::byte* row = find<kAccess>(window.enter(), items[found].key, step);
       rows[found % kRowsAhead] = row;
-      if (row != nullptr) prefetch(row, bytes);
+      if (row != nullptr) prefetch<kWrites>(row, bytes);
     }
     call(items[i], rows[i % kRowsAhead]);
     window.leave([&](Stripe& stripe) {
@@ -156,27 +156,24 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   if (!striping_.hashed) return arena_.row(static_cast<RowNumber>(key));
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
-    return kAccess == Access::kCreate ? create(stripe, key, step) : nullptr;
+    if (kAccess != Access::kCreate) return nullptr;
+    entry = &insert(stripe, key, step);
   }
-  std::byte* row = arena_.row(entry->row);
-  if (!has_limits()) return row;
-  if (is_expired(*entry, step)) {
+  std::byte* row = arena_.row(entry->number());
+  if (!is_there(*entry, step)) {
     if (kAccess != Access::kCreate) return nullptr;
     write_initial(row, striping_.id(key));
+    entry->row = entry->number();
   }
   // Calls that run at the same time may come with their steps in any order.
-  const bool is_later = static_cast<std::int32_t>(step - entry->stamp) > 0;
+  const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
   return row;
 }
 
-std::byte* RowTable::create(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
+RowIndex::Entry& RowTable::insert(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
   stripe.index.reserve_one();
-  const RowNumber number = take_row(stripe);
-  std::byte* row = arena_.row(number);
-  write_initial(row, striping_.id(key));
-  stripe.index.insert(key, number, step);
-  return row;
+  return stripe.index.insert(key, take_row(stripe) | RowIndex::kUnwritten, step);
 }
 
 RowNumber RowTable::take_row(Stripe& stripe) {
@@ -199,14 +196,14 @@ void RowTable::prefetch_place(std::span<const Item> items, std::size_t i) const 
   stripes_[striping_.stripe(items[i].key)].index.prefetch(items[i].key);
 }
 
-void RowTable::create_missing(std::span<const Item> items, std::uint32_t step) {
+void RowTable::make_room(std::span<const Item> items, std::uint32_t step) {
   for (std::size_t i = 0; i < items.size();) {
     const std::size_t number = striping_.stripe(items[i].key);
     Stripe& stripe = stripes_[number];
     const std::lock_guard lock(stripe.mutex);
     for (; i < items.size() && striping_.stripe(items[i].key) == number; ++i) {
       prefetch_place(items, i + kPlacesAhead);
-      find<Access::kCreate>(stripe, items[i].key, step);
+      if (stripe.index.find(items[i].key) == nullptr) insert(stripe, items[i].key, step);
     }
   }
 }
@@ -233,7 +230,7 @@ void RowTable::read_initial(std::span<float> values, std::uint64_t id) const {
 void RowTable::pull(std::span<const std::uint64_t> ids, std::span<float> values) {
   check_ids(ids);
   check_count("values", ids.size(), dim(), values.size());
-  const std::vector<Item> items = by_stripe(striping_, ids);
+  const std::span<const Item> items = by_stripe(striping_, ids);
   visit<Access::kTouch>(items, static_cast<std::uint32_t>(step()),
                         [&](const Item& item, const std::byte* row) {
                           const auto out = values.subspan(item.position * dim(), dim());
@@ -250,7 +247,7 @@ void RowTable::push(std::span<const std::uint64_t> ids, std::span<const float> g
   const DistinctIds distinct(striping_, ids);
   std::vector<float> sum(dim());
   std::vector<float> scratch(dim());
-  if (striping_.hashed) create_missing(distinct.items(), static_cast<std::uint32_t>(step() + 1));
+  if (striping_.hashed) make_room(distinct.items(), static_cast<std::uint32_t>(step() + 1));
 
   const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
   const Coefficients c = options_.rule.coefficients(step, lr, Gradients::kRows);
@@ -275,9 +272,9 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
   check_ids(ids);
   check_count("values", ids.size(), dim(), values.size());
   if (!slots.empty()) check_count("slots", ids.size(), slot_floats(), slots.size());
-  const std::vector<Item> items = by_stripe(striping_, ids);
+  const std::span<const Item> items = by_stripe(striping_, ids);
   const auto now = static_cast<std::uint32_t>(step());
-  if (striping_.hashed) create_missing(items, now);
+  if (striping_.hashed) make_room(items, now);
   visit<Access::kCreate>(items, now, [&](const Item& item, std::byte* row) {
     layout_.write(row, values.data() + item.position * dim());
     if (!slots.empty()) {
@@ -289,7 +286,7 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
 void RowTable::read_slots(std::span<const std::uint64_t> ids, std::span<float> slots) {
   check_ids(ids);
   check_count("slots", ids.size(), slot_floats(), slots.size());
-  const std::vector<Item> items = by_stripe(striping_, ids);
+  const std::span<const Item> items = by_stripe(striping_, ids);
   visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
                        [&](const Item& item, const std::byte* row) {
                          float* out = slots.data() + item.position * slot_floats();
@@ -305,7 +302,7 @@ std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
                                    std::span<std::uint64_t> present, std::span<float> values,
                                    std::span<float> slots) {
   std::size_t count = 0;
-  const std::vector<Item> items = by_stripe(striping_, ids);
+  const std::span<const Item> items = by_stripe(striping_, ids);
   visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
                        [&](const Item& item, const std::byte* row) {
                          if (row == nullptr) return;
@@ -323,7 +320,7 @@ void RowTable::contains(std::span<const std::uint64_t> ids, std::span<bool> foun
     for (std::size_t i = 0; i < ids.size(); ++i) found[i] = ids[i] < *options_.rows;
     return;
   }
-  const std::vector<Item> items = by_stripe(striping_, ids);
+  const std::span<const Item> items = by_stripe(striping_, ids);
   visit<Access::kPeek>(
       items, static_cast<std::uint32_t>(step()),
       [&](const Item& item, const std::byte* row) { found[item.position] = row != nullptr; });

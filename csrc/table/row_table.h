@@ -81,10 +81,10 @@ class RowTable {
   // Before a checkpoint's rows are assigned.
   void set_step(std::uint64_t step) noexcept { step_.store(step, std::memory_order_relaxed); }
 
-  // For snapshots: the ids that a stripe holds now, and what is there of some ids: their number is
-  // returned, and the arrays begin with them. Touches nothing.
-  [[nodiscard]] std::size_t stripes() const noexcept { return striping_.count; }
-  [[nodiscard]] std::vector<std::uint64_t> ids_of_stripe(std::size_t stripe) const;
+  // For snapshots: the ids that each part of the table holds now, and what is there of some ids;
+  // their number is returned, and the arrays begin with them. Touches nothing.
+  [[nodiscard]] std::size_t parts() const noexcept { return striping_.count; }
+  [[nodiscard]] std::vector<std::uint64_t> ids_of_part(std::size_t part) const;
   std::size_t read_present(std::span<const std::uint64_t> ids, std::span<std::uint64_t> present,
                            std::span<float> values, std::span<float> slots);
 
@@ -103,9 +103,10 @@ class RowTable {
   void visit(std::span<const Item> items, std::uint32_t step, Call&& call);
   template <Access kAccess>
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
-  void create_missing(std::span<const Item> items, std::uint32_t step);
+  // Gives every id a row's memory, so that a call that creates rows cannot fail half-way.
+  void make_room(std::span<const Item> items, std::uint32_t step);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
-  std::byte* create(Stripe& stripe, std::uint64_t key, std::uint32_t step);
+  RowIndex::Entry& insert(Stripe& stripe, std::uint64_t key, std::uint32_t step);
 
   RowNumber take_row(Stripe& stripe);
   // Gives the row's memory back; the entry is still to be erased.
@@ -114,6 +115,9 @@ class RowTable {
   void read_initial(std::span<float> values, std::uint64_t id) const;
 
   [[nodiscard]] bool has_limits() const noexcept { return options_.max_rows || options_.max_age; }
+  [[nodiscard]] bool is_there(const RowIndex::Entry& entry, std::uint32_t step) const noexcept {
+    return entry.is_written() && !is_expired(entry, step);
+  }
   [[nodiscard]] bool is_expired(const RowIndex::Entry& entry, std::uint32_t step) const noexcept;
   std::size_t erase_expired(Stripe& stripe, std::uint32_t step);
   // What a push does about rows over the age limit.

@@ -399,9 +399,9 @@ CASE(ages_survive_the_wrap_around_of_steps) {
 CASE(huge_tables_are_refused) {
   RowTableOptions o = options();
   o.dim = 1 << 20;
-  o.rows = 0xFFFFFFFF;
+  o.rows = std::uint64_t{1} << 31;
   CHECK_THROWS(ErrorCode::kMemory, RowTable table(o));
-  o.rows = std::uint64_t{1} << 32;
+  o.rows = (std::uint64_t{1} << 31) + 1;
   CHECK_THROWS(ErrorCode::kValue, RowTable table(o));
 }
 

@@ -6,17 +6,17 @@
 namespace fastdist::table {
 namespace {
 
-constexpr std::size_t kMaxStripes = 256;
+constexpr std::size_t kMaxStripes = 128;
 
 // What a thread keeps from call to call, unless a call was unusually large.
 class Workspace {
  public:
-  // Room for items of `ids` ids, which begins as it was left.
+  // Room for so many items.
   void prepare(std::size_t ids) {
     if (ids <= kKeptIds && unsorted.size() > kKeptIds) *this = {};
     if (unsorted.size() >= ids) return;
-    unsorted.resize(ids);
     sorted.resize(ids);
+    unsorted.resize(ids);  // last: its size says that there is room in both
   }
 
   std::vector<Item> unsorted;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "table/lock_window.h"
 
 namespace fastdist::table {
 namespace {
@@ -19,7 +20,7 @@ constexpr std::size_t kMaxIds = std::size_t{1} << 31;
 
 // How far ahead of the row that is worked on rows are looked for, and ahead of these their places
 // in the index.
-constexpr std::size_t kRowsAhead = 12;
+constexpr std::size_t kRowsAhead = 8;
 constexpr std::size_t kPlacesAhead = 16;
 // Of a longer row the processor fetches the rest by itself.
 constexpr std::size_t kPrefetchedBytes = 1024;
@@ -61,46 +62,6 @@ template <bool kToWrite>
 void prefetch(const std::byte* row, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kToWrite ? 1 : 0);
 }
-
-// Of items by stripe, those from `visited` to `locked` are worked on; their stripes' locks are
-// held.
-template <class Stripe>
-class LockWindow {
- public:
-  LockWindow(const Striping& striping, std::span<const Item> items, Stripe* stripes)
-      : striping_(striping), items_(items), stripes_(stripes) {}
-  LockWindow(const LockWindow&) = delete;
-  LockWindow& operator=(const LockWindow&) = delete;
-  ~LockWindow() {
-    while (visited_ < locked_) leave([](Stripe&) {});
-  }
-
-  [[nodiscard]] std::size_t visited() const noexcept { return visited_; }
-  // Locks the stripe of the next item, unless the item before has locked it.
-  Stripe& enter() {
-    Stripe& next = stripe(locked_);
-    if (locked_ == visited_ || &stripe(locked_ - 1) != &next) next.mutex.lock();
-    ++locked_;
-    return next;
-  }
-  // The item that was entered first is done. `last_call(stripe)` is made before a lock is given up.
-  template <class Call>
-  void leave(Call&& last_call) {
-    Stripe& done = stripe(visited_++);
-    if (visited_ < locked_ && &stripe(visited_) == &done) return;
-    last_call(done);
-    done.mutex.unlock();
-  }
-
- private:
-  Stripe& stripe(std::size_t i) const { return stripes_[striping_.stripe(items_[i].key)]; }
-
-  const Striping striping_;
-  std::span<const Item> items_;
-  Stripe* stripes_;
-  std::size_t visited_ = 0;
-  std::size_t locked_ = 0;
-};
 
 }  // namespace
 

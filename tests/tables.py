@@ -1,0 +1,39 @@
+"""Small things that the tests of tables share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastdist import _core
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+Given = dict[str, Any]
+
+SGD = _core.UpdateRule("SGD", lr=0.5)
+
+
+def floats(rng: np.random.Generator, *shape: int) -> Floats:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def pulled(table: _core.RowTable, ids: Any) -> Floats:
+    ids = np.asarray(ids)
+    out = np.full((ids.size, table.dim), np.nan, np.float32)
+    table.pull(ids, out)
+    return out
+
+
+def slots_of(table: _core.RowTable, ids: Any) -> Floats:
+    ids = np.asarray(ids)
+    out = np.full((ids.size, len(table.slots), table.dim), np.nan, np.float32)
+    table.read_slots(ids, out)
+    return out
+
+
+def filled(values: Floats, rule: _core.UpdateRule = SGD, **options: Any) -> _core.RowTable:
+    table = _core.RowTable(values.shape[1], rule, rows=values.shape[0], **options)
+    table.assign(np.arange(values.shape[0]), values)
+    return table

@@ -1,0 +1,10 @@
+"""Parameter servers: what keeps variables and tables of rows, and what talks to it."""
+
+from __future__ import annotations
+
+from fastdist.ps.client import Client, Ticket
+from fastdist.ps.keys import Keys
+from fastdist.ps.server import Server
+from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
+
+__all__ = ["Client", "DenseSpec", "Keys", "RowsSpec", "RuleSpec", "Server", "Ticket"]

@@ -1,0 +1,266 @@
+"""Talks to parameter servers. A change is applied once, however often it has to be sent."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from fastdist.errors import UnavailableError
+from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
+from fastdist.ps.keys import Keys
+from fastdist.ps.protocol import Header, Op, ProtocolError, Status, VersionError, error_of
+from fastdist.ps.specs import Spec, to_json
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request under way: what `Client.wait` takes.
+
+    What its frames refer to must stay as it is until it has been waited for: it may be sent again.
+    """
+
+    server: int
+    op: Op
+    header: Header
+    frames: Sequence[Any]
+    deadline: float
+    resend_at: float
+    sent: int = 1
+    reply: memoryview | None = None
+    error: Exception | None = None
+    is_done: bool = field(default=False)
+
+
+class Client:
+    """Connections to all servers of a job. For one thread.
+
+    Args:
+        servers: their addresses.
+        keys: of the job, where the servers have keys.
+        timeout_s: a server that has not answered for so long is unavailable.
+        retry_s: a request without a reply is sent again after so long.
+        window: requests under way to one server; a further one waits.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        keys: Keys | None = None,
+        timeout_s: float = 30.0,
+        retry_s: float = 2.0,
+        window: int = 32,
+    ) -> None:
+        if not servers:
+            raise ValueError("servers must name at least one address")
+        self.servers = tuple(servers)
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._window = window
+        self._id = uuid.uuid4().bytes
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._numbers = [0] * len(servers)
+        self._under_way: list[dict[int, Ticket]] = [{} for _ in servers]
+        self._sockets = [self._connect(address, keys) for address in servers]
+
+    def _connect(self, address: str, keys: Keys | None) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey = keys.client_public.encode()
+            socket.curve_secretkey = keys.client_secret.encode()
+        socket.connect(address)
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; requests under way may or may not be applied."""
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        server: int,
+        op: Op,
+        number: int = 0,
+        frames: Sequence[Any] = (),
+        lr: float | None = None,
+    ) -> Ticket:
+        """Send a request; several may be under way, to all servers.
+
+        Args:
+            server: its number among `servers`.
+            op: what to do.
+            number: of the variable or table.
+            frames: bytes or contiguous arrays.
+            lr: learning rate of a push; None for the update rule's own.
+
+        Returns:
+            What `wait` takes. What frames refer to must not change before that.
+
+        Raises:
+            UnavailableError: the server answers none of the requests before it.
+        """
+        under_way = self._under_way[server]
+        while len(under_way) >= self._window:
+            self._progress(next(iter(under_way.values())))
+        self._numbers[server] += 1
+        now = time.monotonic()
+        header = Header(
+            op,
+            self._numbers[server],
+            self._id,
+            number,
+            min(under_way, default=self._numbers[server]),
+            float("nan") if lr is None else lr,
+        )
+        ticket = Ticket(server, op, header, frames, now + self._timeout_s, now + self._retry_s)
+        under_way[header.number] = ticket
+        self._send(ticket)
+        return ticket
+
+    def wait(self, ticket: Ticket) -> memoryview:
+        """The reply's body, without a copy.
+
+        Raises:
+            UnavailableError: the server has not answered in time.
+            Exception: what the server raised.
+        """
+        while not ticket.is_done:
+            self._progress(ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        return ticket.reply if ticket.reply is not None else memoryview(b"")
+
+    def _send(self, ticket: Ticket) -> None:
+        socket = self._sockets[ticket.server]
+        more = zmq.SNDMORE if ticket.frames else 0
+        try:
+            socket.send(ticket.header.pack(), more | zmq.DONTWAIT)
+            for i, frame in enumerate(ticket.frames, 1):
+                last = i == len(ticket.frames)
+                socket.send(frame, zmq.DONTWAIT | (0 if last else zmq.SNDMORE), copy=False)
+        except zmq.Again:  # the queue of a server that is not there is full
+            pass
+
+    def _progress(self, ticket: Ticket) -> None:
+        """Take replies until there is one, or until this request must be sent again."""
+        now = time.monotonic()
+        if now >= ticket.deadline:
+            self._under_way[ticket.server].pop(ticket.header.number, None)
+            ticket.is_done = True
+            ticket.error = UnavailableError(
+                f"server {ticket.server} at {self.servers[ticket.server]} has not answered "
+                f"{ticket.op.name} for {self._timeout_s:g} s; it was sent {ticket.sent} times. Is "
+                "the server running, and has this client its keys?",
+                (ticket.server,),
+            )
+            raise ticket.error
+        if now >= ticket.resend_at:
+            ticket.sent += 1
+            ticket.resend_at = now + self._retry_s
+            self._send(ticket)
+        wait_s = min(ticket.deadline, ticket.resend_at) - now
+        for socket, _ in self._poller.poll(int(max(0.0, wait_s) * 1000) + 1):
+            self._take(self._sockets.index(socket))
+
+    def _take(self, server: int) -> None:
+        header_frame, *bodies = self._sockets[server].recv_multipart(copy=False)
+        try:
+            header = Header.unpack(header_frame.buffer)
+        except VersionError as error:
+            header = error.header
+            bodies = []
+        except ProtocolError:
+            return
+        ticket = self._under_way[server].pop(header.number, None)
+        if ticket is None:  # answered before
+            return
+        ticket.is_done = True
+        ticket.reply = bodies[0].buffer if bodies else None
+        if header.kind != Status.OK:
+            text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
+            ticket.error = error_of(header.kind, f"{text} (server {server}, {ticket.op.name})")
+
+    # --- variables and tables -------------------------------------------------------------------
+
+    def create(self, server: int, spec: Spec, initial: Any = None) -> int:
+        """Make a variable or table, or find the one of this name.
+
+        Args:
+            server: where.
+            spec: what; the same as that of one that exists.
+            initial: of a dense variable that may not exist yet.
+
+        Returns:
+            Its number on this server.
+
+        Raises:
+            ValueError: it exists otherwise, or makes no sense.
+        """
+        frames: list[Any] = [to_json(spec)]
+        if initial is not None:
+            frames.append(floats_frame(initial))
+        return int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
+
+    def hello(self, server: int) -> dict[str, Any]:
+        """The version that a server speaks, and the specs of what it keeps."""
+        answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.HELLO))))
+        return answer
+
+    def stats(self, server: int) -> dict[str, Any]:
+        """As `Server.stats`."""
+        answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.STATS))))
+        return answer
+
+    def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
+        """A dense variable's value: float32, read-only."""
+        body = self.wait(self.submit(server, Op.PULL, number))
+        return floats_in(body, shape)
+
+    def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
+        """Apply a gradient, float32, to a dense variable."""
+        frame = floats_frame(gradient)
+        self.wait(self.submit(server, Op.PUSH, number, [frame], lr))
+
+    def assign(self, server: int, number: int, value: Any) -> None:
+        """Set a dense variable."""
+        frame = floats_frame(value)
+        self.wait(self.submit(server, Op.ASSIGN, number, [frame]))
+
+    def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
+        """Rows of a table: float32 [ids, dim], read-only."""
+        frame = ids_frame(ids)
+        body = self.wait(self.submit(server, Op.PULL_ROWS, number, [frame]))
+        return floats_in(body, (frame.size, dim))
+
+    def push_rows(
+        self, server: int, number: int, ids: Any, gradients: Any, lr: float | None = None
+    ) -> None:
+        """Apply gradients, float32 [ids, dim], to rows; those of equal ids are added up."""
+        frames = [ids_frame(ids), floats_frame(gradients)]
+        self.wait(self.submit(server, Op.PUSH_ROWS, number, frames, lr))
+
+    def assign_rows(self, server: int, number: int, ids: Any, values: Any) -> None:
+        """Set rows."""
+        frames = [ids_frame(ids), floats_frame(values)]
+        self.wait(self.submit(server, Op.ASSIGN_ROWS, number, frames))

@@ -1,0 +1,55 @@
+"""Arrays as frames of messages: contiguous, little-endian."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def ids_in(frame: memoryview) -> Array:
+    """The ids that a frame holds.
+
+    Raises:
+        ValueError: its size is none of ids.
+    """
+    if frame.nbytes % 8:
+        raise ValueError(f"ids of {frame.nbytes} bytes, not a multiple of 8")
+    return _aligned(np.frombuffer(frame, np.uint64))
+
+
+def floats_in(frame: memoryview, shape: Sequence[int]) -> Array:
+    """The float32 values of a known shape that a frame holds.
+
+    Raises:
+        ValueError: its size is another.
+    """
+    if frame.nbytes != 4 * math.prod(shape):
+        raise ValueError(f"expected float32 of shape {tuple(shape)}, got {frame.nbytes} bytes")
+    return _aligned(np.frombuffer(frame, np.float32)).reshape(shape)
+
+
+def _aligned(array: Array) -> Array:
+    """Small frames lie anywhere in what was received at once."""
+    return array if array.flags.aligned else array.copy()
+
+
+def ids_frame(ids: Any) -> Array:
+    """Ids to send, of 64 bits.
+
+    Raises:
+        TypeError: they are no integers.
+    """
+    array = np.ascontiguousarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, got {array.dtype}")
+    return array if array.dtype.itemsize == 8 else array.astype(np.int64)
+
+
+def floats_frame(values: Any) -> Array:
+    """Values to send, as float32."""
+    return np.ascontiguousarray(values, np.float32)

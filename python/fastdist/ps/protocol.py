@@ -1,0 +1,147 @@
+"""What clients and servers send each other; docs/ps_protocol.md is the description for people."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from fastdist.errors import FastdistError
+
+VERSION = 1
+MAX_META_BYTES = 64 << 10
+_MAGIC = b"FDPS"
+# magic, version, kind, object, learning rate, number, floor, client
+_HEADER = struct.Struct("<4sHHIfQQ16s")
+HEADER_BYTES = _HEADER.size
+
+
+class Op(enum.IntEnum):
+    """What a request asks for, and the frames after its header."""
+
+    HELLO = 1  # none
+    CREATE = 2  # a spec, and a dense variable's initial value
+    PULL = 3  # none
+    PUSH = 4  # a gradient
+    ASSIGN = 5  # a value
+    PULL_ROWS = 6  # ids
+    PUSH_ROWS = 7  # ids, gradients
+    ASSIGN_ROWS = 8  # ids, values
+    STATS = 9  # none
+
+
+FRAMES = {
+    Op.HELLO: (0,),
+    Op.CREATE: (1, 2),
+    Op.PULL: (0,),
+    Op.PUSH: (1,),
+    Op.ASSIGN: (1,),
+    Op.PULL_ROWS: (1,),
+    Op.PUSH_ROWS: (2,),
+    Op.ASSIGN_ROWS: (2,),
+    Op.STATS: (0,),
+}
+# Applied once, however often they arrive.
+CHANGES = frozenset((Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS))
+
+
+class Status(enum.IntEnum):
+    """What became of a request; all but OK come with a message."""
+
+    OK = 0
+    VALUE_ERROR = 1
+    TYPE_ERROR = 2
+    INDEX_ERROR = 3
+    MEMORY_ERROR = 4
+    FAILED = 5
+    OTHER_VERSION = 6
+
+
+_ERRORS: dict[Status, type[Exception]] = {
+    Status.VALUE_ERROR: ValueError,
+    Status.TYPE_ERROR: TypeError,
+    Status.INDEX_ERROR: IndexError,
+    Status.MEMORY_ERROR: MemoryError,
+    Status.FAILED: FastdistError,
+    Status.OTHER_VERSION: FastdistError,
+}
+
+
+class ProtocolError(Exception):
+    """A message that no client of fastdist has made."""
+
+
+class VersionError(Exception):
+    """A message of another version of the protocol; its `header` is readable."""
+
+    def __init__(self, header: Header, version: int) -> None:
+        super().__init__(
+            f"the server speaks version {VERSION} of the protocol, the client version {version}; "
+            "use the same version of fastdist"
+        )
+        self.header = header
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first frame of a request or reply.
+
+    Attributes:
+        kind: an `Op` in a request, a `Status` in a reply.
+        number: of the request; a client counts those to each server.
+        client: 16 bytes that no other client has.
+        object: number of the variable or table.
+        floor: the client has got the replies to all requests before this number.
+        lr: learning rate of a push; NaN for the update rule's own.
+    """
+
+    kind: int
+    number: int
+    client: bytes
+    object: int = 0
+    floor: int = 0
+    lr: float = float("nan")
+
+    def pack(self) -> bytes:
+        """`HEADER_BYTES` bytes."""
+        return _HEADER.pack(
+            _MAGIC,
+            VERSION,
+            self.kind,
+            self.object,
+            self.lr,
+            self.number,
+            self.floor,
+            self.client,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header:
+        """The header in a frame.
+
+        Raises:
+            ProtocolError: it is none.
+            VersionError: it is of another version.
+        """
+        if len(data) < HEADER_BYTES or bytes(data[:4]) != _MAGIC:
+            raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
+        _, version, kind, number_of, lr, number, floor, client = _HEADER.unpack(data[:HEADER_BYTES])
+        header = cls(kind, number, client, number_of, floor, lr)
+        if version != VERSION:
+            raise VersionError(header, version)
+        if len(data) != HEADER_BYTES:
+            raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
+        return header
+
+
+def status_of(error: Exception) -> Status:
+    """How a reply names an error."""
+    for status, kind in _ERRORS.items():
+        if isinstance(error, kind):
+            return status
+    return Status.FAILED
+
+
+def error_of(status: int, message: str) -> Exception:
+    """The error that a reply tells of."""
+    return _ERRORS.get(Status(status), FastdistError)(message)

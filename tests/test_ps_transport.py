@@ -1,0 +1,407 @@
+"""Servers and clients: what is kept, what is applied once, and what must not do harm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec, Server
+from fastdist.ps.applied import MAX_REQUESTS, Applied, Progress
+from fastdist.ps.protocol import Header, Op
+from fastdist.ps.specs import from_json, to_json
+from hypothesis import given
+from hypothesis import strategies as st
+
+SGD = RuleSpec("SGD", {"lr": 1.0})
+ROWS = RowsSpec("rows", 4, SGD)
+
+
+@pytest.fixture(params=[False, True], ids=["open", "keys"])
+def keys(request: pytest.FixtureRequest) -> Keys | None:
+    return Keys.make() if request.param else None
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with Client([server.address], timeout_s=10) as made:
+        yield made
+
+
+def test_variables_and_rows(keys: Keys | None) -> None:
+    with Server(keys=keys) as one, Server(keys=keys) as two:
+        addresses = [one.address, two.address]
+        with Client(addresses, keys=keys) as client:
+            for server in (0, 1):
+                initial = np.arange(6, dtype=np.float32).reshape(2, 3) + server
+                dense = client.create(server, DenseSpec("w", (2, 3), SGD), initial)
+                assert client.create(server, DenseSpec("w", (2, 3), SGD)) == dense
+                assert (client.pull(server, dense, (2, 3)) == initial).all()
+                client.push(server, dense, np.ones((2, 3)))
+                client.push(server, dense, np.ones((2, 3)), lr=0.5)
+                assert (client.pull(server, dense, (2, 3)) == initial - 1.5).all()
+                client.assign(server, dense, np.zeros((2, 3)))
+                assert (client.pull(server, dense, (2, 3)) == 0).all()
+
+                rows = client.create(server, ROWS)
+                ids = [2**63 - 1, -5, 2**40]
+                assert (client.pull_rows(server, rows, ids, 4) == 0).all()
+                values = np.arange(12, dtype=np.float32).reshape(3, 4)
+                client.assign_rows(server, rows, ids, values)
+                client.push_rows(server, rows, [ids[0], ids[0], ids[2]], np.ones((3, 4)))
+                expected = values - np.array([[2], [0], [1]])
+                assert (client.pull_rows(server, rows, ids, 4) == expected).all()
+                assert client.pull_rows(server, rows, np.zeros(0, np.int64), 4).shape == (0, 4)
+                stats = client.stats(server)["objects"]
+                assert [entry["name"] for entry in stats] == ["w", "rows"]
+                assert stats[1]["rows"] == 3
+                assert len(client.hello(server)["objects"]) == 2
+
+
+def test_many_clients_at_once(server: Server) -> None:
+    """Every push counts once, and what a thread reads is never half of one."""
+    clients, pushes, ids = 6, 40, np.arange(500)
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with Client([server.address]) as client:
+            rows = client.create(0, ROWS)
+            tickets = []
+            for _ in range(pushes):
+                client.push_rows(0, rows, rng.permutation(ids), -np.ones((500, 4)))
+                tickets.append(client.submit(0, Op.PULL_ROWS, rows, [ids]))
+            for ticket in tickets:
+                values = np.frombuffer(client.wait(ticket), np.float32).reshape(-1, 4)
+                assert (values == values[:, :1]).all()
+
+    threads = [CheckedThread(work, seed) for seed in range(clients)]
+    for thread in threads:
+        thread.finish()
+    with Client([server.address]) as client:
+        assert (client.pull_rows(0, client.create(0, ROWS), ids, 4) == clients * pushes).all()
+
+
+class CheckedThread(threading.Thread):
+    """Raises in `finish` what was raised in it."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        super().__init__(daemon=True)
+        self._call = lambda: function(*args)
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        self.join(60)
+        assert not self.is_alive()
+        if self._error is not None:
+            raise self._error
+
+
+# --- applied once -------------------------------------------------------------------------------
+
+
+def test_a_repeated_push_is_applied_once(server: Server, client: Client) -> None:
+    rows = client.create(0, ROWS)
+    frames = [np.array([7]), np.ones((1, 4), np.float32)]
+    with raw(server) as plain:
+        for number in (1, 1, 2, 1, 2, 2):
+            header = Header(Op.PUSH_ROWS, number, b"c" * 16, rows, floor=1)
+            plain.send_multipart([header.pack(), *frames])
+            assert Header.unpack(plain.recv()).number == number
+        late = Header(Op.PUSH_ROWS, 3, b"c" * 16, rows, floor=3)
+        plain.send_multipart([late.pack(), *frames])
+        plain.recv()
+        forgotten = Header(Op.PUSH_ROWS, 2, b"c" * 16, rows, floor=1)
+        plain.send_multipart([forgotten.pack(), *frames])
+        plain.recv()
+    assert (client.pull_rows(0, rows, [7], 4) == -3).all()
+    assert server.stats()["repeated"] == 5
+
+
+@contextlib.contextmanager
+def raw(server: Server) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    plain = context.socket(zmq.DEALER)
+    plain.setsockopt(zmq.RCVTIMEO, 5000)
+    plain.setsockopt(zmq.LINGER, 0)
+    plain.connect(server.address)
+    try:
+        yield plain
+    finally:
+        plain.close()
+        context.term()
+
+
+class Unreliable:
+    """A way to a server on which connections break, every few messages."""
+
+    def __init__(self, address: str) -> None:
+        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.broken = 0
+        self._random = random.Random(3)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self._listener.accept()
+                theirs = socket.create_connection(self._target)
+                left = self._random.randrange(500, 40_000)
+                for a, b in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._pump, args=(a, b, left), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(min(4096, left)):
+                target.sendall(data)
+                left -= len(data)
+                if left <= 0:
+                    self.broken += 1
+                    break
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> None:
+    way = Unreliable(server.address)
+    with Client([way.address], retry_s=0.1, timeout_s=50, window=8) as client:
+        rows = client.create(0, ROWS)
+        ids, gradients = np.arange(100), -np.ones((100, 4), np.float32)
+        tickets = [client.submit(0, Op.PUSH_ROWS, rows, [ids, gradients]) for _ in range(300)]
+        for ticket in tickets:
+            client.wait(ticket)
+        assert (client.pull_rows(0, rows, ids, 4) == 300).all()
+    way.close()
+    assert way.broken > 10
+    assert server.stats()["repeated"] > 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
+def test_applied_once_in_any_order(calls: list[tuple[int, bool]]) -> None:
+    applied, done = Applied(), set[int]()
+    floor = 0
+    for number, succeeds in calls:
+        progress = applied.begin(b"c", number, floor)
+        if number < floor or number in done:
+            assert progress is Progress.DONE
+            continue
+        assert progress is Progress.NEW
+        assert applied.begin(b"c", number, floor) is Progress.RUNNING
+        applied.end(b"c", number, succeeds)
+        if succeeds:
+            done.add(number)
+            floor = min(n for n in range(5) if n not in done)
+
+
+def test_a_client_that_never_takes_replies() -> None:
+    applied = Applied()
+    for number in range(MAX_REQUESTS):
+        assert applied.begin(b"c", number, 0) is Progress.NEW
+    with pytest.raises(ValueError, match="changes without a reply"):
+        applied.begin(b"c", MAX_REQUESTS, 0)
+    assert applied.begin(b"d", 0, 0) is Progress.NEW
+
+
+# --- servers that are not there -----------------------------------------------------------------
+
+
+def test_a_server_that_is_gone_and_comes_back() -> None:
+    server = Server()
+    with Client([server.address], timeout_s=1.5, retry_s=0.2) as client:
+        dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+        server.close()
+        begin = time.monotonic()
+        with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered PUSH"):
+            client.push(0, dense, np.ones(2))
+        assert time.monotonic() - begin < 5
+        ticket = client.submit(0, Op.HELLO)
+        with Server(server.address):
+            assert b"objects" in bytes(client.wait(ticket))
+            with pytest.raises(ValueError, match="may have been started again"):
+                client.pull(0, dense, (2,))
+
+
+def test_a_window_limits_what_is_under_way(server: Server) -> None:
+    with Client([server.address], window=4) as client:
+        tickets = [client.submit(0, Op.HELLO) for _ in range(50)]
+        assert sum(not ticket.is_done for ticket in tickets) <= 4
+        for ticket in tickets:
+            client.wait(ticket)
+
+
+@pytest.mark.parametrize("which", ["none", "others", "server's only"])
+def test_who_has_not_the_keys_is_not_let_in(which: str) -> None:
+    keys, others = Keys.make(), Keys.make()
+    half = Keys(
+        keys.server_public, others.server_secret, others.client_public, others.client_secret
+    )
+    with Server(keys=keys) as server:
+        given = {"none": None, "others": others, "server's only": half}[which]
+        with (
+            Client([server.address], keys=given, timeout_s=1) as client,
+            pytest.raises(UnavailableError, match="has this client its keys"),
+        ):
+            client.hello(0)
+        with Client([server.address], keys=Keys.from_json(keys.to_json()), timeout_s=5) as client:
+            client.hello(0)
+        assert server.stats()["requests"] == 1
+    assert keys.client_secret not in repr(keys)
+    with pytest.raises(ValueError, match="not the keys of a job"):
+        Keys.from_json('{"server_public": "x"}')
+
+
+@pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:*", "tcp://192.0.2.1:4000"])
+def test_no_keys_on_an_outside_address(address: str) -> None:
+    with pytest.raises(ValueError, match="can be reached from other machines: give keys"):
+        Server(address)
+    with pytest.raises(zmq.ZMQError):  # it has keys, but the address is not this machine's
+        Server("tcp://192.0.2.1:4000", keys=Keys.make())
+
+
+# --- what must not do harm ----------------------------------------------------------------------
+
+
+def test_errors_come_back(server: Server, client: Client) -> None:
+    dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+    rows = client.create(0, ROWS)
+    fixed = client.create(0, RowsSpec("fixed", 4, SGD, rows=10))
+    ids, values = np.array([1, 2]), np.zeros((2, 4), np.float32)
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, "object 9 does not exist", lambda: client.pull(0, 9, (2,))),
+        (ValueError, "is a DenseSpec", lambda: client.pull_rows(0, dense, ids, 4)),
+        (ValueError, "is a RowsSpec", lambda: client.push(0, rows, np.zeros(2))),
+        (ValueError, r"shape \(2, 4\), got 16", lambda: client.push_rows(0, rows, ids, values[:1])),
+        (ValueError, r"shape \(2,\), got 12", lambda: client.push(0, dense, np.zeros(3))),
+        (IndexError, "10", lambda: client.pull_rows(0, fixed, [3, 10], 4)),
+        (TypeError, "must be integers", lambda: client.pull_rows(0, rows, [0.5], 4)),
+        (ValueError, "exists as", lambda: client.create(0, RowsSpec("rows", 5, SGD))),
+        (ValueError, "no initial", lambda: client.create(0, DenseSpec("x", (2,), SGD))),
+        (ValueError, "Lion", lambda: client.create(0, RowsSpec("y", 2, RuleSpec("Lion")))),
+        (
+            ValueError,
+            r"float32 of shape \(3,\), got 8 bytes",
+            lambda: client.create(0, DenseSpec("z", (3,), SGD), np.zeros(2)),
+        ),
+    ]
+    for kind, message, call in cases:
+        with pytest.raises(kind, match=message):
+            call()
+    assert (client.pull(0, dense, (2,)) == 0).all()
+    assert server.stats()["malformed"] == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"DenseSpec": {}}',
+        b'{"Other": {"rule": {"name": "SGD"}}}',
+        b'{"DenseSpec": {"name": "w", "shape": [-1], "rule": {"name": "SGD"}}}',
+        b'{"DenseSpec": {"name": "w", "shape": [1], "rule": 3}}',
+        b"[" * 60_000,
+    ],
+)
+def test_specs_that_make_no_sense(data: bytes) -> None:
+    with pytest.raises(ValueError, match="not a spec of a variable or table"):
+        from_json(data)
+
+
+def test_specs_survive_a_journey() -> None:
+    rule = RuleSpec("Adam", {"lr": 0.1, "betas": [0.9, 0.99]})
+    rows = RowsSpec("r", 8, rule, initializer=("uniform", -1.0, 1.0), seed=3, max_rows=9)
+    for spec in (rows, DenseSpec("d", (), SGD), DenseSpec("d", (2, 0), rule, "bfloat16")):
+        assert from_json(to_json(spec)) == spec
+    assert rows.make().dim == 8
+    with pytest.raises(ValueError, match="are allowed"):
+        to_json(RowsSpec("r" * 100_000, 8, rule))
+
+
+def test_another_version(server: Server, client: Client) -> None:
+    header = bytearray(Header(Op.HELLO, 1, b"c" * 16).pack())
+    header[4] = 9
+    with raw(server) as plain:
+        plain.send(bytes(header))
+        answer, text = plain.recv_multipart()
+    assert Header.unpack(answer).number == 1
+    assert b"the server speaks version 1 of the protocol, the client version 9" in text
+    client.hello(0)
+
+
+def test_garbage(server: Server, client: Client) -> None:
+    """Bytes, frames and headers of chance: nobody who behaves notices."""
+    dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
+    rng = random.Random(1)
+    port = int(server.address.rsplit(":", 1)[1])
+    before = resident_bytes()
+    deadline = time.monotonic() + float(os.environ.get("FASTDIST_FUZZ_S", "3"))
+    with raw(server) as plain:
+        while time.monotonic() < deadline:
+            for _ in range(200):
+                frames = [rng.randbytes(rng.choice((0, 1, 48, 56, 500))) for _ in range(3)]
+                op = rng.choice(list(Op))
+                header = Header(op, rng.randrange(2**64), rng.randbytes(16), rng.randrange(3))
+                if rng.random() < 0.5:
+                    frames[0] = header.pack()
+                plain.send_multipart(frames[: rng.randrange(1, 4)], zmq.DONTWAIT)
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    plain.recv(zmq.DONTWAIT)
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as s:
+                s.sendall(rng.randbytes(rng.randrange(1, 2000)))
+            assert client.pull(0, dense, (2,)).shape == (2,)
+    assert server.stats()["malformed"] > 100
+    assert resident_bytes() - before < 100 << 20
+    client.assign(0, dense, np.ones(2))
+    assert (client.pull(0, dense, (2,)) == 1).all()
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_message_beyond_the_limit() -> None:
+    with Server(max_message_bytes=1 << 16) as server:
+        with Client([server.address], timeout_s=1) as client:
+            dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
+            with pytest.raises(UnavailableError):
+                client.push(0, dense, np.zeros(1 << 20))
+        with Client([server.address], timeout_s=5) as client:
+            assert (client.pull(0, dense, (2,)) == 1).all()
+
+
+def test_a_server_refuses_what_it_cannot_keep(client: Client) -> None:
+    with pytest.raises((ValueError, MemoryError, FastdistError)):
+        client.create(0, RowsSpec("huge", 1 << 40, SGD, rows=1 << 40))
+    client.hello(0)

@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -399,6 +401,12 @@ def test_a_message_beyond_the_limit() -> None:
                 client.push(0, dense, np.zeros(1 << 20))
         with Client([server.address], timeout_s=5) as client:
             assert (client.pull(0, dense, (2,)) == 1).all()
+
+
+def test_without_pyzmq() -> None:
+    code = "import sys; sys.modules['zmq'] = None; import fastdist.ps"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "fastdist.ps needs pyzmq: pip install 'fastdist[ps]'" in done.stderr
 
 
 def test_a_server_refuses_what_it_cannot_keep(client: Client) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+try:
+    import zmq  # noqa: F401
+except ImportError:
+    raise ImportError("fastdist.ps needs pyzmq: pip install 'fastdist[ps]'", name="zmq") from None
+
 from fastdist.ps.client import Client, Ticket
 from fastdist.ps.keys import Keys
 from fastdist.ps.server import Server

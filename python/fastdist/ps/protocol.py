@@ -28,6 +28,8 @@ class Op(enum.IntEnum):
     PUSH_ROWS = 7  # ids, gradients
     ASSIGN_ROWS = 8  # ids, values
     STATS = 9  # none
+    SAVE = 10  # JSON: part, path that names of files begin with
+    RESTORE = 11  # JSON: part, files
 
 
 FRAMES = {
@@ -40,6 +42,8 @@ FRAMES = {
     Op.PUSH_ROWS: (2,),
     Op.ASSIGN_ROWS: (2,),
     Op.STATS: (0,),
+    Op.SAVE: (1,),
+    Op.RESTORE: (1,),
 }
 # Applied once, however often they arrive.
 CHANGES = frozenset((Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS))

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ from fastdist.ps.protocol import (
     status_of,
 )
 from fastdist.ps.send_buffers import SendBuffers
+from fastdist.ps.snapshot import Part, restore, save
 from fastdist.ps.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
 _WORKERS = "inproc://workers"
@@ -203,6 +205,16 @@ class Server:
             return json.dumps(self.stats()).encode()
         if op is Op.CREATE:
             return json.dumps(self._create(frames)).encode()
+        if op is Op.SAVE:
+            about = _json(frames[0])
+            spec, kept = self._object(header, None)
+            names = save(spec, kept, Part(**about["part"]), Path(about["stem"]))
+            return json.dumps(names).encode()
+        if op is Op.RESTORE:
+            about = _json(frames[0])
+            spec, kept = self._object(header, None)
+            files = [Path(file) for file in about["files"]]
+            return json.dumps(restore(spec, kept, Part(**about["part"]), files)).encode()
         if op is Op.PULL:
             dense, variable = self._dense(header)
             out = buffers.take(4 * dense.size).view(np.float32)
@@ -232,9 +244,7 @@ class Server:
             self._applied.end(header.client, header.number, is_applied)
 
     def _create(self, frames: Sequence[memoryview]) -> int:
-        if frames[0].nbytes > MAX_META_BYTES:
-            raise ValueError(f"a spec of {frames[0].nbytes} bytes, allowed are {MAX_META_BYTES}")
-        spec = from_json(bytes(frames[0]))
+        spec = from_json(_meta(frames[0]))
         with self._creating:
             number = self._numbers.get(spec.name)
             if number is not None:
@@ -253,14 +263,14 @@ class Server:
             self._numbers[spec.name] = len(self._objects) - 1
             return len(self._objects) - 1
 
-    def _object(self, header: Header, kind: type[Spec]) -> tuple[Any, Any]:
+    def _object(self, header: Header, kind: type[Spec] | None) -> tuple[Any, Any]:
         if header.object >= len(self._objects):
             raise ValueError(
                 f"object {header.object} does not exist, there are {len(self._objects)}: the "
                 "server may have been started again"
             )
         spec, kept = self._objects[header.object]
-        if not isinstance(spec, kind):
+        if kind is not None and not isinstance(spec, kind):
             raise ValueError(
                 f"{spec.name!r} is a {type(spec).__name__}, expected a {kind.__name__}"
             )
@@ -275,6 +285,19 @@ class Server:
 
 def _reply(request: Header, status: Status = Status.OK) -> Header:
     return Header(status, request.number, request.client, request.object)
+
+
+def _meta(frame: memoryview) -> bytes:
+    if frame.nbytes > MAX_META_BYTES:
+        raise ValueError(f"{frame.nbytes} bytes of JSON, allowed are {MAX_META_BYTES}")
+    return bytes(frame)
+
+
+def _json(frame: memoryview) -> dict[str, Any]:
+    read = json.loads(_meta(frame))
+    if not isinstance(read, dict):
+        raise ValueError(f"expected a JSON object, got a {type(read).__name__}")
+    return read
 
 
 def _pass_on(router: zmq.Socket[bytes], dealer: zmq.Socket[bytes]) -> None:

@@ -12,7 +12,9 @@ from fastdist.ps.client import Client, Ticket
 from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
 from fastdist.ps.partition import Piece
 from fastdist.ps.protocol import Op
+from fastdist.ps.snapshot import Part
 from fastdist.ps.specs import DenseSpec, RowsSpec
+from fastdist.ps.spread import owner_of
 
 
 class ShardedVariable:
@@ -35,6 +37,14 @@ class ShardedVariable:
         self._numbers = [
             client.create(piece.server, self._part_of(piece), self._rows(value, piece))
             for piece in self.pieces
+        ]
+
+    def parts(self) -> list[tuple[int, int, Part]]:
+        """For a checkpoint: each piece's server, its number there, and what it is."""
+        name = self.spec.name
+        return [
+            (piece.server, number, Part(name, piece.begin, piece.end))
+            for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
     def pull(self) -> Array:
@@ -89,7 +99,7 @@ class ShardedRows:
     Args:
         client: of this thread.
         spec: of the whole.
-        pieces: where rows are; of a table without a limit only the servers count.
+        pieces: where rows are; of a table without a limit only their servers count.
     """
 
     def __init__(self, client: Client, spec: RowsSpec, pieces: Sequence[Piece]) -> None:
@@ -97,7 +107,20 @@ class ShardedRows:
         self.pieces = tuple(pieces)
         self._client = client
         self._begins = np.array([piece.begin for piece in self.pieces], np.int64)
-        self._numbers = [client.create(p.server, self._part_of(p), None) for p in self.pieces]
+        self._numbers = [
+            client.create(piece.server, self._part_of(i)) for i, piece in enumerate(self.pieces)
+        ]
+
+    def parts(self) -> list[tuple[int, int, Part]]:
+        """For a checkpoint: each piece's server, its number there, and what it is."""
+        name, owners = self.spec.name, len(self.pieces)
+        parts = []
+        for i, (piece, number) in enumerate(zip(self.pieces, self._numbers, strict=True)):
+            part = Part(name, piece.begin, piece.end)
+            if self.spec.rows is None:
+                part = Part(name, 0, -1, i, owners)
+            parts.append((piece.server, number, part))
+        return parts
 
     def pull(self, ids: Any) -> Array:
         """Rows, float32 [ids, dim], in the order of the ids; each is fetched once.
@@ -153,7 +176,7 @@ class ShardedRows:
         if len(self.pieces) == 1:
             return [(0, ids, slice(None))] if ids.size else []
         if self.spec.rows is None:
-            owner = _mixed(ids) % np.uint64(len(self.pieces))
+            owner = owner_of(ids, len(self.pieces))
         else:
             owner = np.searchsorted(self._begins, ids, "right") - 1
         parts: list[tuple[int, Array, slice | Array]] = []
@@ -164,18 +187,11 @@ class ShardedRows:
                 parts.append((i, local, places))
         return parts
 
-    def _part_of(self, piece: Piece) -> RowsSpec:
-        if self.spec.rows is None or len(self.pieces) == 1:
+    def _part_of(self, number: int) -> RowsSpec:
+        if len(self.pieces) == 1:
             return self.spec
-        return dataclasses.replace(
-            self.spec, name=f"{self.spec.name}[{piece.begin}:]", rows=piece.end - piece.begin
-        )
-
-
-def _mixed(ids: Array) -> Array:
-    """A hash of ids, so that those of any pattern are spread alike over servers (splitmix64)."""
-    x = ids.view(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Array = x ^ (x >> np.uint64(31))
-    return mixed
+        piece, name = self.pieces[number], self.spec.name
+        if self.spec.rows is None:
+            return dataclasses.replace(self.spec, name=f"{name}[{number} of {len(self.pieces)}]")
+        rows = piece.end - piece.begin
+        return dataclasses.replace(self.spec, name=f"{name}[{piece.begin}:]", rows=rows)

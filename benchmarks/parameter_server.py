@@ -1,0 +1,257 @@
+"""A parameter server beside torch's rpc: one worker, one server, over TCP on one machine.
+
+    python benchmarks/parameter_server.py [--rows 1000000] [--hashed-rows 20000000] [--json]
+
+A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
+the same rows. The two servers take turns, a few requests each, in one run. Rows per second are of
+the median request; p99 is of all. Results are checked against what was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from fastdist.cli.bench.machine import machine_facts
+from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
+from torch.distributed import rpc
+
+BATCH, DIM = 4096, 64
+DENSE = 25_000_000  # elements: 100 MB
+SGD = RuleSpec("SGD", {"lr": 0.5})
+spawn = multiprocessing.get_context("spawn")
+
+
+# --- the servers, each in a process of its own ---------------------------------------------------
+
+
+def serve(pipe: Any) -> None:
+    with Server() as server:
+        pipe.send(server.address)
+        pipe.recv()
+
+
+TABLE: dict[str, torch.Tensor] = {}
+
+
+def make(name: str, shape: tuple[int, ...]) -> None:
+    TABLE[name] = torch.zeros(shape)
+
+
+def lookup(name: str, ids: torch.Tensor) -> torch.Tensor:
+    return TABLE[name][ids]
+
+
+def update(name: str, ids: torch.Tensor, gradients: torch.Tensor) -> None:
+    TABLE[name].index_add_(0, ids, gradients, alpha=-0.5)
+
+
+def pull(name: str) -> torch.Tensor:
+    return TABLE[name]
+
+
+def push(name: str, gradient: torch.Tensor) -> None:
+    TABLE[name].add_(gradient, alpha=-0.5)
+
+
+def rpc_environment(port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def serve_rpc(port: int) -> None:
+    rpc_environment(port)
+    rpc.init_rpc("server", rank=1, world_size=2)
+    rpc.shutdown()
+
+
+@contextmanager
+def fastdist_server() -> Iterator[Client]:
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(theirs,))
+    process.start()
+    with Client([ours.recv()], timeout_s=120, retry_s=60) as client:
+        yield client
+    ours.send(None)
+    process.join()
+
+
+@contextmanager
+def rpc_server() -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = spawn.Process(target=serve_rpc, args=(port,))
+    process.start()
+    rpc_environment(port)
+    rpc.init_rpc("worker", rank=0, world_size=2)
+    yield
+    rpc.shutdown()
+    process.join()
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+class Work:
+    """Requests of one kind to both servers, on data that is made before each."""
+
+    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], data: Callable[[], Any]):
+        self.name, self.ways, self.data = name, ways, data
+        self.times: dict[str, list[float]] = {way: [] for way in ways}
+
+    def measure(self, rounds: int, requests: int) -> None:
+        for number, (way, call) in itertools.product(range(rounds), self.ways.items()):
+            for _ in range(requests):
+                arguments = self.data()
+                begin = time.perf_counter()
+                call(*arguments)
+                if number:  # the first round warms up
+                    self.times[way].append(time.perf_counter() - begin)
+
+    def row(self, amount: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"what": self.name}
+        for way, times in self.times.items():
+            p50, p99 = np.percentile(times, [50, 99])
+            row[way] = {
+                "per_s": amount / p50,
+                "p50_ms": round(p50 * 1e3, 3),
+                "p99_ms": round(p99 * 1e3, 3),
+            }
+        if "rpc" in self.times:
+            row["ratio"] = round(row["fastdist"]["per_s"] / row["rpc"]["per_s"], 2)
+        return row
+
+
+def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]:
+    """Lookups, and lookups with updates, of a fixed table on both servers."""
+    table = client.create(0, RowsSpec("rows", DIM, SGD, rows=rows))
+    rpc.rpc_sync("server", make, ("rows", (rows, DIM)))
+
+    def data() -> tuple[Any, Any]:
+        ids = rng.integers(0, rows, BATCH)
+        return ids, rng.standard_normal((BATCH, DIM), np.float32)
+
+    def ours(ids: Any, gradients: Any) -> None:
+        client.pull_rows(0, table, ids, DIM)
+        client.push_rows(0, table, ids, gradients)
+
+    def theirs(ids: Any, gradients: Any) -> None:
+        rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids)))
+        sent = (torch.from_numpy(ids), torch.from_numpy(gradients))
+        rpc.rpc_sync("server", update, ("rows", *sent))
+
+    ids, gradients = data()
+    for call in (ours, theirs):
+        call(ids, gradients)
+    got = client.pull_rows(0, table, ids, DIM)
+    wanted = rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids))).numpy()
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    ways = {
+        "fastdist": lambda ids, _: client.pull_rows(0, table, ids, DIM),
+        "rpc": lambda ids, _: rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids))),
+    }
+    return [
+        Work("lookups", ways, data),
+        Work("lookups and updates", {"fastdist": ours, "rpc": theirs}, data),
+    ]
+
+
+def hashed_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]:
+    """The same of a table of 64-bit ids, which the peers do not have."""
+    table = client.create(0, RowsSpec("hashed", DIM, SGD))
+    known = rng.integers(-(2**63), 2**63 - 1, rows)
+    begin = time.perf_counter()
+    for part in np.array_split(known, max(1, rows // 100_000)):
+        client.assign_rows(0, table, part, np.broadcast_to(np.float32(1), (part.size, DIM)))
+    filled_s = time.perf_counter() - begin
+    print(f"filled {rows} rows at {rows / filled_s / 1e6:.2f} M rows/s", file=sys.stderr)
+    some = rng.choice(known, BATCH)
+    assert (client.pull_rows(0, table, some, DIM) == 1).all()
+
+    def data() -> tuple[Any, Any]:
+        ids = known[rng.integers(0, rows, BATCH)]
+        return ids, rng.standard_normal((BATCH, DIM), np.float32)
+
+    def both(ids: Any, gradients: Any) -> None:
+        client.pull_rows(0, table, ids, DIM)
+        client.push_rows(0, table, ids, gradients)
+
+    pulls = {"fastdist": lambda ids, _: client.pull_rows(0, table, ids, DIM)}
+    return [
+        Work("hashed lookups", pulls, data),
+        Work("hashed lookups and updates", {"fastdist": both}, data),
+    ]
+
+
+def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
+    """100 MB to and fro."""
+    number = client.create(0, DenseSpec("dense", (DENSE,), SGD), np.zeros(DENSE, np.float32))
+    rpc.rpc_sync("server", make, ("dense", (DENSE,)))
+    gradient = rng.standard_normal(DENSE, np.float32)
+
+    def data() -> tuple[Any]:
+        gradient[: DENSE // 10] += 1
+        return (gradient,)
+
+    pulls = {
+        "fastdist": lambda _: client.pull(0, number, (DENSE,)),
+        "rpc": lambda _: rpc.rpc_sync("server", pull, ("dense",)),
+    }
+    pushes = {
+        "fastdist": lambda g: client.push(0, number, g),
+        "rpc": lambda g: rpc.rpc_sync("server", push, ("dense", torch.from_numpy(g))),
+    }
+    for call in pushes.values():
+        call(*data())
+    data()
+    assert client.pull(0, number, (DENSE,))[-1] == -0.5 * gradient[-1]
+    return [Work("dense pull", pulls, data), Work("dense push", pushes, data)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--hashed-rows", type=int, default=20_000_000)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    rows = []
+    with fastdist_server() as client, rpc_server():
+        for work in rows_work(client, options.rows, rng):
+            work.measure(options.rounds, 40)
+            rows.append(work.row(BATCH))
+        for work in dense_work(client, rng):
+            work.measure(options.rounds // 2, 3)
+            rows.append(work.row(4 * DENSE))
+        for work in hashed_work(client, options.hashed_rows, rng):
+            work.measure(options.rounds, 40)
+            rows.append(work.row(BATCH))
+    if options.json:
+        print(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
+        return
+    for row in rows:
+        unit = 1e9 if "dense" in row["what"] else 1e6
+        name = "GB/s" if "dense" in row["what"] else "M rows/s"
+        cells = [
+            f"{way} {row[way]['per_s'] / unit:.2f} {name} (p50 {row[way]['p50_ms']} ms, "
+            f"p99 {row[way]['p99_ms']} ms)"
+            for way in ("fastdist", "rpc")
+            if way in row
+        ]
+        ratio = f"  ratio {row['ratio']}" if "ratio" in row else ""
+        print(f"{row['what']:<28}" + "  ".join(cells) + ratio)
+
+
+if __name__ == "__main__":
+    main()

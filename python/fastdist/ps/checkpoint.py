@@ -1,0 +1,92 @@
+"""Checkpoints of what all servers keep: written side by side, valid all at once, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fastdist.ps.client import Client, Ticket
+from fastdist.ps.protocol import Op
+from fastdist.ps.sharded import ShardedRows, ShardedVariable
+
+_INDEX = "index.json"
+_FORMAT = 1
+Sharded = ShardedVariable | ShardedRows
+
+
+def save_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> None:
+    """Write variables and tables, which may be in use meanwhile; no row is torn.
+
+    Servers write their files into the directory, which all of them must see. The checkpoint that
+    was there before stays valid until the new one is complete, and is removed then.
+
+    Raises:
+        OSError: a server could not write; what was there before is untouched.
+        UnavailableError: a server does not answer.
+    """
+    directory = Path(directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    stamp = uuid.uuid4().hex[:12]
+    files: dict[str, list[str]] = {}
+    try:
+        tickets: list[tuple[str, Ticket]] = []
+        for thing in things:
+            for server, number, part in thing.parts():
+                stem = str(directory / f"{stamp}-{len(tickets)}")
+                about = {"part": asdict(part), "stem": stem}
+                ticket = client.submit(server, Op.SAVE, number, [json.dumps(about).encode()])
+                tickets.append((thing.spec.name, ticket))
+        for name, ticket in tickets:
+            files.setdefault(name, []).extend(json.loads(bytes(client.wait(ticket))))
+        _replace(directory / _INDEX, json.dumps({"format": _FORMAT, "files": files}, indent=1))
+    except BaseException:
+        _remove(directory, f"{stamp}-*")
+        raise
+    kept = {name for names in files.values() for name in names}
+    for path in directory.glob("*.safetensors"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+def restore_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> None:
+    """Read what `save_checkpoint` wrote into variables and tables that exist, cut in any way.
+
+    Rows that a table has and the checkpoint has not stay as they are.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it lacks a variable, or has it in another shape.
+    """
+    directory = Path(directory).absolute()
+    index = json.loads((directory / _INDEX).read_text())
+    if index["format"] != _FORMAT:
+        raise ValueError(f"{directory} has format {index['format']}, expected {_FORMAT}")
+    tickets = []
+    for thing in things:
+        if thing.spec.name not in index["files"]:
+            known = ", ".join(sorted(index["files"]))
+            raise ValueError(f"{directory} has no {thing.spec.name!r}; it has {known}")
+        paths = [str(directory / name) for name in index["files"][thing.spec.name]]
+        for server, number, part in thing.parts():
+            about = json.dumps({"part": asdict(part), "files": paths})
+            tickets.append(client.submit(server, Op.RESTORE, number, [about.encode()]))
+    for ticket in tickets:
+        client.wait(ticket)
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _remove(directory: Path, pattern: str) -> None:
+    for path in directory.glob(pattern):
+        path.unlink(missing_ok=True)

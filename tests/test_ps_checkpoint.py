@@ -1,0 +1,155 @@
+"""Checkpoints of servers: into other numbers of them, and when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
+from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.partition import FixedShards, RoundRobin
+from fastdist.ps.sharded import ShardedRows, ShardedVariable
+
+ADAM = RuleSpec("Adam", {"lr": 0.1})
+SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
+
+
+class Job:
+    """Servers, a client, and variables and tables cut among them."""
+
+    def __init__(self, stack: ExitStack, servers: int, shards: int) -> None:
+        addresses = [stack.enter_context(Server()).address for _ in range(servers)]
+        self.client = stack.enter_context(Client(addresses, timeout_s=20))
+        placement = RoundRobin(servers, FixedShards(shards))
+        self.dense = [
+            ShardedVariable(
+                self.client,
+                DenseSpec(f"w{i}", shape, ADAM),
+                placement.place(shape, 4),
+                np.zeros(shape, np.float32),
+            )
+            for i, shape in enumerate(SHAPES)
+        ]
+        self.fixed = ShardedRows(
+            self.client, RowsSpec("fixed", 2, ADAM, rows=50), placement.place((50, 2), 4)
+        )
+        self.hashed = ShardedRows(
+            self.client, RowsSpec("hashed", 2, ADAM), placement.place((shards, 2), 4)
+        )
+        self.things = [*self.dense, self.fixed, self.hashed]
+
+    def train(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for variable in self.dense:
+            variable.push(rng.standard_normal(variable.spec.shape))
+        self.fixed.push(np.arange(50), rng.standard_normal((50, 2)))
+        self.hashed.push(IDS, rng.standard_normal((IDS.size, 2)))
+
+    def values(self) -> list[Any]:
+        rows = [self.fixed.pull(np.arange(50)), self.hashed.pull(IDS)]
+        return [*(variable.pull() for variable in self.dense), *rows]
+
+
+IDS = np.random.default_rng(8).integers(-(2**63), 2**63 - 1, 200)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def require_same(one: list[Any], other: list[Any]) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (2, 4), (3, 1)])
+def test_into_another_number_of_servers_and_on(
+    stack: ExitStack, tmp_path: Path, layout: tuple[int, int]
+) -> None:
+    """Values, optimizer states and counts of steps go on as if nothing had happened."""
+    first = Job(stack, 4, 4)
+    for seed in range(3):
+        first.train(seed)
+    save_checkpoint(first.client, tmp_path, first.things)
+    second = Job(stack, *layout)
+    second.train(77)
+    restore_checkpoint(second.client, tmp_path, second.things)
+    require_same(second.values(), first.values())
+    for seed in range(3, 6):
+        first.train(seed)
+        second.train(seed)
+    require_same(second.values(), first.values())
+    save_checkpoint(second.client, tmp_path, second.things)
+    third = Job(stack, 4, 4)
+    restore_checkpoint(third.client, tmp_path, third.things)
+    require_same(third.values(), first.values())
+
+
+def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
+    """Every row is one that there was, whole."""
+    job = Job(stack, 2, 2)
+    stop = threading.Event()
+
+    def change() -> None:
+        with Client(job.client.servers) as client:
+            table = ShardedRows(client, job.hashed.spec, job.hashed.pieces)
+            for value in range(1, 10_000):
+                table.assign(IDS, np.full((IDS.size, 2), value))
+                if stop.is_set():
+                    return
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    for _ in range(5):
+        save_checkpoint(job.client, tmp_path, job.things)
+    stop.set()
+    thread.join()
+    other = Job(stack, 1, 1)
+    restore_checkpoint(other.client, tmp_path, other.things)
+    rows = other.hashed.pull(IDS)
+    assert (rows[:, 0] == rows[:, 1]).all()
+    assert rows.max() > 0
+    index = json.loads((tmp_path / "index.json").read_text())
+    named = {name for names in index["files"].values() for name in names}
+    assert {path.name for path in tmp_path.iterdir()} == {*named, "index.json"}
+
+
+def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, 2, 1)
+    job.train(0)
+    save_checkpoint(job.client, tmp_path, job.things)
+    before = job.values()
+    names = {path.name for path in tmp_path.iterdir()}
+    job.train(1)
+    part = job.hashed.parts()[0][2]
+    job.hashed.parts = lambda: [(0, 0, part), (1, 99, part)]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="object 99 does not exist"):
+        save_checkpoint(job.client, tmp_path, job.things)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    other = Job(stack, 1, 1)
+    restore_checkpoint(other.client, tmp_path, other.things)
+    require_same(other.values(), before)
+    with pytest.raises(OSError, match=r"cannot write|Not a directory|File exists"):
+        save_checkpoint(job.client, tmp_path / "index.json" / "below", job.things[:1])
+
+
+def test_what_is_not_in_it(stack: ExitStack, tmp_path: Path) -> None:
+    job = Job(stack, 1, 1)
+    with pytest.raises(FileNotFoundError):
+        restore_checkpoint(job.client, tmp_path, job.things)
+    save_checkpoint(job.client, tmp_path, job.dense[:1])
+    with pytest.raises(ValueError, match="has no 'w1'; it has w0"):
+        restore_checkpoint(job.client, tmp_path, job.dense[:2])
+    pieces = RoundRobin(1).place((12, 3), 4)
+    client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+    larger = ShardedVariable(client, DenseSpec("w0", (12, 3), ADAM), pieces, np.zeros((12, 3)))
+    with pytest.raises(ValueError, match="need 12 rows, the checkpoint has 10"):
+        restore_checkpoint(client, tmp_path, [larger])

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/array_layout.h"
 #include "bindings/dlpack.h"
 #include "core/error.h"
 
@@ -17,58 +18,6 @@ namespace py = pybind11;
 
 namespace fastdist::bindings {
 namespace {
-
-std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
-
-[[noreturn]] void throw_strided(const char* argument, py::handle object) {
-  const bool torch = py::hasattr(object, "contiguous");
-  throw Error(ErrorCode::kValue,
-              std::string(argument) + " must be dense, got a view with gaps or overlaps; call " +
-                  (torch ? "x.contiguous()" : "numpy.ascontiguousarray(x)") + " first");
-}
-
-[[noreturn]] void throw_read_only(const char* argument) {
-  throw Error(
-      ErrorCode::kValue,
-      std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
-}
-
-bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int ndim) {
-  std::int64_t expected = 1;
-  for (int i = ndim - 1; i >= 0; --i) {
-    if (shape[i] != 1 && strides[i] != expected) return false;
-    expected *= shape[i];
-  }
-  return true;
-}
-
-// 0 for row-major memory, else a hash of the order of the axes; nothing where there are gaps.
-std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
-                                        int ndim) {
-  if (strides == nullptr || is_row_major(shape, strides, ndim)) return 0;
-  std::array<int, 64> axes{};
-  int used = 0;
-  std::int64_t count = 1;
-  for (int i = 0; i < ndim; ++i) {
-    count *= shape[i];
-    if (shape[i] != 1 && used < static_cast<int>(axes.size()))
-      axes[static_cast<std::size_t>(used++)] = i;
-  }
-  if (count == 0) return 0;
-  const auto end = axes.begin() + used;
-  std::stable_sort(axes.begin(), end, [&](int a, int b) { return strides[a] > strides[b]; });
-  std::int64_t expected = 1;
-  for (auto it = std::make_reverse_iterator(end); it != axes.rend(); ++it) {
-    if (strides[*it] != expected) return std::nullopt;
-    expected *= shape[*it];
-  }
-  if (std::is_sorted(axes.begin(), end)) return 0;
-  std::uint32_t hash = 2166136261U;
-  for (auto it = axes.begin(); it != end; ++it) {
-    hash = (hash ^ static_cast<std::uint32_t>(*it)) * 16777619U;
-  }
-  return ((hash ^ hash >> 16) | 1U) & 0xFFFFU;
-}
 
 // --- numpy ------------------------------------------------------------------------------------
 
@@ -209,13 +158,26 @@ bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count
   return says(object, is_neg) || (is_complex && says(object, is_conj));
 }
 
-TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const char* argument) {
-  if (t.device.type != dlpack::kCpu && t.device.type != dlpack::kCudaHost) {
+void check_place(const dlpack::Device& device, const Place& place, const char* argument) {
+  const bool on_host = device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
+  if (place.device) {
+    if (device.type == dlpack::kCuda && device.id == *place.device) return;
+    throw_elsewhere(argument, *place.device,
+                    on_host ? "in the machine's memory"
+                            : "on device " + std::to_string(device.id) + " (DLPack device type " +
+                                  std::to_string(device.type) + ")");
+  }
+  if (!on_host) {
     throw Error(ErrorCode::kUnsupported,
                 std::string(argument) + " lies on a device (DLPack device type " +
-                    std::to_string(t.device.type) +
+                    std::to_string(device.type) +
                     "), and no engine for it is built in; see `fastdist doctor`");
   }
+}
+
+TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Place& place,
+                       const char* argument) {
+  check_place(t.device, place, argument);
   const auto dtype = dlpack_dtype(t.dtype);
   if (!dtype) {
     throw Error(ErrorCode::kType,
@@ -266,16 +228,23 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-TensorView view_dlpack_object(py::handle object, Access access, const char* argument,
-                              py::object& holder) {
+TensorView view_dlpack_object(py::handle object, Access access, const Place& place,
+                              const char* argument, py::object& holder) {
   py::object array = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(array, "detach")) array = array.attr("detach")();
+  py::dict options;
+  if (place.device) {
+    const auto device = array.attr("__dlpack_device__")().cast<std::pair<int, int>>();
+    check_place({device.first, device.second}, place, argument);
+    // The array is ready on the stream that the call is made on: nothing to wait for.
+    options["stream"] = -1;
+  }
   py::object capsule;
   try {
-    capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0));
+    capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0), **options);
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_TypeError)) throw;
-    capsule = array.attr("__dlpack__")();  // protocol from before DLPack 1.0
+    capsule = array.attr("__dlpack__")(**options);  // protocol from before DLPack 1.0
   }
   holder = capsule;
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
@@ -284,12 +253,12 @@ TensorView view_dlpack_object(py::handle object, Access access, const char* argu
     if (access == Access::kWrite && (managed->flags & dlpack::kReadOnly) != 0) {
       throw_read_only(argument);
     }
-    return view_dlpack(managed->tensor, object, argument);
+    return view_dlpack(managed->tensor, object, place, argument);
   }
   const auto* managed =
       static_cast<const dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  return view_dlpack(managed->tensor, object, argument);
+  return view_dlpack(managed->tensor, object, place, argument);
 }
 
 // --- buffer protocol --------------------------------------------------------------------------
@@ -303,22 +272,25 @@ TensorView view_buffer(py::handle object, Access access, const char* argument, p
   return view_numpy(array, access, argument);
 }
 
-TensorView view_array(py::handle object, Access access, const char* argument, py::object& holder) {
+TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object, const Place& place,
+                          const char* argument) {
+  dlpack::Tensor tensor;
+  if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
+    const py::error_already_set error;  // its message carries a stack trace after the first line
+    const std::string text = error.what();
+    throw Error(ErrorCode::kType, std::string(argument) + " cannot be read in place (" +
+                                      type_name(object) + "): " + text.substr(0, text.find('\n')));
+  }
+  return view_dlpack(tensor, object, place, argument);
+}
+
+TensorView view_host_array(py::handle object, Access access, const char* argument,
+                           py::object& holder) {
   PyTypeObject* type = Py_TYPE(object.ptr());
   static PyObject* const ndarray =
       py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
   if (type == reinterpret_cast<PyTypeObject*>(ndarray)) return view_numpy(object, access, argument);
-  if (const auto* api = exchange_api(type)) {
-    dlpack::Tensor tensor;
-    if (api->tensor_from_object(object.ptr(), &tensor) != 0) {
-      const py::error_already_set error;  // its message carries a stack trace after the first line
-      const std::string text = error.what();
-      throw Error(ErrorCode::kType, std::string(argument) + " cannot be read in place (" +
-                                        type_name(object) +
-                                        "): " + text.substr(0, text.find('\n')));
-    }
-    return view_dlpack(tensor, object, argument);
-  }
+  if (const auto* api = exchange_api(type)) return view_exchanged(*api, object, {}, argument);
   if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray)) != 0) {
     if (py::module_::import("numpy.ma").attr("isMaskedArray")(object).cast<bool>()) {
       throw Error(ErrorCode::kType, std::string(argument) +
@@ -328,7 +300,7 @@ TensorView view_array(py::handle object, Access access, const char* argument, py
     return view_numpy(object, access, argument);
   }
   if (py::hasattr(object, "__dlpack__")) {
-    return view_dlpack_object(object, access, argument, holder);
+    return view_dlpack_object(object, access, {}, argument, holder);
   }
   if (PyObject_CheckBuffer(object.ptr()) != 0 && !py::isinstance<py::str>(object)) {
     return view_buffer(object, access, argument, holder);
@@ -336,6 +308,18 @@ TensorView view_array(py::handle object, Access access, const char* argument, py
   throw Error(ErrorCode::kType, std::string(argument) +
                                     " must be a numpy, torch or other DLPack array, got " +
                                     type_name(object));
+}
+
+TensorView view_array(py::handle object, Access access, const Place& place, const char* argument,
+                      py::object& holder) {
+  if (!place.device) return view_host_array(object, access, argument, holder);
+  if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
+    return view_exchanged(*api, object, place, argument);
+  }
+  if (py::hasattr(object, "__dlpack__")) {
+    return view_dlpack_object(object, access, place, argument, holder);
+  }
+  return view_cuda_interface(object, access, *place.device, argument, holder);
 }
 
 // Throws unless arrays that are written share memory neither with each other nor with `read`.
@@ -374,10 +358,11 @@ bool overlap(const TensorView& a, const TensorView& b) {
 
 }  // namespace
 
-Arrays::Arrays(py::handle object, Access access, const char* argument) : argument_(argument) {
+Arrays::Arrays(py::handle object, Access access, const char* argument, const Place& place)
+    : argument_(argument) {
   is_list_ = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
   if (!is_list_) {
-    one_ = view_array(object, access, argument, holder_);
+    one_ = view_array(object, access, place, argument, holder_);
     return;
   }
   // The arrays themselves are held, not only the list, which the caller may change meanwhile.
@@ -387,7 +372,7 @@ Arrays::Arrays(py::handle object, Access access, const char* argument) : argumen
   list_.reserve(items.size());
   for (const py::handle item : items) {
     py::object holder;
-    list_.push_back(view_array(item, access, argument, holder));
+    list_.push_back(view_array(item, access, place, argument, holder));
     if (holder) holders.append(std::move(holder));
   }
   holders.append(items);

@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -13,12 +14,17 @@ namespace fastdist::bindings {
 
 enum class Access { kRead, kWrite };
 
+// Where arrays must lie: in the machine's memory, or on this GPU.
+struct Place {
+  std::optional<int> device;
+};
+
 // One array or a list of arrays, and what keeps their memory valid besides the objects themselves.
 class Arrays {
  public:
   // `argument` names the parameter in messages. Raises TypeError for what is no array of a known
-  // dtype in this machine's memory, ValueError for views with gaps and for read-only arrays.
-  Arrays(pybind11::handle object, Access access, const char* argument);
+  // dtype, ValueError for views with gaps, read-only arrays, and arrays on another GPU.
+  Arrays(pybind11::handle object, Access access, const char* argument, const Place& place = {});
 
   [[nodiscard]] TensorViews views() const noexcept {
     return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);

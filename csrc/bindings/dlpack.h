@@ -6,6 +6,7 @@
 namespace fastdist::bindings::dlpack {
 
 inline constexpr std::int32_t kCpu = 1;
+inline constexpr std::int32_t kCuda = 2;
 inline constexpr std::int32_t kCudaHost = 3;
 inline constexpr std::uint64_t kReadOnly = 1;
 

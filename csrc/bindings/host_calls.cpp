@@ -13,6 +13,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/array.h"
+#include "bindings/call_arguments.h"
 #include "bindings/fast_call.h"
 #include "bindings/host.h"
 #include "core/error.h"
@@ -25,60 +26,6 @@ namespace {
 
 using host::HostCommunicator;
 using Timeout = std::chrono::nanoseconds;
-
-ReduceOp to_reduce_op(py::handle name) {
-  Py_ssize_t length = 0;
-  const char* text =
-      PyUnicode_Check(name.ptr()) != 0 ? PyUnicode_AsUTF8AndSize(name.ptr(), &length) : nullptr;
-  const auto op = text == nullptr ? std::nullopt
-                                  : reduce_op_from_name({text, static_cast<std::size_t>(length)});
-  if (op) return *op;
-  throw_unexpected("op must be sum, mean, prod, min, max, and, or or xor", name);
-}
-
-DType to_wire(py::handle name) {
-  const auto text = py::str(name).cast<std::string>();
-  if (text == "fp16") return DType::kFloat16;
-  if (text == "bf16") return DType::kBFloat16;
-  if (text == "fp8") return DType::kFloat8E4M3FN;
-  throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
-}
-
-void check_reducible_all(ReduceOp op, TensorViews arrays) {
-  for (const TensorView& a : arrays) check_reducible(op, a.dtype);
-}
-
-std::string text_of(const TensorView& view) {
-  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
-}
-
-void check_row_major(const Arrays& arrays) {
-  for (const TensorView& view : arrays.views()) {
-    if (view.order == 0) continue;
-    throw Error(ErrorCode::kValue,
-                std::string(arrays.argument()) +
-                    " must be in row-major order, since it is split or joined along axis 0; call "
-                    "numpy.ascontiguousarray(x) or x.contiguous() first");
-  }
-}
-
-// Throws unless `whole` holds `ranks` times what `part` does; one of them is written.
-void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks) {
-  check_row_major(part);
-  check_row_major(whole);
-  check_as_many(part, whole);
-  for (std::size_t i = 0; i < part.views().size(); ++i) {
-    const TensorView& one = part.views()[i];
-    const TensorView& all = whole.views()[i];
-    if (one.dtype == all.dtype && one.count * static_cast<std::size_t>(ranks) == all.count)
-      continue;
-    throw Error(ErrorCode::kValue, std::string(op) + ": " + whole.argument() +
-                                       " must hold every rank's " + part.argument() +
-                                       ": expected " + std::to_string(ranks) + " × " +
-                                       text_of(one) + ", got " + text_of(all));
-  }
-  check_apart(part, whole);
-}
 
 // Makes a call for each array. The ranks compare the whole list each time: where they disagree,
 // nothing has moved.
@@ -96,8 +43,6 @@ template <class... Things>
 py::object keep(Things&&... things) {
   return py::make_tuple(std::forward<Things>(things)...);
 }
-
-Signature rooted(Op op, int root) { return {.op = op, .root = static_cast<std::int16_t>(root)}; }
 
 std::shared_ptr<Arrays> make_arrays(py::handle object, Access access, const char* argument) {
   return std::make_shared<Arrays>(object, access, argument);
@@ -256,37 +201,8 @@ py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<
                       Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  check_row_major(*in);
-  check_row_major(*to);
-  check_as_many(*in, *to);
   const auto n = static_cast<std::size_t>(self.communicator().size());
-  const auto r = static_cast<std::size_t>(self.communicator().rank());
-  const std::size_t arrays = in->views().size();
-  const bool even = counts.empty();
-  if (!even && counts.size() != arrays * n * n) {
-    throw Error(ErrorCode::kValue, "counts must be a table n × n for each array");
-  }
-  for (std::size_t i = 0; i < arrays; ++i) {
-    const TensorView& from = in->views()[i];
-    const TensorView& into = to->views()[i];
-    if (even && from.count % n != 0) {
-      throw Error(ErrorCode::kValue, "all_to_all: " + std::to_string(from.count) +
-                                         " elements cannot be split among " + std::to_string(n) +
-                                         " ranks; pass splits=");
-    }
-    std::size_t sent = even ? from.count : 0;
-    std::size_t received = sent;
-    for (std::size_t p = 0; p < n && !even; ++p) {
-      sent += counts[(i * n + r) * n + p];
-      received += counts[(i * n + p) * n + r];
-    }
-    if (from.dtype == into.dtype && from.count == sent && into.count == received) continue;
-    throw Error(ErrorCode::kValue, "all_to_all: array must hold the " + std::to_string(sent) +
-                                       " elements to send, and out, in its dtype, the " +
-                                       std::to_string(received) + " to receive; got " +
-                                       text_of(from) + " and " + text_of(into));
-  }
-  check_apart(*in, *to);
+  check_all_to_all(*in, *to, counts, n, static_cast<std::size_t>(self.communicator().rank()));
   return self.run(
       [in, to, n, counts = std::move(counts)](HostCommunicator& c, const CallOptions& options) {
         const TensorViews wide = in->views();

@@ -33,6 +33,8 @@ struct CallOptions {
   const Caller* caller;
   // What the ranks compare and see in messages, where this call is one step of another.
   const Signature* whole = nullptr;
+  // Engines of devices: where the call takes its turn (a CUDA stream; null: the default one).
+  void* stream = nullptr;
 };
 
 // One rank of a group. Every method but send and recv is called by every rank, in the same order,

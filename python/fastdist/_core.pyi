@@ -177,3 +177,131 @@ class DenseVariable:
     @property
     def nbytes(self) -> int: ...
     step: int
+
+# bind_cuda.cpp
+
+class Device:
+    @property
+    def name(self) -> str: ...
+    @property
+    def uuid(self) -> str: ...
+    @property
+    def major(self) -> int: ...
+    @property
+    def minor(self) -> int: ...
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+def cuda_is_built() -> bool: ...
+
+# 1000 · major + 10 · minor; 0: not built, or no driver
+def cuda_runtime_version() -> int: ...
+def cuda_driver_version() -> int: ...
+
+# why no GPU can be used; "": one can
+def why_no_cuda() -> str: ...
+def cuda_devices() -> list[Device]: ...
+
+# bind_nccl.cpp
+
+NCCL_BUCKET_BYTES: int
+
+class NcclLibrary:
+    @property
+    def path(self) -> str: ...
+    # 10000 · major + 100 · minor + patch
+    @property
+    def version(self) -> int: ...
+    @property
+    def version_text(self) -> str: ...
+    # optional functions that it has
+    @property
+    def has(self) -> list[str]: ...
+    # further libraries of NCCL in this process, left alone
+    @property
+    def others(self) -> list[str]: ...
+
+# paths to try where the process has loaded none; the first call decides
+def load_nccl(candidates: Sequence[str], /) -> NcclLibrary: ...
+
+# environment for ranks that share a GPU: version of NCCL, this rank
+def nccl_settings_for_sharing(version: int, rank: int, /) -> dict[str, str]: ...
+def new_nccl_id() -> bytes: ...
+
+# A call on the communicator's own stream.
+class GpuWork:
+    def is_done(self, /) -> bool: ...
+    # makes a stream wait, and not the host
+    def wait(self, stream: int, /) -> Any: ...
+    # the host waits
+    def synchronize(self, timeout: float | None = None) -> Any: ...
+
+class GpuMemory:
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def is_symmetric(self) -> bool: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+# As `_Calls`, with a stream before timeout_s and async_op: a CUDA stream's handle, on which the
+# arrays are ready. An async call returns a GpuWork.
+class _GpuCalls(TypedDict):
+    # arrays, op, out or None to work in place, compress, bucket bytes (0: the default)
+    all_reduce: Callable[[Any, str, Any | None, str | None, int, int, float, bool], Any]
+    reduce: Callable[[Any, str, int, Any | None, int, float, bool], Any]
+    broadcast: Callable[[Any, int, Any | None, int, float, bool], Any]
+    all_gather: Callable[[Any, Any, int, float, bool], Any]
+    gather: Callable[[Any, int, Any | None, int, float, bool], Any]
+    scatter: Callable[[Any | None, int, Any, int, float, bool], Any]
+    reduce_scatter: Callable[[Any, str, Any, int, float, bool], Any]
+    all_to_all: Callable[[Any, Any, Sequence[int], int, float, bool], Any]
+    send: Callable[[Any, int, int, float, bool], Any]
+    recv: Callable[[Any, int, int, float, bool], Any]
+    barrier: Callable[[int, float, bool], Any]
+
+class NcclCommunicator:
+    # `host`: a communicator of the same ranks for this purpose alone (calls of its own would come
+    # between), by which calls are compared; None: they are not
+    @staticmethod
+    def connect(
+        id: bytes,
+        rank: int,
+        size: int,
+        device: int,
+        blocking: bool,
+        host: HostCommunicator | None,
+        timeout: float,
+        /,
+    ) -> NcclCommunicator: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    def check_usable(self, /) -> None: ...
+    def calls(self, /) -> _GpuCalls: ...
+    # keeps arrays until the last call, made on this stream, has ended
+    def keep_for_last(self, stream: int, arrays: Any, /) -> None: ...
+    # collective
+    def allocate(self, nbytes: int, symmetric: bool, timeout: float, /) -> GpuMemory: ...
+    # color, key, host, stream, timeout; a negative color gets None
+    def split(
+        self, color: int, key: int, host: HostCommunicator | None, stream: int, timeout: float, /
+    ) -> NcclCommunicator | None: ...
+    # every rank but the excluded ones; after_failure: what still runs is ended
+    def shrink(
+        self,
+        exclude: Sequence[int],
+        after_failure: bool,
+        host: HostCommunicator | None,
+        timeout: float,
+        /,
+    ) -> NcclCommunicator | None: ...
+    def abort(self, why: str, /) -> None: ...
+    def close(self, /) -> None: ...

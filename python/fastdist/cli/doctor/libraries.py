@@ -12,7 +12,8 @@ from fastdist import _core
 from fastdist._version import __version__
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cluster import detect_launch
-from fastdist.errors import ClusterConfigError
+from fastdist.engines.nccl_library import load
+from fastdist.errors import ClusterConfigError, UnsupportedError
 
 _EXCHANGE_TABLE = "__dlpack_c_exchange_api__"
 
@@ -46,7 +47,8 @@ def build_section() -> Section:
             Fact("python", platform.python_version(), python),
             Fact("host_engine", True, "built in", State.GOOD),
             Fact("instruction_set", loops, loops),
-            Fact("cuda", False, "not built", State.ABSENT),
+            _cuda(),
+            *_nccl(),
         ),
     )
 
@@ -97,6 +99,36 @@ def install_section() -> Section:
         for text in ["; ".join(texts)]
     )
     return Section("install for more", tuple(facts))
+
+
+def _cuda() -> Fact:
+    """What was built for GPUs, and why none would be used."""
+    why = _core.why_no_cuda()
+    if not _core.cuda_is_built():
+        return Fact("cuda", False, why, State.ABSENT)
+    version = _core.cuda_runtime_version()
+    text = f"built with CUDA {version // 1000}.{version % 1000 // 10}"
+    if why:
+        return Fact("cuda", True, f"{text}; no GPU is used: {why}", State.ABSENT)
+    return Fact("cuda", True, f"{text}; GPUs: {len(_core.cuda_devices())}", State.GOOD)
+
+
+def _nccl() -> list[Fact]:
+    """The libnccl that would be used, and what it offers; not looked for without CUDA."""
+    if not _core.cuda_is_built():
+        return []
+    try:
+        library = load()
+    except UnsupportedError as error:
+        return [Fact("nccl", None, str(error).splitlines()[0], State.ABSENT)]
+    text = f"{library.version_text} ({library.path})"
+    facts = [Fact("nccl", library.version_text, text, State.GOOD)]
+    has = ", ".join(library.has) or "nothing beyond 2.27"
+    facts.append(Fact("nccl_functions", has, has))
+    if library.others:
+        others = ", ".join(library.others)
+        facts.append(Fact("nccl_others", others, f"loaded too, and not used: {others}"))
+    return facts
 
 
 def version_of(name: str) -> str | None:

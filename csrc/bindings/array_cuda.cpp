@@ -1,0 +1,93 @@
+// Arrays on GPUs that speak no DLPack: numba's, and those of older libraries. Source of the
+// protocol: numba.readthedocs.io, "CUDA Array Interface", version 3.
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/array_layout.h"
+#include "core/error.h"
+#include "cuda/devices.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+namespace {
+
+std::optional<DType> dtype_of(std::string_view typestr) {
+  constexpr std::array<std::pair<std::string_view, DType>, 14> kKnown{{
+      {"b1", DType::kBool},
+      {"i1", DType::kInt8},
+      {"i2", DType::kInt16},
+      {"i4", DType::kInt32},
+      {"i8", DType::kInt64},
+      {"u1", DType::kUInt8},
+      {"u2", DType::kUInt16},
+      {"u4", DType::kUInt32},
+      {"u8", DType::kUInt64},
+      {"f2", DType::kFloat16},
+      {"f4", DType::kFloat32},
+      {"f8", DType::kFloat64},
+      {"c8", DType::kComplex64},
+      {"c16", DType::kComplex128},
+  }};
+  if (typestr.size() < 3 || typestr[0] == '>') return std::nullopt;
+  for (const auto& [name, dtype] : kKnown) {
+    if (typestr.substr(1) == name) return dtype;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+TensorView view_cuda_interface(py::handle object, Access access, int device, const char* argument,
+                               py::object& holder) {
+  if (!py::hasattr(object, "__cuda_array_interface__")) {
+    if (py::hasattr(object, "__array_interface__") || PyObject_CheckBuffer(object.ptr()) != 0) {
+      throw_elsewhere(argument, device, "in the machine's memory (" + type_name(object) + ")");
+    }
+    throw Error(ErrorCode::kType, std::string(argument) +
+                                      " must be a torch, cupy or other array on a GPU (DLPack or "
+                                      "__cuda_array_interface__), got " +
+                                      type_name(object));
+  }
+  const py::dict interface = object.attr("__cuda_array_interface__");
+  holder = interface;
+  const auto typestr = interface["typestr"].cast<std::string>();
+  const auto dtype = dtype_of(typestr);
+  if (!dtype) {
+    throw Error(
+        ErrorCode::kType,
+        std::string(argument) + " has a dtype that collectives do not know (" + typestr + ")");
+  }
+  const auto [address, read_only] = interface["data"].cast<std::pair<std::uintptr_t, bool>>();
+  if (access == Access::kWrite && read_only) throw_read_only(argument);
+  const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
+  std::vector<std::int64_t> strides;
+  const py::object given = interface.attr("get")("strides");
+  if (!given.is_none()) {
+    const auto item = static_cast<std::int64_t>(size_of(*dtype));
+    for (const std::int64_t bytes : given.cast<std::vector<std::int64_t>>()) {
+      strides.push_back(bytes % item == 0 ? bytes / item : 0);
+    }
+  }
+  const auto order = axis_order(shape.data(), given.is_none() ? nullptr : strides.data(),
+                                static_cast<int>(shape.size()));
+  if (!order) throw_strided(argument, object);
+  std::size_t count = 1;
+  for (const std::int64_t length : shape) count *= static_cast<std::size_t>(length);
+  auto* const data = reinterpret_cast<std::byte*>(address);
+  if (count != 0) {
+    const auto found = cuda::device_of(data);
+    if (found != device) {
+      throw_elsewhere(argument, device,
+                      found ? "on cuda:" + std::to_string(*found) : "in the machine's memory");
+    }
+  }
+  return {data, count, *dtype, *order};
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,73 @@
+#include "bindings/array_layout.h"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+
+#include "core/error.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+namespace {
+
+bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int ndim) {
+  std::int64_t expected = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    if (shape[i] != 1 && strides[i] != expected) return false;
+    expected *= shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+void throw_strided(const char* argument, py::handle object) {
+  const bool torch = py::hasattr(object, "contiguous");
+  throw Error(ErrorCode::kValue,
+              std::string(argument) + " must be dense, got a view with gaps or overlaps; call " +
+                  (torch ? "x.contiguous()" : "numpy.ascontiguousarray(x)") + " first");
+}
+
+void throw_read_only(const char* argument) {
+  throw Error(
+      ErrorCode::kValue,
+      std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
+}
+
+std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
+                                        int ndim) {
+  if (strides == nullptr || is_row_major(shape, strides, ndim)) return 0;
+  std::array<int, 64> axes{};
+  int used = 0;
+  std::int64_t count = 1;
+  for (int i = 0; i < ndim; ++i) {
+    count *= shape[i];
+    if (shape[i] != 1 && used < static_cast<int>(axes.size()))
+      axes[static_cast<std::size_t>(used++)] = i;
+  }
+  if (count == 0) return 0;
+  const auto end = axes.begin() + used;
+  std::stable_sort(axes.begin(), end, [&](int a, int b) { return strides[a] > strides[b]; });
+  std::int64_t expected = 1;
+  for (auto it = std::make_reverse_iterator(end); it != axes.rend(); ++it) {
+    if (strides[*it] != expected) return std::nullopt;
+    expected *= shape[*it];
+  }
+  if (std::is_sorted(axes.begin(), end)) return 0;
+  std::uint32_t hash = 2166136261U;
+  for (auto it = axes.begin(); it != end; ++it) {
+    hash = (hash ^ static_cast<std::uint32_t>(*it)) * 16777619U;
+  }
+  return ((hash ^ hash >> 16) | 1U) & 0xFFFFU;
+}
+
+void throw_elsewhere(const char* argument, int device, const std::string& where) {
+  throw Error(ErrorCode::kValue, std::string(argument) +
+                                     " must lie on cuda:" + std::to_string(device) +
+                                     ", this communicator's GPU, got an array " + where);
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,26 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bind.h"
+#include "cuda/devices.h"
+
+namespace py = pybind11;
+
+namespace fastdist::bindings {
+
+void bind_cuda(py::module_& m) {
+  py::class_<cuda::DeviceFacts>(m, "Device")
+      .def_readonly("name", &cuda::DeviceFacts::name)
+      .def_readonly("uuid", &cuda::DeviceFacts::uuid)
+      .def_readonly("major", &cuda::DeviceFacts::major)
+      .def_readonly("minor", &cuda::DeviceFacts::minor)
+      .def_readonly("multiprocessors", &cuda::DeviceFacts::multiprocessors)
+      .def_readonly("bytes", &cuda::DeviceFacts::bytes);
+  m.def("cuda_is_built", &cuda::is_built);
+  m.def("cuda_runtime_version", &cuda::runtime_version);
+  m.def("cuda_driver_version", &cuda::driver_version);
+  m.def("why_no_cuda", &cuda::why_unusable);
+  m.def("cuda_devices", &cuda::devices);
+}
+
+}  // namespace fastdist::bindings

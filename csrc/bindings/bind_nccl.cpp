@@ -1,0 +1,214 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "bindings/bind.h"
+#include "bindings/gpu.h"
+#include "bindings/host.h"
+#include "core/error.h"
+#include "nccl/library.h"
+
+namespace fastdist::bindings {
+namespace {
+
+using nccl::Library;
+
+nccl::StreamHandle to_stream(py::handle stream) {
+  return from_python<StreamArgument>(stream.ptr()).handle;
+}
+
+// The communicator of the same ranks' hosts; None: calls are not compared.
+nccl::Checker to_checker(const py::object& host) {
+  return host.is_none() ? nullptr : &host.cast<Host&>().communicator();
+}
+
+// Runs `call(options)` without the GIL.
+template <class Call>
+auto without_gil(py::handle timeout, const Call& call) {
+  const PythonCaller caller;
+  const CallOptions options{to_duration(timeout), &caller};
+  caller.may_block();
+  return call(options);
+}
+
+std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made, const py::object& host) {
+  return made ? std::make_shared<Gpu>(std::move(made), host) : nullptr;
+}
+
+std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
+                             const py::object& host, const py::object& timeout) {
+  const std::string bytes = id;
+  nccl::Connection connection{{}, rank, size, device, blocking, to_checker(host)};
+  if (bytes.size() != sizeof(connection.id.bytes)) {
+    throw Error(ErrorCode::kValue, "id must be what new_nccl_id returned, got " +
+                                       std::to_string(bytes.size()) + " bytes");
+  }
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw Error(ErrorCode::kValue, "rank must be from 0 to " + std::to_string(size - 1) + ", got " +
+                                       std::to_string(rank));
+  }
+  if (connection.checker != nullptr && connection.checker->size() != size) {
+    throw Error(ErrorCode::kValue, "host must have the same ranks: expected " +
+                                       std::to_string(size) + ", got " +
+                                       std::to_string(connection.checker->size()));
+  }
+  std::memcpy(connection.id.bytes.data(), bytes.data(), bytes.size());
+  auto made = without_gil(
+      timeout, [&](const CallOptions& options) { return nccl::connect(connection, options); });
+  return own(std::move(made), host);
+}
+
+std::shared_ptr<Gpu> split(Gpu& self, int color, int key, const py::object& host,
+                           const py::object& stream, const py::object& timeout) {
+  nccl::Checker checker = to_checker(host);
+  auto* const handle = to_stream(stream);
+  auto made = without_gil(timeout, [&](CallOptions options) {
+    options.stream = handle;
+    return self.communicator().split(color, key, checker, options);
+  });
+  return own(std::move(made), host);
+}
+
+std::shared_ptr<Gpu> shrink(Gpu& self, const std::vector<int>& exclude, bool after_failure,
+                            const py::object& host, const py::object& timeout) {
+  nccl::Checker checker = to_checker(host);
+  auto made = without_gil(timeout, [&](const CallOptions& options) {
+    return self.communicator().shrink(exclude, after_failure, checker, options);
+  });
+  return own(std::move(made), host);
+}
+
+// Device memory; given back when this object goes.
+struct GpuMemory {
+  std::shared_ptr<nccl::Memory> memory;
+  std::size_t bytes;
+  int device;
+};
+
+GpuMemory allocate(Gpu& self, std::size_t bytes, bool symmetric, const py::object& timeout) {
+  auto memory = without_gil(timeout, [&](const CallOptions& options) {
+    return self.communicator().allocate(bytes, symmetric, options);
+  });
+  return {std::move(memory), bytes, self.communicator().device()};
+}
+
+// Version 3 of the CUDA array interface: torch.as_tensor and cupy.asarray take it without a copy.
+py::dict array_interface(const GpuMemory& memory) {
+  py::dict result;
+  result["shape"] = py::make_tuple(memory.bytes);
+  result["typestr"] = "|u1";
+  result["data"] =
+      py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.memory->data()), /*read_only=*/false);
+  result["strides"] = py::none();
+  result["stream"] = py::none();
+  result["version"] = 3;
+  return result;
+}
+
+py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
+  work.owner->communicator().check_usable();
+  work.mark->make_wait(to_stream(stream));
+  return work.result;
+}
+
+// The host waits. The watcher ends calls that take too long, and this throws what it says then.
+py::object synchronize(const GpuWork& work, const py::object& timeout) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::microseconds kLongestPause{500};
+  const auto limit =
+      timeout.is_none() ? std::chrono::nanoseconds::max() : to_duration(timeout, true);
+  const auto start = Clock::now();
+  std::chrono::microseconds pause{5};
+  while (!Gpu::is_over(*work.mark)) {
+    work.owner->communicator().check_usable();
+    if (Clock::now() - start >= limit) {
+      throw Error(ErrorCode::kTimeout, "the call has not ended after " +
+                                           py::str(timeout).cast<std::string>() +
+                                           " s; it goes on, wait again");
+    }
+    {
+      const GilRelease release;
+      std::this_thread::sleep_for(pause);
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    pause = std::min(pause * 2, kLongestPause);
+  }
+  work.owner->communicator().check_usable();
+  return work.result;
+}
+
+void bind_library(py::module_& m) {
+  py::class_<Library>(m, "NcclLibrary")
+      .def_readonly("path", &Library::path)
+      .def_readonly("version", &Library::version)
+      .def_property_readonly("version_text",
+                             [](const Library& l) { return nccl::version_text(l.version); })
+      .def_readonly("has", &Library::has)
+      .def_readonly("others", &Library::others);
+  m.def(
+      "load_nccl",
+      [](const std::vector<std::string>& candidates) -> const Library& {
+        const py::gil_scoped_release release;
+        return nccl::load_library(candidates);
+      },
+      py::return_value_policy::reference);
+  m.def("nccl_settings_for_sharing", [](int version, int rank) {
+    py::dict result;
+    for (const auto& [name, value] : nccl::settings_for_sharing(version, rank)) {
+      result[py::str(name)] = value;
+    }
+    return result;
+  });
+  m.def("new_nccl_id", [] {
+    const auto id = nccl::make_unique_id();
+    return py::bytes(id.bytes.data(), id.bytes.size());
+  });
+}
+
+}  // namespace
+
+void bind_nccl(py::module_& m) {
+  bind_library(m);
+  m.attr("NCCL_BUCKET_BYTES") = nccl::kDefaultBucketBytes;
+  py::class_<GpuWork>(m, "GpuWork")
+      .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
+      .def("wait", &wait_on_stream)
+      .def("synchronize", &synchronize, py::arg("timeout") = py::none());
+  py::class_<GpuMemory>(m, "GpuMemory")
+      .def_readonly("nbytes", &GpuMemory::bytes)
+      .def_readonly("device", &GpuMemory::device)
+      .def_property_readonly("is_symmetric",
+                             [](const GpuMemory& g) { return g.memory->is_symmetric(); })
+      .def_property_readonly("__cuda_array_interface__", &array_interface);
+  py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
+      .def_static("connect", &connect)
+      .def_property_readonly("rank", [](Gpu& g) { return g.communicator().rank(); })
+      .def_property_readonly("size", [](Gpu& g) { return g.communicator().size(); })
+      .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
+      .def("check_usable", [](Gpu& g) { g.communicator().check_usable(); })
+      .def("calls", &gpu_calls)
+      .def("keep_for_last",
+           [](Gpu& g, const py::object& stream, py::object arrays) {
+             g.keep_for_last(to_stream(stream), std::move(arrays));
+           })
+      .def("allocate", &allocate)
+      .def("split", &split)
+      .def("shrink", &shrink)
+      .def("abort",
+           [](Gpu& g, const std::string& why) {
+             const GilRelease release;
+             g.communicator().abort(why);
+           })
+      .def("close", [](Gpu& g) {
+        const GilRelease release;
+        g.communicator().close();
+      });
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,32 @@
+// What collectives of every engine are called with, checked.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "bindings/array.h"
+#include "core/signature.h"
+#include "core/types.h"
+
+namespace fastdist::bindings {
+
+[[nodiscard]] ReduceOp to_reduce_op(pybind11::handle name);
+// What `compress` names.
+[[nodiscard]] DType to_wire(pybind11::handle name);
+
+void check_reducible_all(ReduceOp op, TensorViews arrays);
+void check_row_major(const Arrays& arrays);
+// Throws unless `whole` holds `ranks` times what `part` does; one of them is written.
+void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks);
+// `counts`: for each array, elements from each of n ranks to each; empty: equal parts. For rank r.
+void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,
+                      std::size_t n, std::size_t r);
+
+[[nodiscard]] inline Signature rooted(Op op, int root) {
+  return {.op = op, .root = static_cast<std::int16_t>(root)};
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,135 @@
+// One rank's communicator between GPUs as Python holds it, and what its calls in flight work on.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/array.h"
+#include "bindings/caller.h"
+#include "bindings/fast_call.h"
+#include "nccl/engine.h"
+
+namespace fastdist::bindings {
+
+namespace py = pybind11;
+using nccl::GpuCommunicator;
+
+// A stream as Python passes it: the handle as an integer.
+struct StreamArgument {
+  nccl::StreamHandle handle;
+};
+
+template <>
+inline StreamArgument from_python<StreamArgument>(PyObject* object) {
+  void* const handle = PyLong_AsVoidPtr(object);
+  if (handle == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return {static_cast<nccl::StreamHandle>(handle)};
+}
+
+class Gpu;
+
+// A call on the communicator's own stream.
+struct GpuWork {
+  std::shared_ptr<Gpu> owner;
+  std::shared_ptr<const nccl::Mark> mark;
+  py::object result;
+};
+
+class Gpu : public std::enable_shared_from_this<Gpu> {
+ public:
+  // `checker` is the communicator of `checker_owner`, between the same ranks' hosts; or null.
+  Gpu(std::unique_ptr<GpuCommunicator> communicator, py::object checker_owner)
+      : communicator_(std::move(communicator)), checker_owner_(std::move(checker_owner)) {}
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+  // Waits for the device.
+  ~Gpu() {
+    const GilRelease release;
+    communicator_.reset();
+  }
+
+  [[nodiscard]] GpuCommunicator& communicator() noexcept { return *communicator_; }
+  [[nodiscard]] Place place() const { return {communicator_->device()}; }
+  [[nodiscard]] int root(py::handle root) const {
+    return to_rank(root, "root", communicator_->size());
+  }
+  [[nodiscard]] int peer(py::handle peer, const char* argument) const {
+    return to_rank(peer, argument, communicator_->size(), communicator_->rank());
+  }
+
+  // Enqueues `call(communicator, options)`: on `stream`, and returns `result`; or, `async`, on the
+  // communicator's own, and returns a GpuWork. `kept` holds what the call reads and writes.
+  template <class Call>
+  py::object run(const Call& call, const StreamArgument& stream, std::chrono::nanoseconds timeout,
+                 bool async, py::handle result, py::handle kept) {
+    std::shared_ptr<const nccl::Mark> mark;
+    {
+      const PythonCaller caller;
+      caller.may_block();  // never wait for another thread's call with the GIL in hand
+      const std::lock_guard lock(mutex_);
+      CallOptions options{timeout, &caller, nullptr, stream.handle};
+      if (async) {
+        options.stream = communicator_->own_stream();
+        communicator_->follow(stream.handle);
+      }
+      call(*communicator_, options);
+      if (async) mark = communicator_->mark(communicator_->own_stream());
+    }
+    if (!async) return py::reinterpret_borrow<py::object>(result);
+    keep(mark, py::reinterpret_borrow<py::object>(kept));
+    return py::cast(
+        GpuWork{shared_from_this(), std::move(mark), py::reinterpret_borrow<py::object>(result)});
+  }
+
+  // Keeps arrays until the call that `mark` ends is over; lets go of those of earlier calls. Their
+  // library does not know that a stream of ours uses them, and would give their memory away.
+  void keep(std::shared_ptr<const nccl::Mark> mark, py::object kept) {
+    std::vector<py::object> dropped;  // may run Python code: not under the lock
+    const std::lock_guard lock(kept_mutex_);
+    while (!kept_.empty() && is_over(*kept_.front().first)) {
+      dropped.push_back(std::move(kept_.front().second));
+      kept_.pop_front();
+    }
+    kept_.emplace_back(std::move(mark), std::move(kept));
+  }
+  // The same for the last call, which was made on a stream that the arrays' library does not know.
+  void keep_for_last(nccl::StreamHandle stream, py::object kept) {
+    std::shared_ptr<const nccl::Mark> mark;
+    {
+      const GilRelease release;
+      const std::lock_guard lock(mutex_);
+      mark = communicator_->mark(stream);
+    }
+    keep(std::move(mark), std::move(kept));
+  }
+
+  // Whether a call has ended. A device that fails has ended all of them.
+  [[nodiscard]] static bool is_over(const nccl::Mark& mark) {
+    try {
+      return mark.is_done();
+    } catch (const Error&) {
+      return true;
+    }
+  }
+
+ private:
+  std::unique_ptr<GpuCommunicator> communicator_;
+  py::object checker_owner_;
+  std::mutex mutex_;       // one call at a time
+  std::mutex kept_mutex_;  // guards kept_
+  std::deque<std::pair<std::shared_ptr<const nccl::Mark>, py::object>> kept_;
+};
+
+// Every collective as a builtin bound to the communicator that `owner` holds, by name.
+py::dict gpu_calls(const py::object& owner);
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,91 @@
+#include "cuda/bucket_plan.h"
+
+#include <algorithm>
+
+namespace fastdist::cuda {
+namespace {
+
+// An array is cut at multiples of this many elements: of 16 bytes in any dtype.
+constexpr std::size_t kCutElements = 16;
+
+std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// The bucket that an array of this dtype goes into next, with room for at least one cut.
+class Filler {
+ public:
+  Filler(std::vector<Bucket>& buckets, DType dtype, std::size_t limit)
+      : buckets_(buckets), dtype_(dtype), limit_(limit) {}
+
+  void add(std::size_t array, std::size_t elements) {
+    const std::size_t item = size_of(dtype_);
+    for (std::size_t done = 0; done < elements;) {
+      const std::size_t left = elements - done;
+      std::size_t room = room_left();
+      if (room < std::min(left * item, kCutElements * item)) {
+        buckets_.push_back({dtype_, 0, {}});
+        current_ = buckets_.size();
+        room = limit_;
+      }
+      const std::size_t fitting = room / item / kCutElements * kCutElements;
+      const std::size_t count = left * item <= room ? left : fitting;
+      Bucket& bucket = buckets_[current_ - 1];
+      bucket.pieces.push_back({array, done, count, bucket.bytes});
+      bucket.bytes += round_up(count * item, kQuantumBytes);
+      done += count;
+    }
+  }
+
+ private:
+  [[nodiscard]] std::size_t room_left() const {
+    if (current_ == 0) return 0;
+    const Bucket& bucket = buckets_[current_ - 1];
+    return bucket.pieces.size() < kMostPieces ? limit_ - bucket.bytes : 0;
+  }
+
+  std::vector<Bucket>& buckets_;
+  DType dtype_;
+  std::size_t limit_;
+  std::size_t current_ = 0;  // 1 + index; 0: none yet
+};
+
+}  // namespace
+
+BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size_t bucket_bytes) {
+  // Room for a cut of the widest dtype.
+  constexpr std::size_t kSmallest = kCutElements * 16;
+  const std::size_t limit =
+      std::clamp(bucket_bytes, kSmallest, kLargestBucket) / kSmallest * kSmallest;
+  BucketPlan plan;
+  std::vector<Filler> fillers;
+  std::vector<std::optional<std::size_t>> filler_of(kDTypeCount);
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    if (arrays[i].count == 0) continue;
+    if (!wire && arrays[i].bytes() >= limit) {
+      plan.alone.push_back(i);
+      continue;
+    }
+    const DType dtype = wire.value_or(arrays[i].dtype);
+    auto& index = filler_of[static_cast<std::size_t>(dtype)];
+    if (!index) {
+      index = fillers.size();
+      fillers.emplace_back(plan.buckets, dtype, limit);
+    }
+    fillers[*index].add(i, arrays[i].count);
+  }
+  return plan;
+}
+
+std::optional<TensorView> as_one(TensorViews arrays) {
+  if (arrays.empty()) return std::nullopt;
+  TensorView whole = arrays[0];
+  whole.order = 0;
+  for (const TensorView& next : arrays.subspan(1)) {
+    if (next.dtype != whole.dtype || next.data != whole.data + whole.bytes()) return std::nullopt;
+    whole.count += next.count;
+  }
+  return whole;
+}
+
+}  // namespace fastdist::cuda

@@ -1,0 +1,326 @@
+// Arrays into a bucket and out of it. A block of threads finds its piece by the number of its tile,
+// and each of its threads moves a few quanta of 16 bytes of the bucket. Where an array does not
+// begin at a multiple of 16 bytes, or a piece ends within a quantum, its elements are moved one by
+// one; the bucket's side is always aligned.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "core/error.h"
+#include "cuda/check.h"
+#include "cuda/formats.cuh"
+#include "cuda/kernels.h"
+
+namespace fastdist::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kFewMoves = 64;
+constexpr int kManyMoves = static_cast<int>(kMostPieces);
+constexpr unsigned kAll = 0xFFFFFFFFU;
+
+// The parameter of every kernel here. Two sizes: copying it is part of what a launch costs.
+template <int kCapacity>
+struct Table {
+  Move moves[kCapacity];
+  int count;
+  std::byte* bucket;
+  Cast cast;
+  float* measured;
+};
+static_assert(sizeof(Table<kManyMoves>) <= 32764);
+
+enum class Direction { kPack, kUnpack };
+
+// Words of an array that need no more than this alignment.
+template <class Word>
+struct alignas(sizeof(Word)) Quantum {
+  static constexpr int kWords = kQuantumBytes / sizeof(Word);
+  Word words[kWords];
+};
+
+__device__ bool is_aligned(const void* address, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
+}
+
+// The move that a tile belongs to: the last one that begins at or before it.
+template <int kCapacity>
+__device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile) {
+  int low = 0;
+  int high = table.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (table.moves[middle].first_tile <= tile) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return table.moves[low];
+}
+
+// The power of two that maps the sum over all ranks into the format's range, although every rank
+// rounds its part up by one part in 16 or 8.
+__device__ float scale_of(float magnitude, int ranks, DType wire) {
+  const float most = magnitude * static_cast<float>(ranks);
+  if (!isfinite(most) || most <= 0.0F) return 1.0F;
+  const float largest = wire == DType::kFloat8E5M2 ? 50972.0F : 421.0F;
+  const float ratio = largest / most;
+  if (!isfinite(ratio)) return 0x1p126F;
+  return ldexpf(1.0F, min(max(ilogbf(ratio), -126), 126));
+}
+
+// --- Bytes as they are ------------------------------------------------------------------------
+
+template <Direction kDirection>
+__device__ void copy_whole(std::byte* array, uint4* bucket) {
+  if constexpr (kDirection == Direction::kPack) {
+    *bucket = *reinterpret_cast<const uint4*>(array);
+  } else {
+    *reinterpret_cast<uint4*>(array) = *bucket;
+  }
+}
+
+// `bytes` of one quantum, word by word.
+template <Direction kDirection, class Word>
+__device__ void copy_words(std::byte* array, uint4* bucket, std::uint32_t bytes) {
+  auto* a = reinterpret_cast<Word*>(array);
+  auto* b = reinterpret_cast<Word*>(bucket);
+  for (std::uint32_t i = 0; i < bytes / sizeof(Word); ++i) {
+    if constexpr (kDirection == Direction::kPack) {
+      b[i] = a[i];
+    } else {
+      a[i] = b[i];
+    }
+  }
+}
+
+template <Direction kDirection>
+__device__ void copy_tile(const Move& move, std::uint32_t item, uint4* bucket,
+                          std::uint32_t first) {
+  const std::uint32_t bytes = move.count * item;
+  const std::uint32_t whole = bytes / kQuantumBytes;
+  const std::uint32_t end = min(first + kTileQuanta, (bytes + 15U) / 16U);
+  const bool aligned = is_aligned(move.array, kQuantumBytes);
+  if (aligned && first + kTileQuanta <= whole) {  // a full tile: all loads before the first store
+    constexpr int kEach = kTileQuanta / kThreads;
+    uint4 held[kEach];
+    auto* array = reinterpret_cast<uint4*>(move.array);
+    const uint4* from = kDirection == Direction::kPack ? array : bucket;
+    uint4* to = kDirection == Direction::kPack ? bucket : array;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) held[k] = from[first + k * kThreads + threadIdx.x];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) to[first + k * kThreads + threadIdx.x] = held[k];
+    return;
+  }
+  for (std::uint32_t q = first + threadIdx.x; q < end; q += kThreads) {
+    std::byte* array = move.array + std::size_t{q} * kQuantumBytes;
+    const std::uint32_t here = q < whole ? 16U : bytes % 16U;
+    if (aligned && q < whole) {
+      copy_whole<kDirection>(array, bucket + q);
+    } else if (here % 8 == 0 && is_aligned(array, 8)) {
+      copy_words<kDirection, std::uint64_t>(array, bucket + q, here);
+    } else if (here % 4 == 0 && is_aligned(array, 4)) {
+      copy_words<kDirection, std::uint32_t>(array, bucket + q, here);
+    } else if (here % 2 == 0 && is_aligned(array, 2)) {
+      copy_words<kDirection, std::uint16_t>(array, bucket + q, here);
+    } else {
+      copy_words<kDirection, std::uint8_t>(array, bucket + q, here);
+    }
+  }
+}
+
+// --- Casts ------------------------------------------------------------------------------------
+
+template <class Number, int kCount>
+struct alignas(16) Numbers {
+  Number values[kCount];
+};
+
+template <Direction kDirection, class Number, class Wire>
+__device__ void cast_tile(const Move& move, uint4* bucket, std::uint32_t first, float scale) {
+  constexpr std::uint32_t kEach = kQuantumBytes / sizeof(Wire);
+  const std::uint32_t whole = move.count / kEach;
+  const std::uint32_t end = min(first + kTileQuanta, (move.count + kEach - 1) / kEach);
+  auto* const numbers = reinterpret_cast<Number*>(move.array);
+  const bool aligned = is_aligned(numbers, 16);
+  for (std::uint32_t q = first + threadIdx.x; q < end; q += kThreads) {
+    Number* const array = numbers + std::size_t{q} * kEach;
+    const std::uint32_t here = q < whole ? kEach : move.count - whole * kEach;
+    Numbers<Number, kEach> wide;
+    Numbers<Wire, kEach> narrow;
+    if constexpr (kDirection == Direction::kPack) {
+      if (aligned && here == kEach) {
+        wide = *reinterpret_cast<const Numbers<Number, kEach>*>(array);
+      } else {
+#pragma unroll
+        for (std::uint32_t i = 0; i < kEach; ++i) wide.values[i] = i < here ? array[i] : Number(0);
+      }
+#pragma unroll
+      for (std::uint32_t i = 0; i < kEach; ++i) {
+        narrow.values[i] = from_float<Wire>(to_float(wide.values[i]) * scale);
+      }
+      // Behind the last element come zeros: the whole quantum belongs to this piece.
+      *reinterpret_cast<Numbers<Wire, kEach>*>(bucket + q) = narrow;
+    } else {
+      narrow = *reinterpret_cast<const Numbers<Wire, kEach>*>(bucket + q);
+#pragma unroll
+      for (std::uint32_t i = 0; i < kEach; ++i) {
+        wide.values[i] = from_float<Number>(to_float(narrow.values[i]) * scale);
+      }
+      if (aligned && here == kEach) {
+        *reinterpret_cast<Numbers<Number, kEach>*>(array) = wide;
+      } else {
+#pragma unroll
+        for (std::uint32_t i = 0; i < kEach; ++i) {
+          if (i < here) array[i] = wide.values[i];
+        }
+      }
+    }
+  }
+}
+
+template <Direction kDirection, class Wire>
+__device__ void cast_from(const Move& move, uint4* bucket, std::uint32_t first, float scale) {
+  if (static_cast<DType>(move.dtype) == DType::kFloat64) {
+    cast_tile<kDirection, double, Wire>(move, bucket, first, scale);
+  } else {
+    cast_tile<kDirection, float, Wire>(move, bucket, first, scale);
+  }
+}
+
+__device__ std::uint32_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kInt8:
+    case DType::kUInt8:
+    case DType::kFloat8E4M3FN:
+    case DType::kFloat8E5M2:
+      return 1;
+    case DType::kInt16:
+    case DType::kUInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kUInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kUInt64:
+    case DType::kFloat64:
+    case DType::kComplex64:
+      return 8;
+    case DType::kComplex128:
+      return 16;
+  }
+  return 1;
+}
+
+template <Direction kDirection, int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    move_kernel(const __grid_constant__ Table<kCapacity> table) {
+  const Move& move = move_of(table, blockIdx.x);
+  const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
+  auto* const bucket = reinterpret_cast<uint4*>(table.bucket) + move.at;
+  const DType wire = table.cast.dtype;
+  if (static_cast<DType>(move.dtype) == wire) {
+    return copy_tile<kDirection>(move, bytes_of(wire), bucket, first);
+  }
+  float scale = 1.0F;
+  if (table.cast.magnitudes != nullptr) {
+    scale = scale_of(table.cast.magnitudes[move.index], table.cast.ranks, wire);
+  }
+  if constexpr (kDirection == Direction::kUnpack) scale = table.cast.factor / scale;
+  if (wire == DType::kFloat16) {
+    cast_from<kDirection, __half>(move, bucket, first, scale);
+  } else if (wire == DType::kBFloat16) {
+    cast_from<kDirection, __nv_bfloat16>(move, bucket, first, scale);
+  } else if (wire == DType::kFloat8E4M3FN) {
+    cast_from<kDirection, __nv_fp8_e4m3>(move, bucket, first, scale);
+  } else {
+    cast_from<kDirection, __nv_fp8_e5m2>(move, bucket, first, scale);
+  }
+}
+
+// --- Magnitudes -------------------------------------------------------------------------------
+
+// |x| as the bits of a float, which are in the order of the numbers, NaN above all.
+template <class Number>
+__device__ std::uint32_t largest_in_tile(const Move& move, std::uint32_t each,
+                                         std::uint32_t first) {
+  const auto* array = reinterpret_cast<const Number*>(move.array);
+  const std::uint32_t begin = first * each;
+  const std::uint32_t end = min(begin + kTileQuanta * each, move.count);
+  std::uint32_t largest = 0;
+  for (std::uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
+    largest = max(largest, __float_as_uint(fabsf(to_float(array[i]))));
+  }
+  return largest;
+}
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    measure_kernel(const __grid_constant__ Table<kCapacity> table) {
+  const Move& move = move_of(table, blockIdx.x);
+  const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
+  const auto each = static_cast<std::uint32_t>(kQuantumBytes) / bytes_of(table.cast.dtype);
+  std::uint32_t largest = static_cast<DType>(move.dtype) == DType::kFloat64
+                              ? largest_in_tile<double>(move, each, first)
+                              : largest_in_tile<float>(move, each, first);
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    largest = max(largest, __shfl_xor_sync(kAll, largest, lanes));
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(reinterpret_cast<unsigned*>(table.measured + move.index), largest);
+  }
+}
+
+// --- Launches ---------------------------------------------------------------------------------
+
+template <int kCapacity, class Kernel>
+void launch(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast& cast, float* measured,
+            StreamHandle stream) {
+  Table<kCapacity> table;  // what lies behind `count` is never read
+  std::memcpy(table.moves, moves.moves.data(), moves.moves.size() * sizeof(Move));
+  table.count = static_cast<int>(moves.moves.size());
+  table.bucket = bucket;
+  table.cast = cast;
+  table.measured = measured;
+  kernel<<<moves.tiles, kThreads, 0, stream>>>(table);
+  check(cudaGetLastError(), "launch of a packing kernel(");
+}
+
+template <Direction kDirection>
+void move_all(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
+  if (moves.tiles == 0) return;
+  if (moves.moves.size() <= kFewMoves) {
+    launch<kFewMoves>(move_kernel<kDirection, kFewMoves>, moves, bucket, cast, nullptr, stream);
+  } else {
+    launch<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, nullptr, stream);
+  }
+}
+
+}  // namespace
+
+void pack(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
+  move_all<Direction::kPack>(moves, bucket, cast, stream);
+}
+
+void unpack(const Moves& moves, const std::byte* bucket, const Cast& cast, StreamHandle stream) {
+  move_all<Direction::kUnpack>(moves, const_cast<std::byte*>(bucket), cast, stream);
+}
+
+void measure(const Moves& moves, DType bucket_dtype, float* magnitudes, StreamHandle stream) {
+  if (moves.tiles == 0) return;
+  const Cast cast{bucket_dtype};
+  if (moves.moves.size() <= kFewMoves) {
+    launch<kFewMoves>(measure_kernel<kFewMoves>, moves, nullptr, cast, magnitudes, stream);
+  } else {
+    launch<kManyMoves>(measure_kernel<kManyMoves>, moves, nullptr, cast, magnitudes, stream);
+  }
+}
+
+}  // namespace fastdist::cuda

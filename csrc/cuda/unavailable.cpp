@@ -1,0 +1,16 @@
+// What stands in for this folder where CUDA is not built.
+
+#include "cuda/devices.h"
+
+namespace fastdist::cuda {
+
+bool is_built() noexcept { return false; }
+int runtime_version() noexcept { return 0; }
+int driver_version() noexcept { return 0; }
+std::string why_unusable() {
+  return "this package was built without CUDA; build it again with FASTDIST_CUDA=on";
+}
+std::vector<DeviceFacts> devices() { return {}; }
+std::optional<int> device_of(const void*) { return std::nullopt; }
+
+}  // namespace fastdist::cuda

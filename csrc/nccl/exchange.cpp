@@ -1,0 +1,122 @@
+// Reductions that NCCL does not know, as an exchange of parts: each rank sends every other the part
+// that this one reduces, a kernel reduces in rank order, and the results go where they belong.
+// Twice the bytes of the array on the way, as in a ring, and the same bits on every rank.
+//
+// An array goes through the scratch in chunks. A chunk is cut into one part per rank, each of them
+// a multiple of 16 bytes but the last ones, which may be smaller or empty.
+
+#include <algorithm>
+
+#include "cuda/check.h"
+#include "nccl/communicator.h"
+
+namespace fastdist::nccl {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
+
+std::size_t round_up(std::size_t bytes) {
+  return (bytes + cuda::kQuantumBytes - 1) / cuda::kQuantumBytes * cuda::kQuantumBytes;
+}
+
+struct Range {
+  std::size_t begin;
+  std::size_t bytes;
+};
+
+// Rank p's part of a chunk whose parts are `part` bytes.
+Range part_of(std::size_t chunk, std::size_t part, int p) {
+  const std::size_t begin = std::min(chunk, static_cast<std::size_t>(p) * part);
+  return {begin, std::min(part, chunk - begin)};
+}
+
+}  // namespace
+
+// Reduces the blocks at `gathered`, one per rank, into the one behind them.
+void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes,
+                                       DType dtype, ReduceOp op, StreamHandle stream) {
+  cuda::reduce_blocks(dtype, op, gathered, stride, size_,
+                      gathered + static_cast<std::size_t>(size_) * stride, round_up(bytes), stream);
+}
+
+void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
+                                       std::optional<int> root, const CallOptions& options) {
+  const OutsideGroups outside(*this);
+  const abi::Functions& f = functions();
+  const StreamHandle stream = stream_of(options);
+  const abi::Comm comm = handle_->get();
+  const auto n = static_cast<std::size_t>(size_);
+  const std::size_t most = std::min(in.bytes(), kChunkBytes);
+  const std::size_t largest = round_up((most + n - 1) / n);
+  ScratchUse scratch(*this, stream);
+  std::byte* const gathered = scratch->gathered((n + 1) * largest);
+  for (std::size_t done = 0; done < in.bytes(); done += kChunkBytes) {
+    const std::size_t chunk = std::min(in.bytes() - done, kChunkBytes);
+    const std::size_t part = round_up((chunk + n - 1) / n);
+    const Range own = part_of(chunk, part, rank_);
+    Group give(*this, options);
+    for (int p = 0; p < size_; ++p) {
+      const Range range = part_of(chunk, part, p);
+      if (range.bytes != 0) {
+        handle_->check(
+            f.send(in.data + done + range.begin, range.bytes, abi::kUint8, p, comm, stream),
+            "ncclSend");
+      }
+      if (own.bytes != 0) {
+        handle_->check(f.recv(gathered + static_cast<std::size_t>(p) * part, own.bytes, abi::kUint8,
+                              p, comm, stream),
+                       "ncclRecv");
+      }
+    }
+    give.end();
+    reduce_gathered(gathered, part, own.bytes, in.dtype, op, stream);
+    Group take(*this, options);
+    for (int p = 0; p < size_; ++p) {
+      const Range range = part_of(chunk, part, p);
+      if (own.bytes != 0 && (!root || p == *root)) {
+        handle_->check(f.send(gathered + n * part, own.bytes, abi::kUint8, p, comm, stream),
+                       "ncclSend");
+      }
+      if (range.bytes != 0 && (!root || rank_ == *root)) {
+        handle_->check(
+            f.recv(out.data + done + range.begin, range.bytes, abi::kUint8, p, comm, stream),
+            "ncclRecv");
+      }
+    }
+    take.end();
+  }
+  scratch.end();
+}
+
+void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const TensorView& out,
+                                               ReduceOp op, const CallOptions& options) {
+  const OutsideGroups outside(*this);
+  const abi::Functions& f = functions();
+  const StreamHandle stream = stream_of(options);
+  const abi::Comm comm = handle_->get();
+  const auto n = static_cast<std::size_t>(size_);
+  // Of each rank's part, so that a chunk of all parts fits; whole elements of any dtype.
+  const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
+  const std::size_t stride = round_up(std::min(out.bytes(), step));
+  ScratchUse scratch(*this, stream);
+  std::byte* const gathered = scratch->gathered((n + 1) * stride);
+  for (std::size_t done = 0; done < out.bytes(); done += step) {
+    const std::size_t bytes = std::min(out.bytes() - done, step);
+    Group give(*this, options);
+    for (int p = 0; p < size_; ++p) {
+      const auto rank = static_cast<std::size_t>(p);
+      handle_->check(
+          f.send(in.data + rank * out.bytes() + done, bytes, abi::kUint8, p, comm, stream),
+          "ncclSend");
+      handle_->check(f.recv(gathered + rank * stride, bytes, abi::kUint8, p, comm, stream),
+                     "ncclRecv");
+    }
+    give.end();
+    reduce_gathered(gathered, stride, bytes, in.dtype, op, stream);
+    FASTDIST_CUDA_CHECK(cudaMemcpyAsync(out.data + done, gathered + n * stride, bytes,
+                                        cudaMemcpyDeviceToDevice, stream));
+  }
+  scratch.end();
+}
+
+}  // namespace fastdist::nccl

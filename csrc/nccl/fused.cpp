@@ -1,0 +1,197 @@
+// Lists of arrays, through buckets.
+//
+//   side stream     P0 P1    U0 P2    U1 P3 …      P packs, U unpacks bucket k, T transfers it
+//   caller's           T0       T1       T2 …
+//
+// The side stream packs the next bucket while the caller's stream transfers this one. Two buckets
+// are enough: in the side stream's own order, P2 comes after U0. One bucket alone needs no side
+// stream and no event.
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "cuda/check.h"
+#include "nccl/communicator.h"
+
+namespace fastdist::nccl {
+
+struct NcclCommunicator::Transfer {
+  TensorViews in;   // packed; empty: nothing is
+  TensorViews out;  // unpacked into; empty: nothing is
+  const float* magnitudes;
+  float factor;  // of what is unpacked
+  std::function<void(const TensorView& bucket)> run;
+};
+
+void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer& transfer,
+                                    const CallOptions& options) {
+  const auto& buckets = plan.buckets;
+  if (buckets.empty()) return;
+  const StreamHandle stream = stream_of(options);
+  ScratchUse scratch(*this, stream);
+  std::size_t largest = 0;
+  for (const cuda::Bucket& bucket : buckets) largest = std::max(largest, bucket.bytes);
+  std::byte* memory[2] = {};
+  const std::size_t needed = std::min<std::size_t>(buckets.size(), 2);
+  for (std::size_t i = 0; i < needed; ++i) {
+    memory[i] = scratch->bucket(i, largest, handle_, options);
+  }
+
+  Scratch::Lane* const lane = buckets.size() > 1 ? &scratch->lane() : nullptr;
+  const StreamHandle side = lane != nullptr ? lane->side.get() : stream;
+  const auto cast_of = [&](const cuda::Bucket& bucket) {
+    return cuda::Cast{bucket.dtype, transfer.factor, transfer.magnitudes, size_};
+  };
+  const auto fill = [&](std::size_t k) {
+    if (!transfer.in.empty()) {
+      const cuda::Moves moves = cuda::moves_of(buckets[k], transfer.in);
+      cuda::pack(moves, memory[k % 2], cast_of(buckets[k]), side);
+    }
+    if (lane != nullptr) lane->packed[k % 2].record(side);
+  };
+
+  if (lane != nullptr) {
+    lane->start.record(stream);
+    lane->start.make_wait(side);
+  }
+  fill(0);
+  for (std::size_t k = 0; k < buckets.size(); ++k) {
+    if (k + 1 < buckets.size()) fill(k + 1);
+    if (lane != nullptr) lane->packed[k % 2].make_wait(stream);
+    const DType dtype = buckets[k].dtype;
+    transfer.run({memory[k % 2], buckets[k].bytes / size_of(dtype), dtype, 0});
+    if (lane != nullptr) {
+      lane->moved[k % 2].record(stream);
+      lane->moved[k % 2].make_wait(side);
+    }
+    if (!transfer.out.empty()) {
+      const cuda::Moves moves = cuda::moves_of(buckets[k], transfer.out);
+      cuda::unpack(moves, memory[k % 2], cast_of(buckets[k]), side);
+    }
+  }
+  if (lane != nullptr) {
+    lane->end.record(side);
+    lane->end.make_wait(stream);
+  }
+  scratch.end();
+}
+
+// The largest magnitude of each array on any rank, on the device. As bits of floats, whose order is
+// that of the numbers: a NaN is larger than all of them and stays so.
+const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorViews in,
+                                           const CallOptions& options) {
+  const StreamHandle stream = stream_of(options);
+  ScratchUse scratch(*this, stream);
+  float* const magnitudes = scratch->magnitudes(in.size());
+  FASTDIST_CUDA_CHECK(cudaMemsetAsync(magnitudes, 0, in.size() * sizeof(float), stream));
+  for (const cuda::Bucket& bucket : plan.buckets) {
+    cuda::measure(cuda::moves_of(bucket, in), bucket.dtype, magnitudes, stream);
+  }
+  const TensorView bits{reinterpret_cast<std::byte*>(magnitudes), in.size(), DType::kUInt32, 0};
+  reduce_one(bits, bits, ReduceOp::kMax, std::nullopt, options);
+  scratch.end();
+  return magnitudes;
+}
+
+namespace {
+
+void check_compression(TensorViews arrays, ReduceOp op) {
+  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
+    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
+                                       std::string(name_of(op)) + "\"");
+  }
+  for (const TensorView& a : arrays) {
+    if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
+    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
+                                      std::string(name_of(a.dtype)));
+  }
+}
+
+bool is_eight_bit(DType dtype) {
+  return dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2;
+}
+
+}  // namespace
+
+void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceOp op,
+                                        std::optional<DType> wire, std::size_t bucket_bytes,
+                                        const CallOptions& options) {
+  if (wire) check_compression(in, op);
+  Signature signature = signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
+  // Ranks with other buckets would wait for each other.
+  if (in.size() > 1 && bucket_bytes != kDefaultBucketBytes) {
+    signature.list = (signature.list ^ bucket_bytes * 2) | 1;
+  }
+  // A list that lies in one piece, on every rank, needs no bucket.
+  auto whole_in = wire || in.size() < 2 ? std::nullopt : cuda::as_one(in);
+  auto whole_out = whole_in ? cuda::as_one(out) : std::nullopt;
+  const bool may_be_one = in.size() > 1 && !wire && checker_ != nullptr && depth_ == 0;
+  const bool is_one = may_be_one && agree(signature, options, whole_in && whole_out);
+
+  Call call(*this, signature, options, may_be_one ? Call::Compared::kNo : Call::Compared::kYes);
+  if (is_one) {
+    reduce_one(*whole_in, *whole_out, op, std::nullopt, options);
+  } else if (in.size() == 1 && !wire) {
+    reduce_one(in[0], out[0], op, std::nullopt, options);
+  } else {
+    const cuda::BucketPlan plan = cuda::plan_buckets(in, wire, bucket_bytes);
+    if (!plan.alone.empty()) {
+      Group alone(*this, options);
+      for (const std::size_t i : plan.alone) reduce_one(in[i], out[i], op, std::nullopt, options);
+      alone.end();
+    }
+    const OutsideGroups outside(*this);
+    const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
+    // Compressed means are sums on the way, and divided when they are unpacked.
+    const ReduceOp sent = wire ? ReduceOp::kSum : op;
+    const float factor = wire && op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F;
+    move_buckets(plan,
+                 {in, out, scaled ? measure_all(plan, in, options) : nullptr, factor,
+                  [&](const TensorView& bucket) {
+                    reduce_one(bucket, bucket, sent, std::nullopt, options);
+                  }},
+                 options);
+  }
+  call.end();
+}
+
+void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
+                                      const CallOptions& options) {
+  const Signature signature =
+      signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
+  const auto send = [&](const TensorView& from, const TensorView& to) {
+    if (to.count == 0) return;
+    handle_->check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root,
+                                         handle_->get(), stream_of(options)),
+                   "ncclBroadcast");
+    if (group_depth_ == 0) handle_->settle(options, "ncclBroadcast");
+  };
+  const auto whole_in = in.size() < 2 ? std::nullopt : cuda::as_one(in);
+  const auto whole_out = whole_in ? cuda::as_one(out) : std::nullopt;
+  const bool may_be_one = in.size() > 1 && checker_ != nullptr && depth_ == 0;
+  const bool is_one = may_be_one && agree(signature, options, whole_in && whole_out);
+  Call call(*this, signature, options, may_be_one ? Call::Compared::kNo : Call::Compared::kYes);
+  if (is_one) {
+    send(*whole_in, *whole_out);
+  } else if (in.size() == 1) {
+    send(in[0], out[0]);
+  } else {
+    const cuda::BucketPlan plan = cuda::plan_buckets(in, std::nullopt, kDefaultBucketBytes);
+    if (!plan.alone.empty()) {
+      Group alone(*this, options);
+      for (const std::size_t i : plan.alone) send(in[i], out[i]);
+      alone.end();
+    }
+    const OutsideGroups outside(*this);
+    const bool is_root = rank_ == root;
+    const bool in_place = in.data() == out.data();
+    move_buckets(plan,
+                 {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
+                  1.0F, [&](const TensorView& bucket) { send(bucket, bucket); }},
+                 options);
+  }
+  call.end();
+}
+
+}  // namespace fastdist::nccl

@@ -1,0 +1,132 @@
+#include "nccl/handle.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "cuda/stream.h"
+
+namespace fastdist::nccl {
+
+const abi::Functions& functions() {
+  const Library* library = loaded_library();
+  if (library == nullptr) throw Error(ErrorCode::kState, "NCCL has not been loaded yet");
+  return library->functions;
+}
+
+Error to_error(abi::Result result, const std::string& call, abi::Comm comm) {
+  const abi::Functions& f = functions();
+  std::string message = "NCCL: " + call + ": " + f.error_text(result);
+  const char* detail = f.last_error_text(comm);
+  if (detail != nullptr && detail[0] != '\0') message += " (" + std::string(detail) + ")";
+  switch (result) {
+    case abi::kRemoteError:
+      return {ErrorCode::kPeerFailure, message + "; a rank has died or cannot be reached"};
+    case abi::kSystemError:
+      return {ErrorCode::kSystem, message};
+    case abi::kInvalidArgument:
+      return {ErrorCode::kValue, message};
+    case abi::kSuccess:
+    case abi::kUnhandledCudaError:
+    case abi::kInternalError:
+    case abi::kInvalidUsage:
+    case abi::kInProgress:
+      break;
+  }
+  return {ErrorCode::kState, message + "; NCCL_DEBUG=WARN makes NCCL say more"};
+}
+
+Handle::Handle(abi::Comm comm, int device, bool blocking)
+    : comm_(comm), device_(device), blocking_(blocking) {}
+
+Handle::~Handle() { close(); }
+
+void Handle::check_usable() const {
+  if (generation_ != process_generation()) {
+    throw Error(ErrorCode::kState,
+                "the communicator belongs to the parent process, and GPUs cannot be used after a "
+                "fork; start ranks by a launcher");
+  }
+  if (is_usable()) return;
+  const std::lock_guard lock(mutex_);
+  throw Error(why_->code(), why_->what(), why_->ranks());
+}
+
+void Handle::throw_unless_settled(abi::Result result, const char* call) const {
+  if (!blocking_ && result == abi::kInProgress) return;  // `settle` waits for it
+  // A call that was ended from outside: what it says is a consequence, not the reason.
+  check_usable();
+  throw to_error(result, call, comm_);
+}
+
+void Handle::settle(const CallOptions& options, const char* call) {
+  if (blocking_) return;
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  std::chrono::microseconds pause{1};
+  for (;;) {
+    abi::Result result = abi::kSuccess;
+    check(functions().get_async_error(comm_, &result), "ncclCommGetAsyncError");
+    if (result == abi::kSuccess) return;
+    if (result != abi::kInProgress) throw to_error(result, call, comm_);
+    if (Clock::now() - start > options.timeout) {
+      const double seconds = std::chrono::duration<double>(options.timeout).count();
+      fail({ErrorCode::kTimeout, std::string(call) + " has not ended after " +
+                                     std::to_string(seconds) + " s; not all ranks have come"});
+      check_usable();
+    }
+    try {
+      options.caller->check_interrupt();
+    } catch (...) {
+      fail({ErrorCode::kState, "the communicator was given up by an interrupt"});
+      throw;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(1));
+  }
+}
+
+std::optional<Error> Handle::background_error() const {
+  const std::lock_guard lock(mutex_);
+  if (failed_ || !alive_) return std::nullopt;
+  abi::Result result = abi::kSuccess;
+  if (functions().get_async_error(comm_, &result) != abi::kSuccess) return std::nullopt;
+  if (result == abi::kSuccess || result == abi::kInProgress) return std::nullopt;
+  return to_error(result, "in the background", comm_);
+}
+
+// Revoking leaves what `shrink` goes on from; older libraries can only abort. Both may be called
+// while another thread is in a call of NCCL, which then returns.
+void Handle::end_running() noexcept {
+  const abi::Functions& f = functions();
+  if (f.revoke != nullptr && f.revoke(comm_, 0) == abi::kSuccess) return;
+  alive_.store(false, std::memory_order_release);
+  (void)f.abort(comm_);
+}
+
+void Handle::fail(const Error& why) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (failed_.load(std::memory_order_relaxed) || generation_ != process_generation()) return;
+  why_.emplace(why);
+  failed_.store(true, std::memory_order_release);
+  try {
+    const cuda::DeviceGuard device(device_);
+    end_running();
+  } catch (...) {  // the process is ending, and the driver has gone
+  }
+}
+
+void Handle::close() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (generation_ != process_generation() || !alive_.load(std::memory_order_acquire)) return;
+  alive_.store(false, std::memory_order_release);
+  const bool failed = failed_.exchange(true, std::memory_order_acq_rel);
+  if (!failed) why_.emplace(ErrorCode::kState, "the communicator is closed");
+  try {
+    const cuda::DeviceGuard device(device_);
+    const abi::Functions& f = functions();
+    (void)(failed ? f.abort(comm_) : f.destroy(comm_));
+  } catch (...) {  // the process is ending, and the driver has gone
+  }
+}
+
+}  // namespace fastdist::nccl

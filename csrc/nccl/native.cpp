@@ -1,0 +1,214 @@
+// The collectives that NCCL has, and what is made of its sends and receives.
+
+#include <thread>
+#include <vector>
+
+#include "cuda/check.h"
+#include "nccl/communicator.h"
+
+namespace fastdist::nccl {
+namespace {
+
+Signature rooted(Op op, int root) { return {.op = op, .root = static_cast<std::int16_t>(root)}; }
+
+}  // namespace
+
+void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
+                                  std::optional<int> root, const CallOptions& options) {
+  if (in.count == 0) return;
+  const auto native = native_reduction(in.dtype, op);
+  if (!native) return exchange_reduce(in, out, op, root, options);
+  const abi::Functions& f = functions();
+  const std::size_t count = in.count * native->per_element;
+  const abi::Result result = root ? f.reduce(in.data, out.data, count, native->type, native->op,
+                                             *root, handle_->get(), stream_of(options))
+                                  : f.all_reduce(in.data, out.data, count, native->type, native->op,
+                                                 handle_->get(), stream_of(options));
+  handle_->check(result, root ? "ncclReduce" : "ncclAllReduce");
+  if (group_depth_ == 0) handle_->settle(options, "ncclAllReduce");
+}
+
+void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
+                                  const CallOptions& options) {
+  all_reduce_fused(in, out, op, std::nullopt, kDefaultBucketBytes, options);
+}
+
+void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
+                              const CallOptions& options) {
+  Signature signature = rooted(Op::kReduce, root);
+  signature.reduce_op = op;
+  Call call(*this, signature_of(signature, in), options);
+  Group group(*this, options);
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    reduce_one(in[i], rank_ == root ? out[i] : in[i], op, root, options);
+  }
+  group.end();
+  call.end();
+}
+
+void NcclCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
+  Call call(*this, signature_of({.op = Op::kAllGather}, {&in, 1}), options);
+  if (in.count != 0) {
+    handle_->check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8,
+                                          handle_->get(), stream_of(options)),
+                   "ncclAllGather");
+    if (group_depth_ == 0) handle_->settle(options, "ncclAllGather");
+  }
+  call.end();
+}
+
+void NcclCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
+  Call call(*this, signature_of(rooted(Op::kGather, root), {&in, 1}), options);
+  const abi::Functions& f = functions();
+  const std::size_t bytes = in.bytes();
+  if (bytes != 0) {
+    Group group(*this, options);
+    if (f.gather != nullptr) {
+      handle_->check(
+          f.gather(in.data, out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
+          "ncclGather");
+    } else {
+      handle_->check(f.send(in.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
+                     "ncclSend");
+      for (int p = 0; p < size_ && rank_ == root; ++p) {
+        handle_->check(f.recv(out.data + static_cast<std::size_t>(p) * bytes, bytes, abi::kUint8, p,
+                              handle_->get(), stream_of(options)),
+                       "ncclRecv");
+      }
+    }
+    group.end();
+  }
+  call.end();
+}
+
+void NcclCommunicator::scatter(TensorView in, TensorView out, int root,
+                               const CallOptions& options) {
+  Call call(*this, signature_of(rooted(Op::kScatter, root), {&out, 1}), options);
+  const abi::Functions& f = functions();
+  const std::size_t bytes = out.bytes();
+  if (bytes != 0) {
+    Group group(*this, options);
+    if (f.scatter != nullptr) {
+      handle_->check(f.scatter(in.data, out.data, bytes, abi::kUint8, root, handle_->get(),
+                               stream_of(options)),
+                     "ncclScatter");
+    } else {
+      for (int p = 0; p < size_ && rank_ == root; ++p) {
+        handle_->check(f.send(in.data + static_cast<std::size_t>(p) * bytes, bytes, abi::kUint8, p,
+                              handle_->get(), stream_of(options)),
+                       "ncclSend");
+      }
+      handle_->check(f.recv(out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
+                     "ncclRecv");
+    }
+    group.end();
+  }
+  call.end();
+}
+
+void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
+                                      const CallOptions& options) {
+  Call call(*this, signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1}), options);
+  if (out.count != 0) {
+    if (const auto native = native_reduction(in.dtype, op)) {
+      handle_->check(
+          functions().reduce_scatter(in.data, out.data, out.count * native->per_element,
+                                     native->type, native->op, handle_->get(), stream_of(options)),
+          "ncclReduceScatter");
+      if (group_depth_ == 0) handle_->settle(options, "ncclReduceScatter");
+    } else {
+      exchange_reduce_scatter(in, out, op, options);
+    }
+  }
+  call.end();
+}
+
+void NcclCommunicator::all_to_all(TensorView in, TensorView out,
+                                  std::span<const std::size_t> counts, const CallOptions& options) {
+  Signature signature = signature_of({.op = Op::kAllToAll}, {&in, 1});
+  if (!counts.empty()) {  // ranks' arrays differ in size, their tables must not
+    signature.count = 0;
+    signature.list = table_hash(counts, {&in, 1});
+  }
+  Call call(*this, signature, options);
+  const abi::Functions& f = functions();
+  const auto n = static_cast<std::size_t>(size_);
+  const auto r = static_cast<std::size_t>(rank_);
+  const std::size_t item = size_of(in.dtype);
+  Group group(*this, options);
+  if (counts.empty() && f.all_to_all != nullptr) {
+    if (in.count != 0) {
+      handle_->check(f.all_to_all(in.data, out.data, in.bytes() / n, abi::kUint8, handle_->get(),
+                                  stream_of(options)),
+                     "ncclAlltoAll");
+    }
+  } else {
+    std::size_t sent = 0;
+    std::size_t received = 0;
+    for (std::size_t p = 0; p < n; ++p) {
+      const std::size_t gives = (counts.empty() ? in.count / n : counts[r * n + p]) * item;
+      const std::size_t takes = (counts.empty() ? in.count / n : counts[p * n + r]) * item;
+      if (gives != 0) {
+        handle_->check(f.send(in.data + sent, gives, abi::kUint8, static_cast<int>(p),
+                              handle_->get(), stream_of(options)),
+                       "ncclSend");
+      }
+      if (takes != 0) {
+        handle_->check(f.recv(out.data + received, takes, abi::kUint8, static_cast<int>(p),
+                              handle_->get(), stream_of(options)),
+                       "ncclRecv");
+      }
+      sent += gives;
+      received += takes;
+    }
+  }
+  group.end();
+  call.end();
+}
+
+// Two ranks take part, which no checker of all ranks can compare: NCCL takes what fits.
+void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
+  Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNo);
+  if (in.count != 0) {
+    handle_->check(
+        functions().send(in.data, in.bytes(), abi::kUint8, dst, handle_->get(), stream_of(options)),
+        "ncclSend");
+    if (group_depth_ == 0) handle_->settle(options, "ncclSend");
+  }
+  call.end();
+}
+
+void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options) {
+  Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options, Call::Compared::kNo);
+  if (out.count != 0) {
+    handle_->check(functions().recv(out.data, out.bytes(), abi::kUint8, src, handle_->get(),
+                                    stream_of(options)),
+                   "ncclRecv");
+    if (group_depth_ == 0) handle_->settle(options, "ncclRecv");
+  }
+  call.end();
+}
+
+// The host waits, as the name says. Hosts that are compared with have met by then.
+void NcclCommunicator::barrier(const CallOptions& options) {
+  Call call(*this, {.op = Op::kBarrier}, options);
+  const StreamHandle stream = stream_of(options);
+  if (checker_ == nullptr) {
+    ScratchUse scratch(*this, stream);
+    std::byte* const byte = scratch->gathered(cuda::kQuantumBytes);
+    FASTDIST_CUDA_CHECK(cudaMemsetAsync(byte, 0, 1, stream));
+    reduce_one({byte, 1, DType::kUInt8, 0}, {byte, 1, DType::kUInt8, 0}, ReduceOp::kMax,
+               std::nullopt, options);
+    scratch.end();
+  }
+  call.end();
+  if (checker_ != nullptr || capturing_) return;
+  const auto end = mark(stream);
+  while (!end->is_done()) {
+    check_usable();  // the watcher gives up when it takes too long
+    options.caller->check_interrupt();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+}  // namespace fastdist::nccl

@@ -1,0 +1,129 @@
+#include "nccl/watcher.h"
+
+#include <utility>
+
+namespace fastdist::nccl {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooks{20};
+
+}  // namespace
+
+cuda::Event EventPool::take() {
+  const std::lock_guard lock(mutex_);
+  if (free_.empty()) return {};
+  cuda::Event event = std::move(free_.back());
+  free_.pop_back();
+  return event;
+}
+
+void EventPool::give_back(cuda::Event event) noexcept {
+  constexpr std::size_t kMost = 256;
+  const std::lock_guard lock(mutex_);
+  if (free_.size() >= kMost) return;
+  try {
+    free_.push_back(std::move(event));
+  } catch (...) {  // no memory: the event is destroyed instead
+  }
+}
+
+EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool captured)
+    : pool_(std::move(pool)), event_(pool_->take()), captured_(captured) {
+  event_.record(stream);
+}
+
+Watcher::Watcher(std::shared_ptr<Handle> handle, int rank)
+    : handle_(std::move(handle)), rank_(rank) {}
+
+Watcher::~Watcher() {
+  if (generation_ != process_generation()) {
+    (void)state_.release();
+    return;
+  }
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stopping = true;
+    state_->changed.notify_all();
+  }
+  if (state_->thread.joinable()) state_->thread.join();
+}
+
+void Watcher::enter(const Signature& signature, const CallOptions& options) {
+  const std::lock_guard lock(state_->mutex);
+  const bool was_idle = state_->calls.empty();
+  state_->calls.push_back({signature, options.timeout, Clock::now(), nullptr});
+  if (!state_->thread.joinable()) state_->thread = std::thread([this] { loop(); });
+  if (was_idle) state_->changed.notify_all();
+}
+
+void Watcher::enqueued(std::shared_ptr<const Mark> mark) {
+  const std::lock_guard lock(state_->mutex);
+  if (!state_->calls.empty()) state_->calls.back().mark = std::move(mark);
+}
+
+void Watcher::withdraw() noexcept {
+  const std::lock_guard lock(state_->mutex);
+  if (!state_->calls.empty() && !state_->calls.back().mark) state_->calls.pop_back();
+}
+
+void Watcher::drain() noexcept {
+  if (generation_ != process_generation()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->drained.wait(lock, [this] { return state_->calls.empty() || !handle_->is_usable(); });
+}
+
+Error Watcher::late(const Call& call) const {
+  const double seconds = std::chrono::duration<double>(call.timeout).count();
+  std::string text = std::to_string(seconds);
+  text.erase(text.find_last_not_of('0') + 1);
+  if (text.back() == '.') text.pop_back();
+  return {ErrorCode::kTimeout, describe(call.signature) + " has not ended on rank " +
+                                   std::to_string(rank_) + " within " + text +
+                                   " s; a rank has not called it, is late or has died. The "
+                                   "communicator was given up"};
+}
+
+std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
+  auto& calls = state_->calls;
+  while (!calls.empty() && calls.front().mark && calls.front().mark->is_done()) calls.pop_front();
+  if (calls.empty()) {
+    state_->drained.notify_all();
+    return std::nullopt;
+  }
+  const Call& oldest = calls.front();
+  if (Clock::now() - oldest.start > oldest.timeout) return late(oldest);
+  lock.unlock();
+  auto error = handle_->background_error();
+  lock.lock();
+  return error;
+}
+
+void Watcher::loop() {
+  try {
+    const cuda::DeviceGuard device(handle_->device());
+    // Asking for events must not spoil a capture that another thread is at.
+    const cuda::RelaxedCapture relaxed;
+    std::unique_lock lock(state_->mutex);
+    while (!state_->stopping) {
+      if (state_->calls.empty()) {
+        state_->changed.wait(lock, [this] { return state_->stopping || !state_->calls.empty(); });
+        continue;
+      }
+      if (const auto error = look(lock)) {
+        state_->calls.clear();
+        lock.unlock();
+        handle_->fail(*error);
+        lock.lock();
+        state_->drained.notify_all();
+        continue;
+      }
+      state_->changed.wait_for(lock, kBetweenLooks, [this] { return state_->stopping; });
+    }
+  } catch (const Error& error) {  // of the device: nothing that it was given will end well
+    handle_->fail(error);
+    const std::lock_guard lock(state_->mutex);
+    state_->drained.notify_all();
+  }
+}
+
+}  // namespace fastdist::nccl

@@ -1,0 +1,25 @@
+"""Which libnccl is used: the loaded one, else that of NVIDIA's package, else the system's."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fastdist import _core
+
+
+def candidates() -> list[str]:
+    """Libraries of the packages nvidia-nccl-cu12 and nvidia-nccl-cu13, found without an import."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    paths = (Path(folder) / "nccl" / "lib" / "libnccl.so.2" for folder in folders)
+    return [str(path) for path in paths if path.is_file()]
+
+
+def load() -> _core.NcclLibrary:
+    """Load it; the first call decides for the rest of the process.
+
+    Raises:
+        UnsupportedError: there is none, or one that is too old.
+    """
+    return _core.load_nccl(candidates())

@@ -1,0 +1,81 @@
+// What the packing kernels do, on the CPU and in the plainest way: their reference in tests. Blocks
+// and threads are loops here; moves are found by tile as the kernels find them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "cuda/moves.h"
+#include "host/kernels.h"
+
+namespace fastdist::test {
+
+// Calls f(move, quantum of that move) for each quantum of each tile of a launch.
+template <class F>
+void for_each_quantum(const cuda::Moves& moves, DType bucket_dtype, F&& f) {
+  for (std::uint32_t tile = 0; tile < moves.tiles; ++tile) {
+    auto after = std::upper_bound(
+        moves.moves.begin(), moves.moves.end(), tile,
+        [](std::uint32_t t, const cuda::Move& move) { return t < move.first_tile; });
+    CHECK(after != moves.moves.begin());
+    const cuda::Move& move = *(after - 1);
+    const std::size_t bytes = move.count * size_of(bucket_dtype);
+    const std::size_t quanta = (bytes + cuda::kQuantumBytes - 1) / cuda::kQuantumBytes;
+    const std::size_t first = std::size_t{tile - move.first_tile} * cuda::kTileQuanta;
+    CHECK(first < quanta);
+    for (std::size_t q = first; q < std::min(quanta, first + cuda::kTileQuanta); ++q) f(move, q);
+  }
+}
+
+inline float scale_of(float magnitude, int ranks, DType wire) {
+  const float most = magnitude * static_cast<float>(ranks);
+  if (!std::isfinite(most) || most <= 0.0F) return 1.0F;
+  const float ratio = (wire == DType::kFloat8E5M2 ? 50972.0F : 421.0F) / most;
+  return std::clamp(std::exp2(std::floor(std::log2(ratio))), 0x1p-126F, 0x1p126F);
+}
+
+// One quantum of a move: elements `first` to `first + count` of its array, and its place.
+struct Part {
+  std::byte* array;
+  std::byte* bucket;
+  std::size_t count;
+  DType dtype;
+};
+
+inline Part part_of(const cuda::Move& move, std::size_t quantum, std::byte* bucket, DType wire) {
+  const auto dtype = static_cast<DType>(move.dtype);
+  const std::size_t each = cuda::kQuantumBytes / size_of(wire);
+  return {move.array + quantum * each * size_of(dtype),
+          bucket + (move.at + quantum) * cuda::kQuantumBytes,
+          std::min(each, move.count - quantum * each), dtype};
+}
+
+inline void pack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire,
+                      const std::vector<float>& scales) {
+  for_each_quantum(moves, wire, [&](const cuda::Move& move, std::size_t quantum) {
+    const Part part = part_of(move, quantum, bucket, wire);
+    if (part.dtype == wire) {
+      std::memcpy(part.bucket, part.array, part.count * size_of(wire));
+    } else {
+      host::convert(wire, part.bucket, part.dtype, part.array, part.count, scales[move.index]);
+    }
+  });
+}
+
+inline void unpack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire, float factor,
+                        const std::vector<float>& scales) {
+  for_each_quantum(moves, wire, [&](const cuda::Move& move, std::size_t quantum) {
+    const Part part = part_of(move, quantum, bucket, wire);
+    if (part.dtype == wire) {
+      std::memcpy(part.array, part.bucket, part.count * size_of(wire));
+    } else {
+      host::convert(part.dtype, part.array, wire, part.bucket, part.count,
+                    factor / scales[move.index]);
+    }
+  });
+}
+
+}  // namespace fastdist::test

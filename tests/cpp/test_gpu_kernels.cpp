@@ -1,0 +1,222 @@
+// The kernels against their twins on the CPU, on fresh random data and poisoned outputs. Needs a
+// GPU; without one every case ends at once and says so.
+
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "cuda/bucket_plan.h"
+#include "cuda/buffer.h"
+#include "cuda/check.h"
+#include "cuda/devices.h"
+#include "cuda/kernels.h"
+#include "host/kernels.h"
+#include "kernel_twin.h"
+
+namespace fastdist::test {
+namespace {
+
+using cuda::Bucket;
+using cuda::Cast;
+using cuda::DeviceBuffer;
+
+bool is_skipped() {
+  const std::string why = cuda::why_unusable();
+  if (!why.empty()) std::printf("no GPU (%s) ", why.c_str());
+  return !why.empty();
+}
+
+std::mt19937_64 fresh() {
+  std::random_device device;
+  const std::uint64_t seed = device();
+  std::printf("seed %llu ", static_cast<unsigned long long>(seed));
+  return std::mt19937_64(seed);
+}
+
+std::vector<std::byte> to_host(const std::byte* device, std::size_t bytes) {
+  std::vector<std::byte> host(bytes);
+  FASTDIST_CUDA_CHECK(cudaMemcpy(host.data(), device, bytes, cudaMemcpyDeviceToHost));
+  return host;
+}
+
+void to_device(std::byte* device, const std::vector<std::byte>& host) {
+  FASTDIST_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice));
+}
+
+// A list in host memory and the same in device memory, arrays at any multiple of their item.
+struct Lists {
+  std::vector<std::byte> memory;
+  DeviceBuffer device_memory;
+  std::vector<TensorView> host;
+  std::vector<TensorView> device;
+
+  Lists(std::mt19937_64& random, std::size_t arrays, std::size_t most,
+        const std::vector<DType>& dtypes) {
+    std::vector<std::size_t> starts;
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < arrays; ++i) {
+      const DType dtype = dtypes[random() % dtypes.size()];
+      const std::size_t item = size_of(dtype);
+      at = (at + item - 1) / item * item + random() % 3 * item;
+      const std::size_t count = random() % 4 == 0 ? random() % 3 : random() % (most + 1);
+      host.push_back({nullptr, count, dtype, 0});
+      starts.push_back(at);
+      at += count * item;
+    }
+    memory.resize(at + 16);
+    device_memory = DeviceBuffer(at + 16);
+    device = host;
+    for (std::size_t i = 0; i < arrays; ++i) {
+      host[i].data = memory.data() + starts[i];
+      device[i].data = device_memory.data() + starts[i];
+    }
+  }
+  void fill(std::mt19937_64& random) {
+    for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
+    to_device(device_memory.data(), memory);
+  }
+  // Finite numbers of very different sizes.
+  void fill_with_floats(std::mt19937_64& random) {
+    for (const TensorView& view : host) {
+      const double size = std::exp2(static_cast<double>(random() % 40) - 20.0);
+      for (std::size_t i = 0; i < view.count; ++i) {
+        const double x = size * (static_cast<double>(random() % 20001) / 10000.0 - 1.0);
+        if (view.dtype == DType::kFloat64) {
+          std::memcpy(view.data + i * 8, &x, 8);
+        } else {
+          const auto narrow = static_cast<float>(x);
+          std::memcpy(view.data + i * 4, &narrow, 4);
+        }
+      }
+    }
+    to_device(device_memory.data(), memory);
+  }
+};
+
+const std::vector<DType> kAll = [] {
+  std::vector<DType> all;
+  for (int d = 0; d < kDTypeCount; ++d) all.push_back(static_cast<DType>(d));
+  return all;
+}();
+
+// Bytes of the bucket that belong to elements; padding may hold anything.
+void check_same_pieces(const Bucket& bucket, const std::vector<std::byte>& a,
+                       const std::vector<std::byte>& b) {
+  for (const cuda::Piece& piece : bucket.pieces) {
+    CHECK(std::memcmp(a.data() + piece.at, b.data() + piece.at,
+                      piece.count * size_of(bucket.dtype)) == 0);
+  }
+}
+
+CASE(gpu_packs_and_unpacks_as_the_twin) {
+  if (is_skipped()) return;
+  std::mt19937_64 random = fresh();
+  for (int trial = 0; trial < 200; ++trial) {
+    Lists lists(random, 1 + random() % (trial % 7 == 0 ? 1500 : 60), trial % 5 == 0 ? 200'000 : 700,
+                kAll);
+    lists.fill(random);
+    const std::vector<float> scales(lists.host.size(), 1.0F);
+    for (const Bucket& bucket : cuda::plan_buckets(lists.host, {}, 1 << 20).buckets) {
+      std::vector<std::byte> expected(bucket.bytes);
+      pack_twin(cuda::moves_of(bucket, lists.host), expected.data(), bucket.dtype, scales);
+      const DeviceBuffer packed(bucket.bytes);
+      FASTDIST_CUDA_CHECK(cudaMemset(packed.data(), 0xA5, bucket.bytes));
+      const cuda::Moves moves = cuda::moves_of(bucket, lists.device);
+      cuda::pack(moves, packed.data(), Cast{bucket.dtype}, nullptr);
+      check_same_pieces(bucket, to_host(packed.data(), bucket.bytes), expected);
+      for (const cuda::Piece& piece : bucket.pieces) {
+        const TensorView& view = lists.device[piece.array];
+        FASTDIST_CUDA_CHECK(cudaMemset(view.data + piece.begin * size_of(view.dtype), 0x5A,
+                                       piece.count * size_of(view.dtype)));
+      }
+      cuda::unpack(moves, packed.data(), Cast{bucket.dtype}, nullptr);
+    }
+    CHECK(to_host(lists.device_memory.data(), lists.memory.size()) == lists.memory);
+  }
+}
+
+CASE(gpu_casts_as_the_twin) {
+  if (is_skipped()) return;
+  std::mt19937_64 random = fresh();
+  constexpr int kRanks = 3;
+  for (const DType wire :
+       {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3FN, DType::kFloat8E5M2}) {
+    for (int trial = 0; trial < 40; ++trial) {
+      // The CPU rounds float64 once, the GPU by way of float32.
+      Lists lists(random, 1 + random() % 60, trial % 5 == 0 ? 100'000 : 700, {DType::kFloat32});
+      lists.fill_with_floats(random);
+      const DeviceBuffer magnitudes(lists.host.size() * sizeof(float));
+      FASTDIST_CUDA_CHECK(cudaMemset(magnitudes.data(), 0, magnitudes.bytes()));
+      auto* const device_magnitudes = reinterpret_cast<float*>(magnitudes.data());
+      const auto plan = cuda::plan_buckets(lists.host, wire, 1 << 18);
+      for (const Bucket& bucket : plan.buckets) {
+        cuda::measure(cuda::moves_of(bucket, lists.device), wire, device_magnitudes, nullptr);
+      }
+      const auto measured = to_host(magnitudes.data(), magnitudes.bytes());
+      std::vector<float> scales;
+      for (std::size_t i = 0; i < lists.host.size(); ++i) {
+        const TensorView& view = lists.host[i];
+        const auto largest =
+            static_cast<float>(host::largest_magnitude(view.dtype, view.data, view.count));
+        float found = 0;
+        std::memcpy(&found, measured.data() + i * sizeof(float), sizeof(float));
+        CHECK_THAT(found == largest, found << " instead of " << largest);
+        scales.push_back(scale_of(largest, kRanks, wire));
+      }
+      const Cast cast{wire, 0.5F, device_magnitudes, kRanks};
+      for (const Bucket& bucket : plan.buckets) {
+        std::vector<std::byte> expected(bucket.bytes);
+        pack_twin(cuda::moves_of(bucket, lists.host), expected.data(), wire, scales);
+        const DeviceBuffer packed(bucket.bytes);
+        FASTDIST_CUDA_CHECK(cudaMemset(packed.data(), 0xA5, bucket.bytes));
+        const cuda::Moves moves = cuda::moves_of(bucket, lists.device);
+        cuda::pack(moves, packed.data(), cast, nullptr);
+        check_same_pieces(bucket, to_host(packed.data(), bucket.bytes), expected);
+        unpack_twin(cuda::moves_of(bucket, lists.host), expected.data(), wire, 0.5F, scales);
+        cuda::unpack(moves, packed.data(), cast, nullptr);
+      }
+      CHECK(to_host(lists.device_memory.data(), lists.memory.size()) == lists.memory);
+    }
+  }
+}
+
+CASE(gpu_reduces_blocks_as_the_cpu_does) {
+  if (is_skipped()) return;
+  std::mt19937_64 random = fresh();
+  constexpr int kRanks = 5;
+  constexpr std::size_t kBytes = 48 * 1024;
+  const std::vector<std::pair<DType, std::vector<ReduceOp>>> cases{
+      {DType::kInt16, {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kMax}},
+      {DType::kUInt16, {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kMax}},
+      {DType::kInt32, {ReduceOp::kAnd, ReduceOp::kOr, ReduceOp::kXor}},
+      {DType::kFloat8E4M3FN, {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kMax}},
+      {DType::kFloat8E5M2, {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kMax}}};
+  for (const auto& [dtype, ops] : cases) {
+    for (const ReduceOp op : ops) {
+      std::vector<std::byte> blocks(kRanks * kBytes);
+      for (std::byte& byte : blocks) {
+        byte = static_cast<std::byte>(random());
+        // Numbers only: a NaN may have any bits.
+        if (dtype >= DType::kFloat8E4M3FN) byte &= std::byte{0xBB};
+      }
+      std::vector<const std::byte*> sources;
+      for (int k = 0; k < kRanks; ++k) {
+        sources.push_back(blocks.data() + static_cast<std::size_t>(k) * kBytes);
+      }
+      std::vector<std::byte> expected(kBytes);
+      host::reduce(dtype, op, expected.data(), nullptr, sources, kBytes / size_of(dtype));
+      const DeviceBuffer device((kRanks + 1) * kBytes);
+      to_device(device.data(), blocks);
+      std::byte* const out = device.data() + kRanks * kBytes;
+      cuda::reduce_blocks(dtype, op, device.data(), kBytes, kRanks, out, kBytes, nullptr);
+      CHECK_THAT(to_host(out, kBytes) == expected, name_of(op) << " of " << name_of(dtype));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastdist::test

@@ -1,0 +1,84 @@
+// What is known of NCCL without a GPU: versions, libraries in a process, which reductions it has.
+
+#include "check.h"
+#include "nccl/library.h"
+#include "nccl/reductions.h"
+
+namespace fastdist::test {
+namespace {
+
+CASE(old_versions_are_refused_by_number) {
+  for (const int version : {22703, 22707, 22807, 23007, 30000}) nccl::check_version(version, "x");
+  const auto text = [](int version) {
+    return std::string(
+        CHECK_THROWS(ErrorCode::kUnsupported, nccl::check_version(version, "/lib/libnccl.so.2"))
+            .what());
+  };
+  CHECK(text(22702).find("got 2.27.2 (/lib/libnccl.so.2)") != std::string::npos);
+  CHECK(text(21805).find("needs NCCL 2.27.3 or newer, got 2.18.5") != std::string::npos);
+  CHECK(text(2804).find("got 2.8 or older") != std::string::npos);
+}
+
+CASE(libraries_of_a_process_are_found_once_each) {
+  const std::string maps =
+      "7f00-7f01 r--p 00000000 08:01 1 /a/nvidia/nccl/lib/libnccl.so.2\n"
+      "7f01-7f02 r-xp 00001000 08:01 1 /a/nvidia/nccl/lib/libnccl.so.2\n"
+      "7f03-7f04 r-xp 00000000 08:01 2 /usr/lib/libnccl-net.so\n"
+      "7f05-7f06 rw-p 00000000 00:00 0 [heap]\n"
+      "7f06-7f07 rw-p 00000000 00:00 0\n"
+      "7f07-7f08 r-xp 00000000 08:01 3 /b c/libnccl.so.2.27.3\n";
+  const auto found = nccl::libraries_in(maps);
+  CHECK(found.size() == 2);
+  CHECK(found[0] == "/a/nvidia/nccl/lib/libnccl.so.2" && found[1] == "/b c/libnccl.so.2.27.3");
+  CHECK(nccl::libraries_in("").empty());
+}
+
+CASE(sharing_a_gpu_depends_on_the_version) {
+  CHECK(nccl::settings_for_sharing(23003, 5)[0].name == "NCCL_MULTI_RANK_GPU_ENABLE");
+  const auto a = nccl::settings_for_sharing(22907, 1);
+  const auto b = nccl::settings_for_sharing(22907, 2);
+  CHECK(a.size() == 1 && a[0].name == "NCCL_HOSTID" && a[0].value != b[0].value);
+}
+
+CASE(reductions_are_native_or_not) {
+  using nccl::native_reduction;
+  const auto is = [](DType dtype, ReduceOp op, nccl::abi::DataType type, nccl::abi::RedOp native,
+                     std::size_t per_element) {
+    const auto found = native_reduction(dtype, op);
+    return found && found->type == type && found->op == native && found->per_element == per_element;
+  };
+  namespace abi = nccl::abi;
+  CHECK(is(DType::kFloat32, ReduceOp::kMean, abi::kFloat32, abi::kAvg, 1));
+  CHECK(is(DType::kComplex128, ReduceOp::kSum, abi::kFloat64, abi::kSum, 2));
+  CHECK(is(DType::kBool, ReduceOp::kSum, abi::kUint8, abi::kMax, 1));
+  CHECK(is(DType::kBool, ReduceOp::kAnd, abi::kUint8, abi::kMin, 1));
+  CHECK(is(DType::kUInt64, ReduceOp::kProd, abi::kUint64, abi::kProd, 1));
+  CHECK(!native_reduction(DType::kComplex64, ReduceOp::kProd));
+  CHECK(!native_reduction(DType::kInt16, ReduceOp::kSum));
+  CHECK(!native_reduction(DType::kFloat8E5M2, ReduceOp::kMax));
+  CHECK(!native_reduction(DType::kInt32, ReduceOp::kXor));
+  CHECK(!native_reduction(DType::kBool, ReduceOp::kXor));
+}
+
+CASE(every_reduction_that_is_defined_is_native_or_has_a_kernel) {
+  for (int d = 0; d < kDTypeCount; ++d) {
+    for (int o = 0; o < kReduceOpCount; ++o) {
+      const auto dtype = static_cast<DType>(d);
+      const auto op = static_cast<ReduceOp>(o);
+      try {
+        check_reducible(op, dtype);
+      } catch (const Error&) {
+        continue;
+      }
+      if (nccl::native_reduction(dtype, op)) continue;
+      const bool bitwise = op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
+      const bool narrow = dtype == DType::kInt16 || dtype == DType::kUInt16 ||
+                          dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2;
+      const bool complex = dtype >= DType::kComplex64 && op == ReduceOp::kProd;
+      CHECK_THAT(bitwise || narrow || complex, name_of(op) << " of " << name_of(dtype));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fastdist::test

@@ -1,0 +1,36 @@
+"""The engine for GPUs by its compiled interface: ranks that share a GPU, or have one each."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastdist import _core
+
+HERE = Path(__file__).resolve().parent
+PARTS = [
+    "reductions",
+    "moves",
+    "lists",
+    "compression",
+    "streams",
+    "graphs",
+    "bad_input",
+    "late",
+    "groups",
+]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(_core.why_no_cuda() != "", reason=_core.why_no_cuda()),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_on_gpus(ranks: int, part: str) -> None:
+    command = [sys.executable, "-m", "fastdist", "run", "-n", str(ranks), "gpu_rank.py", part]
+    result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=170)
+    assert result.returncode == 0, result.stdout + result.stderr

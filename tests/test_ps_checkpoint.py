@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.snapshot import save
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
@@ -139,6 +141,29 @@ def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None
     require_same(other.values(), before)
     with pytest.raises(OSError, match=r"cannot write|Not a directory|File exists"):
         save_checkpoint(job.client, tmp_path / "index.json" / "below", job.things[:1])
+
+
+def test_a_slow_save_is_asked_for_again_and_done_once(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def slow(*args: Any) -> list[str]:
+        calls.append(args)
+        time.sleep(1)
+        return save(*args)
+
+    monkeypatch.setattr("fastdist.ps.server.save", slow)
+    server = stack.enter_context(Server())
+    client = stack.enter_context(Client([server.address], timeout_s=0.5, retry_s=0.1))
+    pieces = RoundRobin(1).place((3,), 4)
+    thing = ShardedVariable(client, DenseSpec("w", (3,), ADAM), pieces, np.ones(3))
+    save_checkpoint(client, tmp_path, [thing])
+    assert len(calls) == 1
+    assert server.stats()["repeated"] > 1
+    thing.assign(np.zeros(3))
+    restore_checkpoint(client, tmp_path, [thing])
+    assert (thing.pull() == 1).all()
 
 
 def test_what_is_not_in_it(stack: ExitStack, tmp_path: Path) -> None:

@@ -119,19 +119,17 @@ class Routing:
             FastdistError: they do not; the message names the first that differs.
         """
         for optimizer in self._optimizers:
-            twins = self.twins_of(optimizer)
-            first = optimizer if self._first == 1 else twins[0]
-            for replica, twin in enumerate(twins, start=self._first):
-                for group, mirror in zip(first.param_groups, twin.param_groups, strict=True):
-                    for key, value in group.items():
-                        if key != "params" and not _same(value, mirror.get(key)):
-                            raise FastdistError(
-                                f"{type(optimizer).__name__} has {key}={value} on replica 0 and "
-                                f"{key}={mirror.get(key)} on replica {replica}: set it alike on "
-                                "all, and make the schedulers that run uses inside `with "
-                                "strategy.scope():`",
-                                (replica,),
-                            )
+            first, *others = [optimizer] * self._first + self.twins_of(optimizer)
+            for replica, other in enumerate(others, start=1):
+                difference = _difference(first.param_groups, other.param_groups)
+                if difference is None:
+                    continue
+                raise FastdistError(
+                    f"{type(optimizer).__name__} has {difference[0]} on replica 0 and "
+                    f"{difference[1]} on replica {replica}: set it alike on all, and make the "
+                    "schedulers that run uses inside `with strategy.scope():`",
+                    (replica,),
+                )
 
     def _memo(self, roots: Sequence[nn.Module], twin: int) -> dict[int, Any]:
         """What a twin is to share instead of having a copy: by id, what it gets."""
@@ -259,6 +257,19 @@ def _tracked_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
 
     tracked.__dict__["_wrapped_by_lr_sched"] = True
     return tracked
+
+
+def _difference(
+    groups: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]
+) -> tuple[str, str] | None:
+    """What differs first between the hyperparameters of two replicas."""
+    if len(groups) != len(others):
+        return f"{len(groups)} groups", f"{len(others)}"
+    for group, other in zip(groups, others, strict=True):
+        for key, value in group.items():
+            if key != "params" and not _same(value, other.get(key)):
+                return f"{key}={value}", f"{key}={other.get(key)}"
+    return None
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -13,17 +13,16 @@ _MAX_CLIENTS = 1 << 16
 
 
 class Progress(enum.Enum):
-    """How far a change is."""
+    """How far a change is that has not been replied to."""
 
     NEW = enum.auto()
     RUNNING = enum.auto()
-    DONE = enum.auto()
 
 
 @dataclass(slots=True)
 class _Client:
     floor: int = 0
-    progress: dict[int, Progress] = field(default_factory=dict)
+    progress: dict[int, Progress | bytes] = field(default_factory=dict)
 
 
 class Applied:
@@ -33,13 +32,16 @@ class Applied:
         self._lock = threading.Lock()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
 
-    def begin(self, client: bytes, number: int, floor: int) -> Progress:
-        """Note that a change is to be applied now, if it is new; how far it was before.
+    def begin(self, client: bytes, number: int, floor: int) -> Progress | bytes:
+        """Note that a change is to be applied now, if it is new.
 
         Args:
             client: who sent it.
             number: of the change.
             floor: the client sends none below this again.
+
+        Returns:
+            How far it was before; of one that is applied, the body of the reply.
 
         Raises:
             ValueError: the client has far too many requests under way.
@@ -54,7 +56,7 @@ class Applied:
                 for old in [n for n in known.progress if n < floor]:
                     del known.progress[old]
             if number < known.floor:
-                return Progress.DONE
+                return b""
             progress = known.progress.get(number, Progress.NEW)
             if progress is Progress.NEW:
                 if len(known.progress) >= MAX_REQUESTS:
@@ -62,13 +64,13 @@ class Applied:
                 known.progress[number] = Progress.RUNNING
             return progress
 
-    def end(self, client: bytes, number: int, is_applied: bool) -> None:
-        """A change that was new has been applied, or has failed and may be tried again."""
+    def end(self, client: bytes, number: int, reply: bytes | None) -> None:
+        """A change that was new has been applied; or, None, has failed and may be tried again."""
         with self._lock:
             known = self._clients.get(client)
             if known is None or number not in known.progress:
                 return
-            if is_applied:
-                known.progress[number] = Progress.DONE
-            else:
+            if reply is None:
                 del known.progress[number]
+            else:
+                known.progress[number] = reply

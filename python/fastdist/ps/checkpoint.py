@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fastdist.ps.client import Client, Ticket
 from fastdist.ps.protocol import Op
@@ -18,7 +19,9 @@ _FORMAT = 1
 Sharded = ShardedVariable | ShardedRows
 
 
-def save_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> None:
+def save_checkpoint(
+    client: Client, directory: str | Path, things: Sequence[Sharded], *, timeout_s: float = 600.0
+) -> None:
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
     Servers write their files into the directory, which all of them must see. The checkpoint that
@@ -38,7 +41,7 @@ def save_checkpoint(client: Client, directory: str | Path, things: Sequence[Shar
             for server, number, part in thing.parts():
                 stem = str(directory / f"{stamp}-{len(tickets)}")
                 about = {"part": asdict(part), "stem": stem}
-                ticket = client.submit(server, Op.SAVE, number, [json.dumps(about).encode()])
+                ticket = _submit(client, server, Op.SAVE, number, about, timeout_s)
                 tickets.append((thing.spec.name, ticket))
         for name, ticket in tickets:
             files.setdefault(name, []).extend(json.loads(bytes(client.wait(ticket))))
@@ -52,7 +55,9 @@ def save_checkpoint(client: Client, directory: str | Path, things: Sequence[Shar
             path.unlink(missing_ok=True)
 
 
-def restore_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> None:
+def restore_checkpoint(
+    client: Client, directory: str | Path, things: Sequence[Sharded], *, timeout_s: float = 600.0
+) -> None:
     """Read what `save_checkpoint` wrote into variables and tables that exist, cut in any way.
 
     Rows that a table has and the checkpoint has not stay as they are.
@@ -72,10 +77,17 @@ def restore_checkpoint(client: Client, directory: str | Path, things: Sequence[S
             raise ValueError(f"{directory} has no {thing.spec.name!r}; it has {known}")
         paths = [str(directory / name) for name in index["files"][thing.spec.name]]
         for server, number, part in thing.parts():
-            about = json.dumps({"part": asdict(part), "files": paths})
-            tickets.append(client.submit(server, Op.RESTORE, number, [about.encode()]))
+            about = {"part": asdict(part), "files": paths}
+            tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
     for ticket in tickets:
         client.wait(ticket)
+
+
+def _submit(
+    client: Client, server: int, op: Op, number: int, about: dict[str, Any], timeout_s: float
+) -> Ticket:
+    frames = [json.dumps(about).encode()]
+    return client.submit(server, op, number, frames, timeout_s=timeout_s)
 
 
 def _replace(path: Path, text: str) -> None:

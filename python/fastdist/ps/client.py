@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -29,12 +29,13 @@ class Ticket:
     op: Op
     header: Header
     frames: Sequence[Any]
+    timeout_s: float
     deadline: float
     resend_at: float
     sent: int = 1
     reply: memoryview | None = None
     error: Exception | None = None
-    is_done: bool = field(default=False)
+    is_done: bool = False
 
 
 class Client:
@@ -104,6 +105,7 @@ class Client:
         number: int = 0,
         frames: Sequence[Any] = (),
         lr: float | None = None,
+        timeout_s: float | None = None,
     ) -> Ticket:
         """Send a request; several may be under way, to all servers.
 
@@ -113,6 +115,7 @@ class Client:
             number: of the variable or table.
             frames: bytes or contiguous arrays.
             lr: learning rate of a push; None for the update rule's own.
+            timeout_s: of what takes longer than the client's own.
 
         Returns:
             What `wait` takes. What frames refer to must not change before that.
@@ -133,7 +136,8 @@ class Client:
             min(under_way, default=self._numbers[server]),
             float("nan") if lr is None else lr,
         )
-        ticket = Ticket(server, op, header, frames, now + self._timeout_s, now + self._retry_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        ticket = Ticket(server, op, header, frames, limit_s, now + limit_s, now + self._retry_s)
         under_way[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -165,12 +169,19 @@ class Client:
     def _progress(self, ticket: Ticket) -> None:
         """Take replies until there is one, or until this request must be sent again."""
         now = time.monotonic()
+        wait_s = min(ticket.deadline, ticket.resend_at) - now
+        replies = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
+        for socket, _ in replies:
+            self._take(self._sockets.index(socket))
+        if replies:
+            return
+        now = time.monotonic()
         if now >= ticket.deadline:
             self._under_way[ticket.server].pop(ticket.header.number, None)
             ticket.is_done = True
             ticket.error = UnavailableError(
                 f"server {ticket.server} at {self.servers[ticket.server]} has not answered "
-                f"{ticket.op.name} for {self._timeout_s:g} s; it was sent {ticket.sent} times. Is "
+                f"{ticket.op.name} for {ticket.timeout_s:g} s; it was sent {ticket.sent} times. Is "
                 "the server running, and has this client its keys?",
                 (ticket.server,),
             )
@@ -179,9 +190,6 @@ class Client:
             ticket.sent += 1
             ticket.resend_at = now + self._retry_s
             self._send(ticket)
-        wait_s = min(ticket.deadline, ticket.resend_at) - now
-        for socket, _ in self._poller.poll(int(max(0.0, wait_s) * 1000) + 1):
-            self._take(self._sockets.index(socket))
 
     def _take(self, server: int) -> None:
         header_frame, *bodies = self._sockets[server].recv_multipart(copy=False)

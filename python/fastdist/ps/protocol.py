@@ -46,7 +46,7 @@ FRAMES = {
     Op.RESTORE: (1,),
 }
 # Applied once, however often they arrive.
-CHANGES = frozenset((Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS))
+CHANGES = frozenset((Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE))
 
 
 class Status(enum.IntEnum):

@@ -181,11 +181,11 @@ class Server:
                 return _reply(header), self._read(op, header, frames[1:], buffers)
             progress = self._applied.begin(header.client, header.number, header.floor)
             if progress is Progress.NEW:
-                self._change(op, header, frames[1:])
+                progress = self._change(op, header, frames[1:])
             else:
                 self._count("repeated")
             # While it runs, the reply is that of the one that runs.
-            return None if progress is Progress.RUNNING else (_reply(header), None)
+            return (_reply(header), progress or None) if isinstance(progress, bytes) else None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
 
@@ -205,16 +205,6 @@ class Server:
             return json.dumps(self.stats()).encode()
         if op is Op.CREATE:
             return json.dumps(self._create(frames)).encode()
-        if op is Op.SAVE:
-            about = _json(frames[0])
-            spec, kept = self._object(header, None)
-            names = save(spec, kept, Part(**about["part"]), Path(about["stem"]))
-            return json.dumps(names).encode()
-        if op is Op.RESTORE:
-            about = _json(frames[0])
-            spec, kept = self._object(header, None)
-            files = [Path(file) for file in about["files"]]
-            return json.dumps(restore(spec, kept, Part(**about["part"]), files)).encode()
         if op is Op.PULL:
             dense, variable = self._dense(header)
             out = buffers.take(4 * dense.size).view(np.float32)
@@ -226,22 +216,38 @@ class Server:
         table.pull(ids, out.reshape(ids.size, rows.dim))
         return out
 
-    def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> None:
-        is_applied = False
+    def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
+        reply = None
         try:
-            lr = None if math.isnan(header.lr) else header.lr
-            if op in (Op.PUSH, Op.ASSIGN):
-                dense, variable = self._dense(header)
-                values = floats_in(frames[0], dense.shape)
-                variable.push(values, lr) if op is Op.PUSH else variable.assign(values)
+            if op in (Op.SAVE, Op.RESTORE):
+                reply = self._move_files(op, header, frames[0])
             else:
-                spec, table = self._rows(header)
-                ids = ids_in(frames[0])
-                values = floats_in(frames[1], (ids.size, spec.dim))
-                table.push(ids, values, lr) if op is Op.PUSH_ROWS else table.assign(ids, values)
-            is_applied = True
+                self._update(op, header, frames)
+                reply = b""
         finally:
-            self._applied.end(header.client, header.number, is_applied)
+            self._applied.end(header.client, header.number, reply)
+        return reply
+
+    def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> None:
+        lr = None if math.isnan(header.lr) else header.lr
+        if op in (Op.PUSH, Op.ASSIGN):
+            dense, variable = self._dense(header)
+            values = floats_in(frames[0], dense.shape)
+            variable.push(values, lr) if op is Op.PUSH else variable.assign(values)
+        else:
+            spec, table = self._rows(header)
+            ids = ids_in(frames[0])
+            values = floats_in(frames[1], (ids.size, spec.dim))
+            table.push(ids, values, lr) if op is Op.PUSH_ROWS else table.assign(ids, values)
+
+    def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
+        about = _json(frame)
+        spec, kept = self._object(header, None)
+        part = Part(**about["part"])
+        if op is Op.SAVE:
+            return json.dumps(save(spec, kept, part, Path(about["stem"]))).encode()
+        files = [Path(file) for file in about["files"]]
+        return json.dumps(restore(spec, kept, part, files)).encode()
 
     def _create(self, frames: Sequence[memoryview]) -> int:
         spec = from_json(_meta(frames[0]))

@@ -20,7 +20,7 @@ import zmq
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec, Server
 from fastdist.ps.applied import MAX_REQUESTS, Applied, Progress
-from fastdist.ps.protocol import Header, Op
+from fastdist.ps.protocol import HEADER_BYTES, Header, Op
 from fastdist.ps.specs import from_json, to_json
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,8 +248,12 @@ def test_a_server_that_is_gone_and_comes_back() -> None:
         ticket = client.submit(0, Op.HELLO)
         with Server(server.address):
             assert b"objects" in bytes(client.wait(ticket))
-            with pytest.raises(ValueError, match="may have been started again"):
-                client.pull(0, dense, (2,))
+            again = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="has been started again") as caught:
+                    client.pull(0, dense, (2,))
+                assert caught.value.ranks == (0,)
+            assert (client.pull(0, again, (2,)) == 0).all()
 
 
 def test_a_reply_that_has_come_is_taken_however_late(server: Server) -> None:
@@ -305,7 +309,7 @@ def test_errors_come_back(server: Server, client: Client) -> None:
     fixed = client.create(0, RowsSpec("fixed", 4, SGD, rows=10))
     ids, values = np.array([1, 2]), np.zeros((2, 4), np.float32)
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, "object 9 does not exist", lambda: client.pull(0, 9, (2,))),
+        (ValueError, "object 9 does not exist", lambda: client.pull(0, dense + 9, (2,))),
         (ValueError, "is a DenseSpec", lambda: client.pull_rows(0, dense, ids, 4)),
         (ValueError, "is a RowsSpec", lambda: client.push(0, rows, np.zeros(2))),
         (ValueError, r"shape \(2, 4\), got 16", lambda: client.push_rows(0, rows, ids, values[:1])),
@@ -358,12 +362,14 @@ def test_specs_survive_a_journey() -> None:
 
 def test_another_version(server: Server, client: Client) -> None:
     header = bytearray(Header(Op.HELLO, 1, b"c" * 16).pack())
-    header[4] = 9
-    with raw(server) as plain:
-        plain.send(bytes(header))
-        answer, text = plain.recv_multipart()
-    assert Header.unpack(answer).number == 1
-    assert b"the server speaks version 1 of the protocol, the client version 9" in text
+    for version, size in ((9, len(header)), (1, 48), (3, 200)):
+        header[4] = version
+        with raw(server) as plain:
+            plain.send(bytes(header).ljust(size)[:size])
+            answer, text = plain.recv_multipart()
+        assert Header.unpack(answer).number == 1
+        expected = f"the server speaks version 2 of the protocol, the client version {version}"
+        assert expected.encode() in text
     client.hello(0)
 
 
@@ -377,7 +383,9 @@ def test_garbage(server: Server, client: Client) -> None:
     with raw(server) as plain:
         while time.monotonic() < deadline:
             for _ in range(200):
-                frames = [rng.randbytes(rng.choice((0, 1, 48, 56, 500))) for _ in range(3)]
+                frames = [
+                    rng.randbytes(rng.choice((0, 1, 48, HEADER_BYTES, 500))) for _ in range(3)
+                ]
                 op = rng.choice(list(Op))
                 header = Header(op, rng.randrange(2**64), rng.randbytes(16), rng.randrange(3))
                 if rng.random() < 0.5:

@@ -9,7 +9,8 @@ except ImportError:
 
 from fastdist.ps.client import Client, Ticket
 from fastdist.ps.keys import Keys
+from fastdist.ps.pending import Pending
 from fastdist.ps.server import Server
 from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
 
-__all__ = ["Client", "DenseSpec", "Keys", "RowsSpec", "RuleSpec", "Server", "Ticket"]
+__all__ = ["Client", "DenseSpec", "Keys", "Pending", "RowsSpec", "RuleSpec", "Server", "Ticket"]

@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
 
 from fastdist.errors import UnavailableError
+from fastdist.ps.connection import Connection
 from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
 from fastdist.ps.keys import Keys
-from fastdist.ps.protocol import Header, Op, ProtocolError, Status, VersionError, error_of
+from fastdist.ps.protocol import (
+    UNKNOWN_STEP,
+    Header,
+    Op,
+    ProtocolError,
+    Status,
+    VersionError,
+    error_of,
+)
 from fastdist.ps.specs import Spec, to_json
 
 
@@ -23,6 +33,9 @@ class Ticket:
     """A request under way: what `Client.wait` takes.
 
     What its frames refer to must stay as it is until it has been waited for: it may be sent again.
+
+    Attributes:
+        step: in the reply to a pull, how many pushes the value has seen.
     """
 
     server: int
@@ -33,9 +46,15 @@ class Ticket:
     deadline: float
     resend_at: float
     sent: int = 1
+    step: int = UNKNOWN_STEP
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False
+
+    @property
+    def began(self) -> float:
+        """When it was sent first, on the monotonic clock."""
+        return self.deadline - self.timeout_s
 
 
 class Client:
@@ -45,6 +64,7 @@ class Client:
         servers: their addresses.
         keys: of the job, where the servers have keys.
         timeout_s: a server that has not answered for so long is unavailable.
+        grace_s: so is one whose connection has broken and is not there again after so long.
         retry_s: a request without a reply is sent again after so long.
         window: requests under way to one server; a further one waits.
     """
@@ -55,6 +75,7 @@ class Client:
         *,
         keys: Keys | None = None,
         timeout_s: float = 30.0,
+        grace_s: float = 3.0,
         retry_s: float = 2.0,
         window: int = 32,
     ) -> None:
@@ -62,6 +83,7 @@ class Client:
             raise ValueError("servers must name at least one address")
         self.servers = tuple(servers)
         self._timeout_s = timeout_s
+        self._grace_s = grace_s
         self._retry_s = retry_s
         self._window = window
         self._id = uuid.uuid4().bytes
@@ -69,20 +91,15 @@ class Client:
         self._poller = zmq.Poller()
         self._numbers = [0] * len(servers)
         self._under_way: list[dict[int, Ticket]] = [{} for _ in servers]
-        self._sockets = [self._connect(address, keys) for address in servers]
+        self._connections = [Connection(self._context, address, keys) for address in servers]
+        self._calls: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        for server, connection in enumerate(self._connections):
+            self._listen(connection.socket, partial(self._take, server))
+            self._listen(connection.monitor, partial(self._take_events, server))
 
-    def _connect(self, address: str, keys: Keys | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if keys is not None:
-            socket.curve_serverkey = keys.server_public.encode()
-            socket.curve_publickey = keys.client_public.encode()
-            socket.curve_secretkey = keys.client_secret.encode()
-        socket.connect(address)
+    def _listen(self, socket: zmq.Socket[bytes], call: Callable[[], None]) -> None:
         self._poller.register(socket, zmq.POLLIN)
-        return socket
+        self._calls[socket] = call
 
     def __enter__(self) -> Client:
         return self
@@ -92,8 +109,8 @@ class Client:
 
     def close(self) -> None:
         """Disconnect; requests under way may or may not be applied."""
-        for socket in self._sockets:
-            socket.close()
+        for connection in self._connections:
+            connection.close()
         self._context.term()
 
     # --- requests -------------------------------------------------------------------------------
@@ -106,6 +123,9 @@ class Client:
         frames: Sequence[Any] = (),
         lr: float | None = None,
         timeout_s: float | None = None,
+        *,
+        round: int = 0,
+        step: int = UNKNOWN_STEP,
     ) -> Ticket:
         """Send a request; several may be under way, to all servers.
 
@@ -116,6 +136,8 @@ class Client:
             frames: bytes or contiguous arrays.
             lr: learning rate of a push; None for the update rule's own.
             timeout_s: of what takes longer than the client's own.
+            round: that a push waits for, 0 for none; or that the request is about.
+            step: of the value that the gradient of a push was computed from.
 
         Returns:
             What `wait` takes. What frames refer to must not change before that.
@@ -135,6 +157,8 @@ class Client:
             number,
             min(under_way, default=self._numbers[server]),
             float("nan") if lr is None else lr,
+            round,
+            step,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(server, op, header, frames, limit_s, now + limit_s, now + self._retry_s)
@@ -146,7 +170,7 @@ class Client:
         """The reply's body, without a copy.
 
         Raises:
-            UnavailableError: the server has not answered in time.
+            UnavailableError: the server has not answered in time, is gone, or is another one since.
             Exception: what the server raised.
         """
         while not ticket.is_done:
@@ -155,44 +179,67 @@ class Client:
             raise ticket.error
         return ticket.reply if ticket.reply is not None else memoryview(b"")
 
+    def settle(self, server: int, round: int) -> None:
+        """Wait until a server has all that was sent to it for a round.
+
+        Raises:
+            Exception: what `wait` of one of these requests raises.
+        """
+        for ticket in list(self._under_way[server].values()):
+            if ticket.header.round == round:
+                self.wait(ticket)
+
     def _send(self, ticket: Ticket) -> None:
-        socket = self._sockets[ticket.server]
-        more = zmq.SNDMORE if ticket.frames else 0
-        try:
-            socket.send(ticket.header.pack(), more | zmq.DONTWAIT)
-            for i, frame in enumerate(ticket.frames, 1):
-                last = i == len(ticket.frames)
-                socket.send(frame, zmq.DONTWAIT | (0 if last else zmq.SNDMORE), copy=False)
-        except zmq.Again:  # the queue of a server that is not there is full
-            pass
+        self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
 
     def _progress(self, ticket: Ticket) -> None:
         """Take replies until there is one, or until this request must be sent again."""
         now = time.monotonic()
-        wait_s = min(ticket.deadline, ticket.resend_at) - now
-        replies = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
-        for socket, _ in replies:
-            self._take(self._sockets.index(socket))
-        if replies:
+        wait_s = min(ticket.deadline, ticket.resend_at, self._gone_at(ticket)) - now
+        events = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
+        for socket, _ in events:
+            self._calls[socket]()
+        if events:
             return
         now = time.monotonic()
-        if now >= ticket.deadline:
+        if now >= min(ticket.deadline, self._gone_at(ticket)):
             self._under_way[ticket.server].pop(ticket.header.number, None)
             ticket.is_done = True
-            ticket.error = UnavailableError(
-                f"server {ticket.server} at {self.servers[ticket.server]} has not answered "
-                f"{ticket.op.name} for {ticket.timeout_s:g} s; it was sent {ticket.sent} times. Is "
-                "the server running, and has this client its keys?",
-                (ticket.server,),
-            )
+            ticket.error = self._unavailable(ticket, now >= ticket.deadline)
             raise ticket.error
         if now >= ticket.resend_at:
-            ticket.sent += 1
-            ticket.resend_at = now + self._retry_s
-            self._send(ticket)
+            self._send_again(ticket)
+
+    def _gone_at(self, ticket: Ticket) -> float:
+        """When a request is given up since there is no connection."""
+        lost_at = self._connections[ticket.server].lost_at
+        if lost_at is None:
+            return ticket.deadline
+        return max(lost_at, ticket.began) + self._grace_s
+
+    def _unavailable(self, ticket: Ticket, is_late: bool) -> UnavailableError:
+        what = (
+            f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s; it was sent "
+            f"{ticket.sent} times. Is the server running, and has this client its keys?"
+            if is_late
+            else f"is gone: the connection broke during or before {ticket.op.name}, and there was "
+            f"none again for {self._grace_s:g} s"
+        )
+        server = ticket.server
+        return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
+
+    def _send_again(self, ticket: Ticket) -> None:
+        ticket.sent += 1
+        ticket.resend_at = time.monotonic() + self._retry_s
+        self._send(ticket)
+
+    def _take_events(self, server: int) -> None:
+        if self._connections[server].take_events():
+            for ticket in self._under_way[server].values():
+                self._send_again(ticket)
 
     def _take(self, server: int) -> None:
-        header_frame, *bodies = self._sockets[server].recv_multipart(copy=False)
+        header_frame, *bodies = self._connections[server].socket.recv_multipart(copy=False)
         try:
             header = Header.unpack(header_frame.buffer)
         except VersionError as error:
@@ -204,10 +251,12 @@ class Client:
         if ticket is None:  # answered before
             return
         ticket.is_done = True
+        ticket.step = header.step
         ticket.reply = bodies[0].buffer if bodies else None
         if header.kind != Status.OK:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
-            ticket.error = error_of(header.kind, f"{text} (server {server}, {ticket.op.name})")
+            text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
+            ticket.error = error_of(header.kind, text, server)
 
     # --- variables and tables -------------------------------------------------------------------
 

@@ -6,13 +6,17 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 1
+VERSION = 2
 MAX_META_BYTES = 64 << 10
+MAX_COMMIT_BYTES = 4 << 20
+UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
-# magic, version, kind, object, learning rate, number, floor, client
-_HEADER = struct.Struct("<4sHHIfQQ16s")
+# magic, version, kind, object, learning rate, number, floor, client: the same in all versions, so
+# that each can tell every other what is wrong. Then round, step, incarnation.
+_OF_ALL_VERSIONS = struct.Struct("<4sHHIfQQ16s")
+_HEADER = struct.Struct("<4sHHIfQQ16sQQI4x")
 HEADER_BYTES = _HEADER.size
 
 
@@ -30,6 +34,9 @@ class Op(enum.IntEnum):
     STATS = 9  # none
     SAVE = 10  # JSON: part, path that names of files begin with
     RESTORE = 11  # JSON: part, files
+    COMMIT = 12  # JSON: of, weight, objects
+    ROUND_STATE = 13  # none
+    DISCARD = 14  # JSON: a list of rounds
 
 
 FRAMES = {
@@ -44,9 +51,14 @@ FRAMES = {
     Op.STATS: (0,),
     Op.SAVE: (1,),
     Op.RESTORE: (1,),
+    Op.COMMIT: (1,),
+    Op.ROUND_STATE: (0,),
+    Op.DISCARD: (1,),
 }
 # Applied once, however often they arrive.
-CHANGES = frozenset((Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE))
+CHANGES = frozenset(
+    (Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE, Op.COMMIT)
+)
 
 
 class Status(enum.IntEnum):
@@ -59,6 +71,7 @@ class Status(enum.IntEnum):
     MEMORY_ERROR = 4
     FAILED = 5
     OTHER_VERSION = 6
+    RESTARTED = 7
 
 
 _ERRORS: dict[Status, type[Exception]] = {
@@ -73,6 +86,10 @@ _ERRORS: dict[Status, type[Exception]] = {
 
 class ProtocolError(Exception):
     """A message that no client of fastdist has made."""
+
+
+class RestartedError(Exception):
+    """A request for an object of a server that was here before."""
 
 
 class VersionError(Exception):
@@ -94,9 +111,12 @@ class Header:
         kind: an `Op` in a request, a `Status` in a reply.
         number: of the request; a client counts those to each server.
         client: 16 bytes that no other client has.
-        object: number of the variable or table.
+        object: number of the variable or table; its high 32 bits are the server's incarnation.
         floor: the client has got the replies to all requests before this number.
         lr: learning rate of a push; NaN for the update rule's own.
+        round: that a push waits for; 0: it is applied at once.
+        step: pushes that a value has seen: in the reply to a pull, of that value; in a push, of the
+            one that the gradient was computed from.
     """
 
     kind: int
@@ -105,6 +125,8 @@ class Header:
     object: int = 0
     floor: int = 0
     lr: float = float("nan")
+    round: int = 0
+    step: int = UNKNOWN_STEP
 
     def pack(self) -> bytes:
         """`HEADER_BYTES` bytes."""
@@ -112,11 +134,14 @@ class Header:
             _MAGIC,
             VERSION,
             self.kind,
-            self.object,
+            self.object & 0xFFFFFFFF,
             self.lr,
             self.number,
             self.floor,
             self.client,
+            self.round,
+            self.step,
+            self.object >> 32,
         )
 
     @classmethod
@@ -127,25 +152,29 @@ class Header:
             ProtocolError: it is none.
             VersionError: it is of another version.
         """
-        if len(data) < HEADER_BYTES or bytes(data[:4]) != _MAGIC:
+        if len(data) < _OF_ALL_VERSIONS.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
-        _, version, kind, number_of, lr, number, floor, client = _HEADER.unpack(data[:HEADER_BYTES])
-        header = cls(kind, number, client, number_of, floor, lr)
+        _, version, kind, index, lr, number, floor, client = _OF_ALL_VERSIONS.unpack_from(data)
         if version != VERSION:
-            raise VersionError(header, version)
+            raise VersionError(cls(kind, number, client, index, floor, lr), version)
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
-        return header
+        *_, round_, step, incarnation = _HEADER.unpack(data)
+        return cls(kind, number, client, incarnation << 32 | index, floor, lr, round_, step)
 
 
 def status_of(error: Exception) -> Status:
     """How a reply names an error."""
+    if isinstance(error, RestartedError):
+        return Status.RESTARTED
     for status, kind in _ERRORS.items():
         if isinstance(error, kind):
             return status
     return Status.FAILED
 
 
-def error_of(status: int, message: str) -> Exception:
-    """The error that a reply tells of."""
+def error_of(status: int, message: str, server: int) -> Exception:
+    """The error that a reply of a server tells of."""
+    if status == Status.RESTARTED:
+        return UnavailableError(message, (server,))
     return _ERRORS.get(Status(status), FastdistError)(message)

@@ -19,12 +19,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist import _core
 from fastdist.ps.applied import Applied, Progress
-from fastdist.ps.frames import floats_in, ids_in
+from fastdist.ps.frames import Array, floats_in, ids_in
 from fastdist.ps.keys import Keys
+from fastdist.ps.objects import Objects
 from fastdist.ps.protocol import (
     CHANGES,
     FRAMES,
+    MAX_COMMIT_BYTES,
     MAX_META_BYTES,
+    UNKNOWN_STEP,
     VERSION,
     Header,
     Op,
@@ -35,7 +38,9 @@ from fastdist.ps.protocol import (
 )
 from fastdist.ps.send_buffers import SendBuffers
 from fastdist.ps.snapshot import Part, restore, save
-from fastdist.ps.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
+from fastdist.ps.specs import RowsSpec, from_json, to_json
+from fastdist.ps.staging import APPLIED, DISCARDED, Rounds
+from fastdist.ps.staleness import Staleness
 
 _WORKERS = "inproc://workers"
 
@@ -50,6 +55,7 @@ class Server:
         keys: of the job. Without, only processes of this machine may be let in.
         threads: that answer requests.
         max_message_bytes: connections that send more are dropped.
+        max_staged_bytes: of gradients that wait for their round.
 
     Raises:
         ValueError: an address beyond this machine, and no keys.
@@ -63,16 +69,17 @@ class Server:
         keys: Keys | None = None,
         threads: int = 2,
         max_message_bytes: int = 1 << 31,
+        max_staged_bytes: int = 4 << 30,
     ) -> None:
         if keys is None and not _is_local(address):
             raise ValueError(
                 f"{address} can be reached from other machines: give keys=Keys.make(), the same "
                 "to all clients, or listen on tcp://127.0.0.1:*"
             )
-        self._objects: list[tuple[Spec, Any]] = []
-        self._numbers: dict[str, int] = {}
-        self._creating = threading.Lock()
+        self._objects = Objects()
+        self._rounds = Rounds(max_staged_bytes)
         self._applied = Applied()
+        self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
         self._counting = threading.Lock()
         self._began = time.monotonic()
@@ -122,11 +129,12 @@ class Server:
         """How much it keeps and has done.
 
         Returns:
-            requests, repeated, malformed: counts; uptime_s; objects: for each its name, kind,
-            nbytes, steps (pushes), and rows of a table.
+            requests, repeated, malformed: counts; uptime_s; staleness: of pushes, by how many
+            others came between the pull and them ("0", "1", "2-3", "4-7", …); rounds: open, nbytes;
+            objects: for each its name, kind, nbytes, steps (pushes), and rows of a table.
         """
         objects = []
-        for spec, kept in list(self._objects):
+        for spec, kept in self._objects.all():
             entry = {"name": spec.name, "kind": type(spec).__name__, "nbytes": kept.nbytes}
             entry["steps"] = kept.step
             if isinstance(spec, RowsSpec):
@@ -134,7 +142,13 @@ class Server:
             objects.append(entry)
         with self._counting:
             counts = dict(self._counts)
-        return {**counts, "uptime_s": time.monotonic() - self._began, "objects": objects}
+        return {
+            **counts,
+            "uptime_s": time.monotonic() - self._began,
+            "staleness": self._staleness.histogram(),
+            "rounds": self._rounds.stats(),
+            "objects": objects,
+        }
 
     # --- threads --------------------------------------------------------------------------------
 
@@ -178,7 +192,7 @@ class Server:
             return None
         try:
             if op not in CHANGES:
-                return _reply(header), self._read(op, header, frames[1:], buffers)
+                return self._read(op, header, frames[1:], buffers)
             progress = self._applied.begin(header.client, header.number, header.floor)
             if progress is Progress.NEW:
                 progress = self._change(op, header, frames[1:])
@@ -197,52 +211,101 @@ class Server:
 
     def _read(
         self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
-    ) -> Any:
+    ) -> tuple[Header, Any]:
+        if op is Op.PULL or op is Op.PULL_ROWS:
+            return self._pull(op, header, frames, buffers)
+        answer: Any
         if op is Op.HELLO:
-            objects = [json.loads(to_json(spec)) for spec, _ in list(self._objects)]
-            return json.dumps({"version": VERSION, "objects": objects}).encode()
-        if op is Op.STATS:
-            return json.dumps(self.stats()).encode()
-        if op is Op.CREATE:
-            return json.dumps(self._create(frames)).encode()
+            objects = [json.loads(to_json(spec)) for spec, _ in self._objects.all()]
+            answer = {"version": VERSION, "objects": objects}
+        elif op is Op.STATS:
+            answer = self.stats()
+        elif op is Op.CREATE:
+            answer = self._create(frames)
+        elif op is Op.ROUND_STATE:
+            answer = {"state": self._rounds.state(header.round)}
+        else:
+            self._rounds.discard([int(round_) for round_ in _json(frames[0], list)])
+            answer = {}
+        return _reply(header), json.dumps(answer).encode()
+
+    def _pull(
+        self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
+    ) -> tuple[Header, Any]:
+        """The step is read before the values: these may be newer, and are not older."""
         if op is Op.PULL:
-            dense, variable = self._dense(header)
+            dense, variable = self._objects.dense(header.object)
+            step = variable.step
             out = buffers.take(4 * dense.size).view(np.float32)
             variable.pull(out)
-            return out
-        rows, table = self._rows(header)
-        ids = ids_in(frames[0])
-        out = buffers.take(4 * rows.dim * ids.size).view(np.float32)
-        table.pull(ids, out.reshape(ids.size, rows.dim))
-        return out
+        else:
+            rows, table = self._objects.rows(header.object)
+            step = table.step
+            ids = ids_in(frames[0])
+            out = buffers.take(4 * rows.dim * ids.size).view(np.float32)
+            table.pull(ids, out.reshape(ids.size, rows.dim))
+        return _reply(header, step=step), out
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
         try:
             if op in (Op.SAVE, Op.RESTORE):
                 reply = self._move_files(op, header, frames[0])
+            elif op is Op.COMMIT:
+                reply = self._commit(header, frames[0])
             else:
-                self._update(op, header, frames)
-                reply = b""
+                reply = self._update(op, header, frames)
         finally:
             self._applied.end(header.client, header.number, reply)
         return reply
 
-    def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> None:
+    def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         lr = None if math.isnan(header.lr) else header.lr
+        kept: Any
+        arrays: tuple[Array, ...]
         if op in (Op.PUSH, Op.ASSIGN):
-            dense, variable = self._dense(header)
-            values = floats_in(frames[0], dense.shape)
-            variable.push(values, lr) if op is Op.PUSH else variable.assign(values)
+            dense, kept = self._objects.dense(header.object)
+            arrays = (floats_in(frames[0], dense.shape),)
         else:
-            spec, table = self._rows(header)
+            spec, kept = self._objects.rows(header.object)
             ids = ids_in(frames[0])
-            values = floats_in(frames[1], (ids.size, spec.dim))
-            table.push(ids, values, lr) if op is Op.PUSH_ROWS else table.assign(ids, values)
+            arrays = (ids, floats_in(frames[1], (ids.size, spec.dim)))
+        if op in (Op.ASSIGN, Op.ASSIGN_ROWS):
+            kept.assign(*arrays)
+            return b""
+        self._staleness.count(kept.step, header.step)
+        if header.round:
+            return _state(self._rounds.stage(header.round, header.object, arrays))
+        kept.push(*arrays, lr)
+        return b""
+
+    def _commit(self, header: Header, frame: memoryview) -> bytes:
+        about = _json(frame, dict, MAX_COMMIT_BYTES)
+        of, weight = int(about["of"]), float(about["weight"])
+        if of < 1 or not 0 < weight < math.inf:
+            raise ValueError(f"a commit of {of} clients with the weight {weight}")
+        lrs = {int(number): lr for number, lr in about["objects"]}
+        for number, lr in lrs.items():
+            self._objects.find(number)
+            if lr is not None and not 0 <= lr < math.inf:
+                raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
+        done = self._rounds.commit(header.round, header.client, of, weight, lrs)
+        if isinstance(done, str):
+            return _state(done)
+        state = DISCARDED
+        try:
+            for change in done:
+                kept = self._objects.find(change.number)[1]
+                arrays = (change.gradient,) if change.ids is None else (change.ids, change.gradient)
+                kept.push(*arrays, change.lr)
+            state = APPLIED
+        finally:
+            self._rounds.finish(header.round, state)
+        return _state(state)
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
-        about = _json(frame)
-        spec, kept = self._object(header, None)
+        about = _json(frame, dict)
+        spec, kept = self._objects.find(header.object)
         part = Part(**about["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, kept, part, Path(about["stem"]))).encode()
@@ -251,58 +314,35 @@ class Server:
 
     def _create(self, frames: Sequence[memoryview]) -> int:
         spec = from_json(_meta(frames[0]))
-        with self._creating:
-            number = self._numbers.get(spec.name)
-            if number is not None:
-                known = self._objects[number][0]
-                if to_json(known) != to_json(spec):
-                    raise ValueError(f"{spec.name!r} exists as {known}, got {spec}")
-                return number
-            kept: _core.DenseVariable | _core.RowTable
+
+        def make() -> _core.DenseVariable | _core.RowTable:
             if isinstance(spec, RowsSpec):
-                kept = spec.make()
-            elif len(frames) == 2:
-                kept = spec.make(floats_in(frames[1], spec.shape))
-            else:
+                return spec.make()
+            if len(frames) < 2:
                 raise ValueError(f"{spec.name!r} does not exist, and no initial value is given")
-            self._objects.append((spec, kept))
-            self._numbers[spec.name] = len(self._objects) - 1
-            return len(self._objects) - 1
+            return spec.make(floats_in(frames[1], spec.shape))
 
-    def _object(self, header: Header, kind: type[Spec] | None) -> tuple[Any, Any]:
-        if header.object >= len(self._objects):
-            raise ValueError(
-                f"object {header.object} does not exist, there are {len(self._objects)}: the "
-                "server may have been started again"
-            )
-        spec, kept = self._objects[header.object]
-        if kind is not None and not isinstance(spec, kind):
-            raise ValueError(
-                f"{spec.name!r} is a {type(spec).__name__}, expected a {kind.__name__}"
-            )
-        return spec, kept
-
-    def _dense(self, header: Header) -> tuple[DenseSpec, _core.DenseVariable]:
-        return self._object(header, DenseSpec)
-
-    def _rows(self, header: Header) -> tuple[RowsSpec, _core.RowTable]:
-        return self._object(header, RowsSpec)
+        return self._objects.create(spec, make)
 
 
-def _reply(request: Header, status: Status = Status.OK) -> Header:
-    return Header(status, request.number, request.client, request.object)
+def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP) -> Header:
+    return Header(status, request.number, request.client, request.object, step=step)
 
 
-def _meta(frame: memoryview) -> bytes:
-    if frame.nbytes > MAX_META_BYTES:
-        raise ValueError(f"{frame.nbytes} bytes of JSON, allowed are {MAX_META_BYTES}")
+def _state(state: str) -> bytes:
+    return json.dumps({"state": state}).encode()
+
+
+def _meta(frame: memoryview, limit: int = MAX_META_BYTES) -> bytes:
+    if frame.nbytes > limit:
+        raise ValueError(f"{frame.nbytes} bytes of JSON, allowed are {limit}")
     return bytes(frame)
 
 
-def _json(frame: memoryview) -> dict[str, Any]:
-    read = json.loads(_meta(frame))
-    if not isinstance(read, dict):
-        raise ValueError(f"expected a JSON object, got a {type(read).__name__}")
+def _json(frame: memoryview, kind: type[Any], limit: int = MAX_META_BYTES) -> Any:
+    read = json.loads(_meta(frame, limit))
+    if not isinstance(read, kind):
+        raise ValueError(f"expected a JSON {kind.__name__}, got a {type(read).__name__}")
     return read
 
 

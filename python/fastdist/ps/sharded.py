@@ -11,7 +11,8 @@ import numpy as np
 from fastdist.ps.client import Client, Ticket
 from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
 from fastdist.ps.partition import Piece
-from fastdist.ps.protocol import Op
+from fastdist.ps.pending import Pending
+from fastdist.ps.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.snapshot import Part
 from fastdist.ps.specs import DenseSpec, RowsSpec
 from fastdist.ps.spread import owner_of
@@ -47,23 +48,64 @@ class ShardedVariable:
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
-    def pull(self) -> Array:
+    def pull(self, out: Array | None = None) -> Array:
         """The value: float32, of the whole shape."""
-        out = np.empty((self._length, *self.spec.shape[1:]), np.float32)
-        for ticket, piece in zip(self._each(Op.PULL), self.pieces, strict=True):
-            part = out[piece.begin : piece.end]
-            part[...] = floats_in(self._client.wait(ticket), part.shape)
-        return out.reshape(self.spec.shape)
+        return self.begin_pull(out).result()
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient of the whole shape."""
-        for ticket in self._each(Op.PUSH, self._whole(gradient), lr):
-            self._client.wait(ticket)
+        self.begin_push(gradient, lr).result()
 
     def assign(self, value: Any) -> None:
         """Set the value, of the whole shape."""
-        for ticket in self._each(Op.ASSIGN, self._whole(value)):
-            self._client.wait(ticket)
+        self.begin_assign(value).result()
+
+    def begin_pull(self, out: Array | None = None) -> Pending[Array]:
+        """As `pull`, without waiting.
+
+        Args:
+            out: float32, contiguous, of the whole shape: where the value is to be.
+        """
+        if out is None:
+            out = np.empty(self.spec.shape, np.float32)
+        elif out.shape != self.spec.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(
+                f"{self.spec.name!r}: out must be contiguous float32 of shape {self.spec.shape}, "
+                f"got {out.dtype} of shape {out.shape}"
+            )
+        rows = out.reshape(self._length, *self.spec.shape[1:])
+
+        def finish(replies: list[memoryview]) -> Array:
+            for reply, piece in zip(replies, self.pieces, strict=True):
+                part = rows[piece.begin : piece.end]
+                part[...] = floats_in(reply, part.shape)
+            return out
+
+        return Pending(self._client, self._each(Op.PULL), finish)
+
+    def begin_push(
+        self,
+        gradient: Any,
+        lr: float | None = None,
+        *,
+        round: int = 0,
+        step: int | Sequence[int] | None = None,
+    ) -> Pending[None]:
+        """As `push`, without waiting.
+
+        Args:
+            gradient: of the whole shape.
+            lr: learning rate; None for the update rule's own, or where a round's commit says it.
+            round: 0: apply it at once; otherwise keep it until the round is committed.
+            step: of the value that it was computed from: `Pending.steps` of the pull, or one for
+                all pieces; None: unknown.
+        """
+        steps = _steps(step, len(self.pieces))
+        return self._change(Op.PUSH, self._whole(gradient), lr, round, steps)
+
+    def begin_assign(self, value: Any) -> Pending[None]:
+        """As `assign`, without waiting."""
+        return self._change(Op.ASSIGN, self._whole(value))
 
     @property
     def _length(self) -> int:
@@ -84,12 +126,33 @@ class ShardedVariable:
     def _rows(self, values: Array | None, piece: Piece) -> Array | None:
         return None if values is None else values[piece.begin : piece.end]
 
-    def _each(self, op: Op, values: Array | None = None, lr: float | None = None) -> list[Ticket]:
+    def _change(
+        self,
+        op: Op,
+        values: Array,
+        lr: float | None = None,
+        round: int = 0,
+        steps: Sequence[int] = (),
+    ) -> Pending[None]:
+        return Pending(self._client, self._each(op, values, lr, round, steps), _nothing)
+
+    def _each(
+        self,
+        op: Op,
+        values: Array | None = None,
+        lr: float | None = None,
+        round: int = 0,
+        steps: Sequence[int] = (),
+    ) -> list[Ticket]:
         tickets = []
-        for piece, number in zip(self.pieces, self._numbers, strict=True):
+        for i, (piece, number) in enumerate(zip(self.pieces, self._numbers, strict=True)):
             part = self._rows(values, piece)
             frames = [] if part is None else [part]
-            tickets.append(self._client.submit(piece.server, op, number, frames, lr))
+            step = steps[i] if steps else UNKNOWN_STEP
+            ticket = self._client.submit(
+                piece.server, op, number, frames, lr, round=round, step=step
+            )
+            tickets.append(ticket)
         return tickets
 
 
@@ -128,23 +191,55 @@ class ShardedRows:
         Raises:
             IndexError: an id beyond the table.
         """
-        unique, inverse = np.unique(self._checked(ids), return_inverse=True)
-        rows = np.empty((unique.size, self.spec.dim), np.float32)
-        parts = self._split(unique)
-        tickets = [self._send(Op.PULL_ROWS, i, [local]) for i, local, _ in parts]
-        for ticket, (_, local, places) in zip(tickets, parts, strict=True):
-            rows[places] = floats_in(self._client.wait(ticket), (local.size, self.spec.dim))
-        return rows[inverse.reshape(-1)]
+        return self.begin_pull(ids).result()
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
         """Apply gradients, [ids, dim]; those of equal ids are added up."""
-        self._change(Op.PUSH_ROWS, ids, gradients, lr)
+        self.begin_push(ids, gradients, lr).result()
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; of equal ids the last counts."""
-        self._change(Op.ASSIGN_ROWS, ids, values, None)
+        self._change(Op.ASSIGN_ROWS, ids, values).result()
 
-    def _change(self, op: Op, ids: Any, values: Any, lr: float | None) -> None:
+    def begin_pull(self, ids: Any) -> Pending[Array]:
+        """As `pull`, without waiting."""
+        unique, inverse = np.unique(self._checked(ids), return_inverse=True)
+        parts = self._split(unique)
+        tickets: list[Ticket | None] = [None] * len(self.pieces)
+        for i, local, _ in parts:
+            tickets[i] = self._send(Op.PULL_ROWS, i, [local])
+
+        def finish(replies: list[memoryview]) -> Array:
+            rows = np.empty((unique.size, self.spec.dim), np.float32)
+            for reply, (_, local, places) in zip(replies, parts, strict=True):
+                rows[places] = floats_in(reply, (local.size, self.spec.dim))
+            asked: Array = rows[inverse.reshape(-1)]
+            return asked
+
+        return Pending(self._client, tickets, finish)
+
+    def begin_push(
+        self,
+        ids: Any,
+        gradients: Any,
+        lr: float | None = None,
+        *,
+        round: int = 0,
+        step: int | Sequence[int] | None = None,
+    ) -> Pending[None]:
+        """As `push`, without waiting; `round` and `step` as of `ShardedVariable.begin_push`."""
+        steps = _steps(step, len(self.pieces))
+        return self._change(Op.PUSH_ROWS, ids, gradients, lr, round, steps)
+
+    def _change(
+        self,
+        op: Op,
+        ids: Any,
+        values: Any,
+        lr: float | None = None,
+        round: int = 0,
+        steps: Sequence[int] = (),
+    ) -> Pending[None]:
         checked, rows = self._checked(ids), floats_frame(values)
         if rows.size != checked.size * self.spec.dim:
             raise ValueError(
@@ -153,15 +248,22 @@ class ShardedRows:
             )
         rows = rows.reshape(-1, self.spec.dim)
         tickets = [
-            self._send(op, i, [local, rows[places]], lr)
+            self._send(op, i, [local, rows[places]], lr, round, steps[i] if steps else UNKNOWN_STEP)
             for i, local, places in self._split(checked)
         ]
-        for ticket in tickets:
-            self._client.wait(ticket)
+        return Pending(self._client, tickets, _nothing)
 
-    def _send(self, op: Op, piece: int, frames: Sequence[Array], lr: float | None = None) -> Ticket:
+    def _send(
+        self,
+        op: Op,
+        piece: int,
+        frames: Sequence[Array],
+        lr: float | None = None,
+        round: int = 0,
+        step: int = UNKNOWN_STEP,
+    ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
-        return self._client.submit(server, op, number, frames, lr)
+        return self._client.submit(server, op, number, frames, lr, round=round, step=step)
 
     def _checked(self, ids: Any) -> Array:
         array = ids_frame(ids).reshape(-1).view(np.int64)
@@ -195,3 +297,18 @@ class ShardedRows:
             return dataclasses.replace(self.spec, name=f"{name}[{number} of {len(self.pieces)}]")
         rows = piece.end - piece.begin
         return dataclasses.replace(self.spec, name=f"{name}[{piece.begin}:]", rows=rows)
+
+
+def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
+    """One for each piece."""
+    if step is None:
+        return ()
+    if isinstance(step, int):
+        return [step] * pieces
+    if len(step) != pieces:
+        raise ValueError(f"step has {len(step)} numbers, there are {pieces} pieces")
+    return step
+
+
+def _nothing(replies: list[memoryview]) -> None:
+    """The result of what changes something."""

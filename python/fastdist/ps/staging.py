@@ -1,0 +1,212 @@
+"""Gradients that a server keeps until all of their round have come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fastdist.ps.frames import Array
+
+OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
+_FINISHED = 4096
+_MAX_OPEN = 1024
+# Frames below this size share memory with others that came with them; kept, they would keep it all.
+_SHARED_BYTES = 8192
+
+
+@dataclass(slots=True)
+class _Round:
+    """One that is open.
+
+    Attributes:
+        staged: of each object, what came: (gradient,) or (ids, gradients).
+        lrs: of each object that a commit has named.
+        weights: of each client that has committed.
+        nbytes: of what is staged.
+        touched: when somebody used it, on the monotonic clock.
+        is_closed: it is being applied.
+    """
+
+    staged: dict[int, list[tuple[Array, ...]]] = field(default_factory=dict)
+    lrs: dict[int, float | None] = field(default_factory=dict)
+    weights: dict[bytes, float] = field(default_factory=dict)
+    nbytes: int = 0
+    touched: float = 0.0
+    is_closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a complete round does to one object.
+
+    Attributes:
+        number: of the object.
+        gradient: the sum, divided by the weights.
+        ids: of a table's rows; None for a dense variable.
+        lr: learning rate; None for the update rule's own.
+    """
+
+    number: int
+    gradient: Array
+    ids: Array | None
+    lr: float | None
+
+
+class Rounds:
+    """All rounds of a server. Safe for several threads.
+
+    Args:
+        max_bytes: of gradients that are staged at a time.
+        idle_s: a round that nobody has touched for so long is discarded.
+    """
+
+    def __init__(self, max_bytes: int, idle_s: float = 600.0) -> None:
+        self._max_bytes = max_bytes
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._open: dict[int, _Round] = {}
+        self._finished: OrderedDict[int, str] = OrderedDict()
+
+    def stage(self, round_: int, number: int, arrays: tuple[Array, ...]) -> str:
+        """Keep a gradient of an object.
+
+        Args:
+            round_: which it is of.
+            number: of the object.
+            arrays: (gradient,) or (ids, gradients); kept as they are.
+
+        Returns:
+            The round's state; unless it is open, nothing is kept.
+
+        Raises:
+            MemoryError: too much is staged.
+            ValueError: too many rounds are open.
+        """
+        kept = tuple(a if a.nbytes >= _SHARED_BYTES else a.copy() for a in arrays)
+        nbytes = sum(array.nbytes for array in kept)
+        with self._lock:
+            this = self._find(round_)
+            if this is None:
+                return self._finished[round_]
+            if this.is_closed:
+                return APPLIED
+            staged = sum(other.nbytes for other in self._open.values())
+            if staged + nbytes > self._max_bytes:
+                raise MemoryError(
+                    f"round {round_}: gradients of {staged} bytes are staged, {nbytes} more are "
+                    f"over the server's limit of {self._max_bytes} (max_staged_bytes)"
+                )
+            this.staged.setdefault(number, []).append(kept)
+            this.nbytes += nbytes
+        return OPEN
+
+    def commit(
+        self,
+        round_: int,
+        client: bytes,
+        of: int,
+        weight: float,
+        lrs: dict[int, float | None],
+    ) -> str | Iterator[Sum]:
+        """Note that a client has sent all it has for a round.
+
+        Args:
+            round_: which.
+            client: who; counts once.
+            of: clients that have to commit.
+            weight: the sum of all is divided by the sum of these.
+            lrs: learning rates of the objects to be changed; those of the last commit count.
+
+        Returns:
+            The round's state, or what is to be done now: then call `finish`.
+        """
+        with self._lock:
+            this = self._find(round_)
+            if this is None:
+                return self._finished[round_]
+            if this.is_closed:
+                return OPEN
+            this.weights[client] = weight
+            this.lrs.update(lrs)
+            if len(this.weights) < of:
+                return OPEN
+            this.is_closed = True
+        return _sums(this)
+
+    def finish(self, round_: int, state: str) -> None:
+        """A round has been applied, or is given up."""
+        with self._lock:
+            self._finish(round_, state)
+
+    def state(self, round_: int) -> str:
+        """Open (also where nothing is known of it), applied or discarded."""
+        with self._lock:
+            self._expire()
+            if round_ in self._open:
+                self._open[round_].touched = time.monotonic()
+            return self._finished.get(round_, OPEN)
+
+    def discard(self, rounds: list[int]) -> None:
+        """Drop what is staged, and what will come later; applied rounds stay applied."""
+        with self._lock:
+            for round_ in rounds:
+                this = self._open.get(round_)
+                if round_ not in self._finished and not (this and this.is_closed):
+                    self._finish(round_, DISCARDED)
+
+    def stats(self) -> dict[str, int]:
+        """Open rounds, and the bytes of their gradients."""
+        with self._lock:
+            return {
+                "open": len(self._open),
+                "nbytes": sum(this.nbytes for this in self._open.values()),
+            }
+
+    def _find(self, round_: int) -> _Round | None:
+        """The open round; None if it is finished."""
+        self._expire()
+        if round_ in self._finished:
+            return None
+        if round_ not in self._open and len(self._open) >= _MAX_OPEN:
+            raise ValueError(f"round {round_}: {_MAX_OPEN} rounds are open already")
+        this = self._open.setdefault(round_, _Round())
+        this.touched = time.monotonic()
+        return this
+
+    def _expire(self) -> None:
+        limit = time.monotonic() - self._idle_s
+        for round_, this in list(self._open.items()):
+            if this.touched < limit and not this.is_closed:
+                self._finish(round_, DISCARDED)
+
+    def _finish(self, round_: int, state: str) -> None:
+        self._open.pop(round_, None)
+        self._finished[round_] = state
+        while len(self._finished) > _FINISHED:
+            self._finished.popitem(last=False)
+
+
+def _sums(this: _Round) -> Iterator[Sum]:
+    """One after the other, so that only one needs memory of its own."""
+    scale = np.float32(1.0 / sum(this.weights.values()))
+    for number, lr in this.lrs.items():
+        staged = this.staged.pop(number, None)
+        if staged is None:
+            continue
+        ids = None
+        if len(staged[0]) == 2:
+            ids, gradient = (_joined(arrays) for arrays in zip(*staged, strict=True))
+        else:
+            gradient = staged[0][0]
+            for (other,) in staged[1:]:
+                gradient = gradient + other
+        yield Sum(number, gradient if scale == 1 else gradient * scale, ids, lr)
+
+
+def _joined(arrays: tuple[Array, ...]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,109 @@
+"""Servers that die, hang or are started again, as clients see them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fastdist.errors import UnavailableError
+from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps.protocol import Op
+
+SGD = RuleSpec("SGD", {"lr": 1.0})
+SERVE = (
+    "import sys; from fastdist.ps import Server; "
+    "print(Server(sys.argv[1]).address, flush=True); sys.stdin.read()"
+)
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", SERVE, address]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    def send(self, which: signal.Signals) -> None:
+        os.kill(self.process.pid, which)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def server() -> Iterator[Process]:
+    made = Process()
+    yield made
+    made.end()
+
+
+def test_a_killed_server_is_noticed_soon(server: Process) -> None:
+    with Server() as alive, Client([server.address, alive.address]) as client:
+        w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+        other = client.create(1, DenseSpec("w", (2,), SGD), np.zeros(2))
+        server.send(signal.SIGSTOP)
+        ticket = client.submit(0, Op.PULL, w)
+        server.end()
+        for _ in range(2):  # a request that was under way, and one that comes later
+            begin = time.monotonic()
+            with pytest.raises(UnavailableError, match=r"server 0 at .* is gone: the conn") as at:
+                client.wait(ticket)
+            assert 2 < time.monotonic() - begin < 5
+            assert at.value.ranks == (0,)
+            ticket = client.submit(0, Op.PULL, w)
+        client.push(1, other, np.ones(2))
+        again = Process(server.address)
+        try:
+            with pytest.raises(UnavailableError, match="has been started again"):
+                client.wait(ticket)
+            client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
+        finally:
+            again.end()
+
+
+def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
+    with Client([server.address], grace_s=0.5) as client:
+        w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+        server.send(signal.SIGSTOP)
+        ticket = client.submit(0, Op.PUSH, w, [np.ones(2, np.float32)])
+        time.sleep(5)
+        server.send(signal.SIGCONT)
+        client.wait(ticket)
+        assert (client.pull(0, w, (2,)) == -1).all()
+
+
+@pytest.mark.slow
+def test_a_silent_server_is_given_up(server: Process) -> None:
+    """Its machine takes connections, but nobody answers heartbeats."""
+    with Client([server.address], timeout_s=60) as client:
+        client.hello(0)
+        server.send(signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(UnavailableError, match="is gone"):
+            client.hello(0)
+        assert time.monotonic() - begin < 20
+
+
+def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None:
+    with Client([server.address], retry_s=20) as client:
+        client.hello(0)
+        server.send(signal.SIGSTOP)
+        ticket = client.submit(0, Op.HELLO)
+        server.end()
+        again = Process(server.address)
+        begin = time.monotonic()
+        try:
+            client.wait(ticket)
+            assert time.monotonic() - begin < 5
+        finally:
+            again.end()

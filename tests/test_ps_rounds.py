@@ -1,0 +1,238 @@
+"""Requests that overlap, what a value's step is, and gradients that are applied by rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
+from fastdist.ps.partition import FixedShards, RoundRobin
+from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op
+from fastdist.ps.rounds import commit_round, discard_rounds, round_state
+from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.staging import APPLIED, DISCARDED, OPEN, Rounds
+
+SGD = RuleSpec("SGD", {"lr": 1.0})
+SERVERS = (0, 1)
+
+
+class Worker:
+    """A client, a variable in pieces and a table in pieces, made by all alike."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        placement = RoundRobin(2, FixedShards(2))
+        pieces = placement.place((4, 3), 4)
+        self.dense = ShardedVariable(client, DenseSpec("w", (4, 3), SGD), pieces, np.zeros((4, 3)))
+        self.rows = ShardedRows(client, RowsSpec("rows", 2, SGD), placement.place((2, 2), 4))
+
+    def push(self, value: float, ids: list[int], round: int) -> None:
+        self.dense.begin_push(np.full((4, 3), value), round=round)
+        self.rows.begin_push(ids, np.full((len(ids), 2), value), round=round)
+
+    def commit(self, round: int, of: int = 1, weight: float = 1.0, lr: float | None = None) -> bool:
+        things = [(self.dense, lr), (self.rows, lr)]
+        return commit_round(self.client, round, things, of=of, weight=weight).result()
+
+    def values(self, ids: list[int]) -> tuple[float, list[float]]:
+        dense, rows = self.dense.begin_pull(), self.rows.begin_pull(ids)
+        value = dense.result()
+        assert (value == value[0, 0]).all()
+        return float(value[0, 0]), rows.result()[:, 0].tolist()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def servers(stack: ExitStack) -> list[Server]:
+    return [stack.enter_context(Server()) for _ in SERVERS]
+
+
+def workers(stack: ExitStack, servers: list[Server], count: int) -> list[Worker]:
+    addresses = [server.address for server in servers]
+    return [Worker(stack.enter_context(Client(addresses, timeout_s=20))) for _ in range(count)]
+
+
+def test_requests_overlap_and_know_their_steps(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    pulls = [worker.dense.begin_pull() for _ in range(3)]
+    for pull in pulls:
+        assert (pull.result() == 0).all()
+        assert pull.steps == (0, 0)
+    pushes = [worker.dense.begin_push(np.ones((4, 3)), lr=0.5) for _ in range(4)]
+    for push in pushes:
+        assert push.result() is None
+    out = np.empty((4, 3), np.float32)
+    last = worker.dense.begin_pull(out)
+    assert last.result() is out
+    assert (out == -2).all()
+    assert (last.steps, last.step) == ((4, 4), 4)
+    with pytest.raises(ValueError, match=r"out must be contiguous float32 of shape \(4, 3\)"):
+        worker.dense.begin_pull(np.empty((4, 3)))
+
+    one = worker.rows.begin_pull([5])
+    assert one.result().tolist() == [[0, 0]]
+    assert sorted(one.steps) == [0, UNKNOWN_STEP]
+    assert one.step == 0
+
+
+def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    gradient = np.ones((4, 3))
+    pulled = worker.dense.begin_pull()
+    pulled.result()
+    worker.dense.push(gradient)  # of a step that nobody told
+    for _ in range(6):
+        worker.dense.begin_push(gradient, step=pulled.steps).result()
+    worker.dense.begin_push(gradient, step=7).result()
+    worker.dense.begin_push(gradient, step=1000).result()
+    for server in servers:
+        assert server.stats()["staleness"] == {"0": 2, "1": 1, "2-3": 2, "4-7": 3}
+    with pytest.raises(ValueError, match="step has 3 numbers, there are 2 pieces"):
+        worker.dense.begin_push(gradient, step=[1, 2, 3])
+
+
+def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]) -> None:
+    one, two = workers(stack, servers, 2)
+    one.push(1.0, [1, 2, 3, 4], round=7)
+    two.push(4.0, [3, 4, 4], round=7)
+    assert one.values([1, 2, 3, 4]) == (0, [0, 0, 0, 0])
+    assert one.commit(7, of=2) is False
+    assert one.commit(7, of=2) is False  # the same client counts once
+    assert round_state(two.client, SERVERS, 7) == (OPEN, OPEN)
+    assert two.commit(7, of=2, weight=3.0, lr=2.0) is True
+    assert one.values([1, 2, 3, 4]) == (-2.5, [-0.5, -0.5, -2.5, -4.5])
+    assert round_state(one.client, SERVERS, 7) == (APPLIED, APPLIED)
+    one.push(9.0, [1], round=7)
+    assert one.commit(7, of=2) is True
+    assert one.values([1]) == (-2.5, [-0.5])
+    for server in servers:
+        assert [entry["steps"] for entry in server.stats()["objects"]] == [1, 1]
+        assert server.stats()["rounds"] == {"open": 0, "nbytes": 0}
+
+
+def test_a_round_of_one_is_the_push_itself(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    for round in range(1, 4):
+        worker.push(1.0, [1, 1], round)
+        worker.push(0.5, [1, 2], round)
+        assert worker.commit(round) is True
+    assert worker.values([1, 2]) == (-4.5, [-7.5, -1.5])
+    assert commit_round(worker.client, 4, [(worker.dense, None)]).result() is True
+    assert worker.values([1, 2]) == (-4.5, [-7.5, -1.5])
+
+
+def test_what_is_not_named_is_dropped(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    worker.push(1.0, [1, 2], round=1)
+    assert commit_round(worker.client, 1, [(worker.dense, None)]).result() is True
+    assert worker.values([1, 2]) == (-1, [0, 0])
+
+
+def test_discarded_rounds(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    worker.push(1.0, [1], round=1)
+    worker.push(1.0, [1], round=2)
+    assert worker.commit(2) is True
+    discard_rounds(worker.client, SERVERS, [1, 2, 3])
+    for round in (1, 3):
+        worker.push(1.0, [1], round)
+        assert worker.commit(round) is False
+        assert round_state(worker.client, SERVERS, round) == (DISCARDED, DISCARDED)
+    assert round_state(worker.client, SERVERS, 2) == (APPLIED, APPLIED)
+    assert worker.values([1]) == (-1, [-1])
+    assert servers[0].stats()["rounds"] == {"open": 0, "nbytes": 0}
+
+
+def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    worker.push(1.0, [1], round=1)
+    worker.client.settle(0, 1)
+    server, number, _ = worker.dense.parts()[0]
+    body = f'{{"of": 1, "weight": 1, "objects": [[{number}, null]]}}'.encode()
+    ticket = worker.client.submit(server, Op.COMMIT, 0, [body], round=1)
+    connection = worker.client._connections[server]
+    for _ in range(3):
+        connection.send(ticket.header.pack(), [body])
+    assert bytes(worker.client.wait(ticket)) == b'{"state": "applied"}'
+    assert (worker.dense.pull()[:2] == -1).all()
+    assert servers[0].stats()["objects"][0]["steps"] == 1
+
+
+def test_commits_that_make_no_sense(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    number = worker.dense.parts()[0][1]
+    for body, message in (
+        (b"[]", "expected a JSON dict, got a list"),
+        (b'{"of": 0, "weight": 1, "objects": []}', "0 clients with the weight 1"),
+        (b'{"of": 1, "weight": 0, "objects": []}', "1 clients with the weight 0"),
+        (f'{{"of": 1, "weight": 1, "objects": [[{number}, -1]]}}'.encode(), "lr must be"),
+        (f'{{"of": 1, "weight": 1, "objects": [[{number + 9}, 1]]}}'.encode(), "does not exist"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            worker.client.wait(worker.client.submit(0, Op.COMMIT, 0, [body], round=1))
+    with pytest.raises(ValueError, match="expected a JSON list, got a dict"):
+        worker.client.wait(worker.client.submit(0, Op.DISCARD, 0, [b"{}"]))
+    assert round_state(worker.client, SERVERS, 1) == (OPEN, OPEN)
+
+
+def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
+    server = stack.enter_context(Server(max_staged_bytes=2 << 20))
+    client = stack.enter_context(Client([server.address]))
+    pieces = RoundRobin(1).place((1 << 18,), 4)
+    thing = ShardedVariable(client, DenseSpec("w", (1 << 18,), SGD), pieces, np.zeros(1 << 18))
+    gradient = np.ones(1 << 18, np.float32)
+    thing.begin_push(gradient, round=1).result()
+    thing.begin_push(gradient, round=2).result()
+    with pytest.raises(MemoryError, match="over the server's limit of 2097152"):
+        thing.begin_push(gradient, round=3).result()
+    discard_rounds(client, [0], [1])
+    thing.begin_push(gradient, round=3).result()
+    for round in (2, 3):
+        assert commit_round(client, round, [(thing, None)]).result() is True
+    assert (thing.pull() == -2).all()
+
+
+def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list[Server]) -> None:
+    (worker,) = workers(stack, servers, 1)
+    server, number, _ = worker.dense.parts()[0]
+    worker.client.submit(server, Op.PUSH, number, [np.ones(5, np.float32)], round=1)
+    with pytest.raises(ValueError, match="expected float32 of shape"):
+        worker.commit(1)
+    assert round_state(worker.client, SERVERS, 1) == (OPEN, OPEN)
+
+
+def test_rounds_that_nobody_touches_go() -> None:
+    rounds = Rounds(1 << 20, idle_s=0.2)
+    gradient = (np.ones(3, np.float32),)
+    assert rounds.stage(1, 5, gradient) == OPEN
+    for _ in range(4):
+        time.sleep(0.1)
+        assert rounds.stage(2, 5, gradient) == OPEN
+    assert rounds.state(1) == DISCARDED
+    assert rounds.stage(1, 5, gradient) == DISCARDED
+    assert rounds.stats() == {"open": 1, "nbytes": 48}
+
+
+def test_open_and_finished_rounds_are_few() -> None:
+    rounds = Rounds(1 << 20)
+    rounds.discard(list(range(1, 10_000)))
+    assert len(rounds._finished) == 4096
+    assert rounds.state(9_999) == DISCARDED
+    gradient = (np.ones(1, np.float32),)
+    for round in range(10_000, 11_024):
+        rounds.stage(round, 0, gradient)
+    with pytest.raises(ValueError, match="1024 rounds are open already"):
+        rounds.stage(11_024, 0, gradient)
+
+
+def test_headers_survive_a_journey() -> None:
+    header = Header(Op.PUSH, 3, b"c" * 16, (7 << 32) + 5, 2, 0.5, 2**64 - 2, 12)
+    assert Header.unpack(header.pack()) == header

@@ -1,12 +1,16 @@
-"""Worlds for the contract: `ranks` lives as long as its test class, `doomed_ranks` for one test."""
+"""Worlds for the contract: `ranks` lives as long as its test class, `doomed_ranks` for one test;
+and jobs of `fastdist run`."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import Launcher
 
 WORLDS = [1, 2, 3, 4, 7]
 
@@ -31,3 +35,23 @@ def doomed_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = request.cls.ranks_class(request.param)
     yield made
     made.close()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    left = launcher.left()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write

@@ -4,6 +4,7 @@
 |---|---|---|
 | FASTDIST_TIMEOUT_S | seconds a collective waits for a rank before it raises | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds `fd.init()` waits for all ranks | 120 |
+| FASTDIST_PS_KEYS | keys of the parameter servers: their JSON, or a file of it | none |
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+KEYS_VARIABLE = "FASTDIST_PS_KEYS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class Settings:
 
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
+    ps_keys: str | None = field(default=None, repr=False)
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -34,6 +38,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         rendezvous_timeout_s=_seconds(
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
+        ps_keys=environ.get(KEYS_VARIABLE) or None,
     )
 
 

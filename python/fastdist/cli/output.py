@@ -1,8 +1,8 @@
-"""Forwards the output of several ranks to one terminal or file, line by line.
+"""Forwards the output of several processes to one terminal or file, line by line.
 
-A `Stream` reads what one rank writes to its stdout or stderr and hands whole lines, each behind the
-rank's prefix, to a `Sink`: the launcher's own stdout or stderr. Neither ever blocks or keeps more
-than a bounded number of bytes, and all of it is bytes: what a rank writes needs no encoding.
+A `Stream` reads what one process writes to its stdout or stderr and hands whole lines, each behind
+the process's prefix, to a `Sink`: the launcher's own stdout or stderr. Neither ever blocks or keeps
+more than a bounded number of bytes, and all of it is bytes: what is written needs no encoding.
 """
 
 import os
@@ -23,7 +23,7 @@ _CHAINED = (
 
 
 class Sink:
-    """One of the launcher's own output files, which the ranks' streams share.
+    """One of the launcher's own output files, which the streams share.
 
     What the file does not take at once stays in `pending`; whoever feeds the sink is to stop until
     it is empty again. An error, such as a closed pipe, is kept in `error`, and output from then on
@@ -73,9 +73,9 @@ class Sink:
 
 
 class Stream:
-    """What one rank writes to its stdout or stderr.
+    """What one process writes to its stdout or stderr.
 
-    Lines up to 1 MiB reach the sink whole; a longer one may be cut in two by another rank's.
+    Lines up to 1 MiB reach the sink whole; a longer one may be cut in two by another's.
     """
 
     def __init__(self, fd: int, sink: Sink, prefix: bytes, *, adds_last_newline: bool) -> None:
@@ -90,13 +90,13 @@ class Stream:
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Forwards what the rank has written by now, at most 64 KiB; false when that is nothing."""
+        """Forwards what was written by now, at most 64 KiB; false when that is nothing."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return False
         if not data:
-            self._end()
+            self.end()
             return False
         self._read_at_s = time.monotonic()
         self._tail += data
@@ -137,7 +137,8 @@ class Stream:
         del self._line[:size]
         self.sink.put(self, self._prefix, data)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Forwards an unfinished last line; there will be nothing more."""
         self.is_open = False
         self._forward(len(self._line))
         if self._adds_last_newline:

@@ -1,28 +1,27 @@
-"""`fastdist run`: starts the ranks of a job on this machine."""
+"""`fastdist run`: starts the processes of a job on this machine."""
 
 import argparse
 import os
-import pkgutil
 import resource
-import secrets
-import shutil
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from fastdist.cli.supervisor import Job, StartError, supervise
-from fastdist.cluster.launch import JOB_VARIABLE
+from fastdist._config import KEYS_VARIABLE
+from fastdist.cli.job import Job, StartError, Task
+from fastdist.cli.program import ProgramError, find_program
+from fastdist.cli.supervisor import supervise
+from fastdist.cli.tasks import VariableError, rank_tasks, role_tasks
+from fastdist.cluster.ports import reserved_ports
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
-_PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
 _USAGE_EXIT_CODE = 2
-_FILES_PER_RANK = 2
+_OUTPUTS = 2
 _OTHER_FILES = 24
+_MAX_RESTARTS = 3
 
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
@@ -31,28 +30,35 @@ traceback is shown last. Ctrl-C is passed on to all ranks; a second one kills th
 
 Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment, as under torchrun. Rank 0 reads the standard input.
+
+With --workers and --ps it starts a job with parameter servers instead: a chief, W workers, P
+parameter servers and, with --evaluator, an evaluator. All run the same script and find TF_CONFIG in
+their environment, and in FASTDIST_PS_KEYS the keys of this job. The job ends with its chief, who
+reads the standard input; others that fail are started again.
 """
 _EPILOG = """\
 exit code:
-  0 when all ranks return 0; that of the rank that failed first, or 128 and the signal that killed
-  it; 128 and the signal that stopped fastdist run; 2 when nothing could be started
+  0 when all ranks, or the chief, return 0; that of the rank that failed first, or of the chief, or
+  128 and the signal that killed it; 128 and the signal that stopped fastdist run; 2 when nothing
+  could be started
 
 examples:
   fastdist run -n 4 train.py --epochs 10
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
+  fastdist run --workers 4 --ps 2 --evaluator train.py
 """
 
 
-class _CommandError(Exception):
-    """What the user asked for cannot be started."""
+class _OptionError(Exception):
+    """Options that cannot go together, or ask for more than this machine allows."""
 
 
 def add_parser(subparsers: "_Subparsers") -> None:
     """Adds `run` to the `fastdist` command."""
     parser = subparsers.add_parser(
         "run",
-        help="start the ranks of a job on this machine",
+        help="start the processes of a job on this machine",
         usage=f"fastdist run [options] {_TARGET} [argument]...",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -63,9 +69,27 @@ def add_parser(subparsers: "_Subparsers") -> None:
         "-n",
         "--ranks",
         metavar="N",
-        type=_rank_count,
-        default=len(os.sched_getaffinity(0)),
-        help="number of ranks (default: this process's cores, %(default)s)",
+        type=_count("ranks"),
+        help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
+    )
+    parser.add_argument(
+        "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
+    )
+    parser.add_argument(
+        "--ps",
+        metavar="P",
+        type=_count("parameter servers"),
+        help="number of parameter servers; needs --workers",
+    )
+    parser.add_argument(
+        "--evaluator", action="store_true", help="start an evaluator too, beside --workers"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_count("restarts", least=0),
+        help="how often workers, parameter servers and the evaluator are started again when they "
+        f"fail, all of them together (default: {_MAX_RESTARTS})",
     )
     parser.add_argument(
         "--env",
@@ -73,13 +97,13 @@ def add_parser(subparsers: "_Subparsers") -> None:
         type=_assignment,
         action="append",
         default=[],
-        help="set a variable in every rank's environment; may be repeated",
+        help="set a variable in every process's environment; may be repeated",
     )
     parser.add_argument(
         "--no-prefix",
         dest="prefix",
         action="store_false",
-        help="do not begin each line of output with the rank that wrote it",
+        help="do not begin each line of output with who wrote it",
     )
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
@@ -95,127 +119,80 @@ def add_parser(subparsers: "_Subparsers") -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        _check_limits(arguments.ranks)
-        environment = _environment(arguments.ranks, dict(arguments.env))
-        job = Job(
-            command=_command(arguments.command, arguments.is_module, environment),
-            environments=[
-                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                for rank in range(arguments.ranks)
-            ],
-            prefix=arguments.prefix,
-            colour=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
-        )
-        return supervise(job)
-    except (_CommandError, StartError) as error:
+        _check_options(arguments)
+        with _tasks(arguments) as tasks:
+            command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
+            restarts = arguments.max_restarts
+            job = Job(
+                command,
+                tasks,
+                max_restarts=_MAX_RESTARTS if restarts is None else restarts,
+                prefix=arguments.prefix,
+                colour=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+            )
+            return supervise(job)
+    except (_OptionError, VariableError, ProgramError, StartError) as error:
         sys.stderr.write(f"fastdist run: {error}\n")
         return _USAGE_EXIT_CODE
 
 
-def _check_limits(ranks: int) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
+    workers, servers = arguments.workers, arguments.ps
+    if workers is None and servers is None:
+        for option, is_given in (
+            ("--evaluator", arguments.evaluator),
+            ("--max-restarts", arguments.max_restarts is not None),
+        ):
+            if is_given:
+                raise _OptionError(f"{option} needs --workers and --ps")
+    elif arguments.ranks is not None:
+        raise _OptionError("-n starts ranks, --workers and --ps a job without ranks; give either")
+    elif servers is None:
+        raise _OptionError(f"--workers {workers} needs --ps, the number of parameter servers")
+    elif workers is None:
+        raise _OptionError(f"--ps {servers} needs --workers, the number of workers")
+
+
+@contextmanager
+def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
+    """The tasks that the options ask for, and their ports while the job runs."""
+    user = dict(arguments.env)
+    if arguments.workers is None:
+        ranks = arguments.ranks or len(os.sched_getaffinity(0))
+        _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)
+        yield rank_tasks(ranks, user)
+        return
+    try:
+        from fastdist.ps.keys import Keys
+    except ImportError as error:
+        raise _OptionError(str(error)) from None
+    tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
+    _check_limits(tasks, f"{tasks} tasks", files_each=_OUTPUTS + 1)
+    with ExitStack() as stack:
+        try:
+            ports = stack.enter_context(reserved_ports(tasks))
+        except OSError as error:
+            raise _OptionError(f"cannot get {tasks} ports: {error.strerror}") from None
+        keys = {KEYS_VARIABLE: Keys.make().to_json()}
+        yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, keys, user)
+
+
+def _check_limits(processes: int, what: str, *, files_each: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = ranks * _FILES_PER_RANK + _OTHER_FILES
+    needed = processes * files_each + _OTHER_FILES
     if limit != resource.RLIM_INFINITY and needed > limit:
-        raise _CommandError(
-            f"{ranks} ranks need {needed} open files, the limit is {limit}; see ulimit -n"
+        raise _OptionError(f"{what} need {needed} open files, the limit is {limit}; see ulimit -n")
+
+
+def _count(what: str, least: int = 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) <= 6 and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"expected a number of {what} of at least {least}, got {text!r}"
         )
 
-
-def _environment(ranks: int, user: dict[str, str]) -> dict[str, str]:
-    """What all ranks have in common; what the user sets counts for more than what is inherited."""
-    for variable in _RANK_VARIABLES:
-        if variable in user:
-            raise _CommandError(f"--env {variable}: fastdist run sets it itself, for each rank")
-    # Those of a torchrun around this job would make torch look for torchrun's store.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} | user
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    return environment | world | {JOB_VARIABLE: secrets.token_hex(16)}
-
-
-def _free_port() -> int:
-    """A port that nothing listens on now. It is only a number for scripts that start a store."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
-    """The program that each rank runs, once it is known that it can be found."""
-    words = words[1:] if words[:1] == ["--"] else words
-    if not words:
-        wanted = "a module" if is_module else "a Python script, -m and a module, or a program"
-        raise _CommandError(f"nothing to run; expected {wanted}")
-    target, *rest = words
-    if is_module:
-        _check_module(target, environment)
-        return [sys.executable, "-m", target, *rest]
-    if os.path.isdir(target):
-        if not os.path.isfile(os.path.join(target, "__main__.py")):
-            raise _CommandError(f"{target} is a directory without a __main__.py")
-        return [sys.executable, target, *rest]
-    if os.path.exists(target):
-        return _file_command(target, rest)
-    program = shutil.which(target, path=environment.get("PATH")) if "/" not in target else None
-    if program is None:
-        raise _CommandError(f"no such file or program: {target!r}")
-    return [program, *rest]
-
-
-def _file_command(target: str, rest: Sequence[str]) -> list[str]:
-    if target.endswith(_PYTHON_SUFFIXES):
-        if not os.access(target, os.R_OK):
-            raise _CommandError(f"no permission to read {target}")
-        return [sys.executable, target, *rest]
-    if not os.access(target, os.X_OK):
-        raise _CommandError(f"{target} is neither a Python script (*.py) nor executable")
-    # With a slash, or else the name would be looked up in PATH.
-    return [target if "/" in target else f"./{target}", *rest]
-
-
-def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Finds out whether `python -m name` would find something, without importing anything."""
-    extra = environment.get("PYTHONPATH", "").split(os.pathsep)
-    places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
-    sought = ""
-    for part in name.split("."):
-        if places is None:
-            raise _CommandError(f"no module named {name}: {sought} is not a package")
-        sought = f"{sought}.{part}" if sought else part
-        spec = _find_spec(sought, places) if part else None
-        if spec is None:
-            raise _CommandError(f"no module named {sought}")
-        places = spec.submodule_search_locations
-    if places is not None and _find_spec(f"{name}.__main__", places) is None:
-        raise _CommandError(f"no module named {name}.__main__: {name} is a package without one")
-
-
-def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Looks for a module as import does, except that the package it is in need not be imported."""
-    if "." not in name:
-        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
-        return next((spec for spec in specs if spec is not None), None)
-    parts: list[str] = []
-    for place in places:
-        importer = pkgutil.get_importer(place)
-        spec = importer.find_spec(name) if importer is not None else None
-        if spec is not None and spec.loader is not None:
-            return spec
-        if spec is not None:
-            parts += spec.submodule_search_locations or []
-    namespace = ModuleSpec(name, None, is_package=True)
-    namespace.submodule_search_locations = parts
-    return namespace if parts else None
-
-
-def _rank_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) <= 6 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a number of ranks of at least 1, got {text!r}")
-    return int(text)
+    return parse
 
 
 def _assignment(text: str) -> tuple[str, str]:

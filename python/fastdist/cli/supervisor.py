@@ -1,32 +1,31 @@
-"""Runs the ranks of a job as child processes, and ends all of them when one fails.
+"""Runs the processes of a job as children of this one, and ends all of them when the job is over.
 
-One loop in one thread waits for everything: the ranks' output, room in the launcher's own output,
-and signals, which arrive as bytes in a pipe; SIGCHLD among them says that a rank has ended.
+One loop in one thread waits for everything: the processes' output, room in the launcher's own
+output, and signals, which arrive as bytes in a pipe; SIGCHLD among them says that one has ended.
 
-Every rank leads a process group of its own, in a session of its own, so that a terminal's Ctrl-C
-reaches the launcher alone and a signal to the group reaches what the rank has started. A rank that
-has ended stays a zombie until the launcher returns: this keeps the group's number from being used
-for somebody else's processes.
+Every process leads a process group of its own, in a session of its own, so that a terminal's Ctrl-C
+reaches the launcher alone and a signal to the group reaches what the process has started. One that
+has ended stays a zombie until it is started again or the launcher returns: this keeps the group's
+number from being used for somebody else's processes.
 
 To stop, the launcher signals all groups, and kills after a grace what is left. If it is killed
-itself, the kernel kills the ranks.
+itself, the kernel kills the processes.
 """
 
 import os
 import re
 import selectors
 import signal
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from fastdist.cli.job import Ending, Job, Process, StartError, start
 from fastdist.cli.output import Sink, Stream
-from fastdist.cli.processes import death_signal_setter, live_groups, signal_name, signal_pipe
+from fastdist.cli.processes import death_signal_setter, live_groups, signal_pipe
 
 _GRACE_S = 5.0
 _CAUSE_WAIT_S = 2.0
+_RESTART_DELAY_S = 0.2
 _SAME_KEY_PRESS_S = 0.25
 _PROMPT_S = 0.1
 _GROUP_POLL_S = 0.02
@@ -35,56 +34,19 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 _PEER_FAILURE = re.compile(rb"^[\w.]*PeerFailureError\b", re.M)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What to run.
-
-    Attributes:
-        command: the program and its arguments, the same for every rank.
-        environments: the environment of each rank.
-        prefix: whether each line of output begins with the rank that wrote it.
-        colour: whether that is coloured where it goes to a terminal.
-    """
-
-    command: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
-    prefix: bool = True
-    colour: bool = True
-
-
-class StartError(Exception):
-    """A rank could not be started."""
-
-
-@dataclass(slots=True)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    stdout: Stream
-    stderr: Stream
-    status: int | None = None
-    """Exit code, or minus the number of the signal that killed it; None while it runs."""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it failed because another rank had failed, by what it says itself."""
-        words = self.stderr.last_words()[1]
-        return (self.status or 0) > 0 and _PEER_FAILURE.search(words) is not None
-
-
 def supervise(job: Job) -> int:
-    """Runs a job's ranks to their end.
+    """Runs a job to its end.
 
-    Output goes to this process's stdout and stderr, and rank 0 reads its stdin. Must be called in
-    the main thread.
+    Output goes to this process's stdout and stderr, and the first task reads its stdin. Must be
+    called in the main thread.
 
     Returns:
-        0 when every rank has returned 0; the exit code of the rank that failed first, or 128 and
-        the number of the signal that killed it; 128 and the number of the signal that stopped the
-        launcher.
+        0 when the job has gone well; the exit code of the process whose failure ended it, or 128
+        and the number of the signal that killed that one; 128 and the number of the signal that
+        stopped the launcher.
 
     Raises:
-        StartError: a rank could not be started; none is left running.
+        StartError: a process could not be started; none is left running.
     """
     with signal_pipe() as signals, selectors.PollSelector() as selector:
         supervisor = _Supervisor(job, signals, selector)
@@ -101,11 +63,14 @@ class _Supervisor:
         self._job = job
         self._signals = signals
         self._selector = selector
-        self._ranks: list[_Rank] = []
+        self._die_with_parent = death_signal_setter()
+        self._processes: list[Process] = []
         self._stdout = Sink(1)
         self._stderr = self._stdout if _is_same_file(1, 2) else Sink(2)
         self._stalled: set[Sink] = set()
-        self._failed: list[_Rank] = []
+        self._failed: list[Process] = []
+        self._restarts = 0
+        self._to_start_again: list[tuple[float, Process]] = []
         self._terminate_at_s: float | None = None
         self._stopped_at_s: float | None = None
         self._kill_at_s: float | None = None
@@ -114,32 +79,12 @@ class _Supervisor:
         selector.register(signals, selectors.EVENT_READ, self._on_signals)
 
     def start(self) -> None:
-        die_with_parent = death_signal_setter()
-        for number, environment in enumerate(self._job.environments):
-            try:
-                process = subprocess.Popen(
-                    self._job.command,
-                    env=environment,
-                    stdin=None if number == 0 else subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                )
-            except (OSError, subprocess.SubprocessError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                program = self._job.command[0]
-                raise StartError(f"cannot start rank {number}: {program}: {reason}") from error
-            assert process.stdout is not None
-            assert process.stderr is not None
-            stdout = self._open_stream(process.stdout.fileno(), self._stdout, number)
-            stderr = self._open_stream(process.stderr.fileno(), self._stderr, number)
-            self._ranks.append(_Rank(number, process, stdout, stderr))
+        for number in range(len(self._job.tasks)):
+            self._processes.append(self._start(number))
 
     def wait(self) -> None:
-        """Returns when no rank, and nothing that one has started in its group, is left."""
-        while any(rank.status is None for rank in self._ranks):
+        """Returns when no process, and nothing that one has started in its group, is left."""
+        while any(process.status is None for process in self._processes):
             self._turn()
         if self._has_strays() and self._stopped_at_s is None:
             self._stop(signal.SIGTERM)
@@ -152,7 +97,7 @@ class _Supervisor:
     def report(self) -> int:
         """Says how the job ended, as the last lines on stderr, and returns the exit code."""
         broken = self._stdout.error or self._stderr.error
-        first = next((rank for rank in self._failed if not rank.is_consequence), None)
+        first = next((p for p in self._failed if not _is_consequence(p)), None)
         first = first or next(iter(self._failed), None)
         if first is not None:
             exit_code = self._report_failure(first)
@@ -161,7 +106,7 @@ class _Supervisor:
             exit_code = 128 + self._stopped_by
         elif broken is not None:
             if not isinstance(broken, BrokenPipeError):
-                self._say(f"cannot write the ranks' output: {broken.strerror}")
+                self._say(f"cannot write the job's output: {broken.strerror}")
             exit_code = 128 + signal.SIGPIPE
         else:
             exit_code = 0
@@ -171,45 +116,48 @@ class _Supervisor:
     def close(self) -> None:
         """Kills what is left and frees what the job held."""
         self._signal_groups(signal.SIGKILL)
-        for rank in self._ranks:
-            with rank.process:
-                rank.process.wait()
+        for process in self._processes:
+            process.reap()
 
-    def _report_failure(self, rank: _Rank) -> int:
-        assert rank.status is not None
-        if rank.status > 0:
-            how, exit_code = f"exit code {rank.status}", rank.status
-        else:
-            how, exit_code = f"killed by signal {signal_name(-rank.status)}", 128 - rank.status
-        name, words = rank.stderr.last_words()
+    def _report_failure(self, process: Process) -> int:
+        name, words = process.stderr.last_words()
         says = f"; its {name}:" if words.strip() else "; it wrote nothing to stderr"
-        self._say(f"rank {rank.number} of {len(self._ranks)} failed first: {how}{says}")
+        who = f"{process.task.name} failed"
+        if process.task.ending is Ending.ONE_OF_ALL:
+            who = f"{process.task.name} of {len(self._processes)} failed first"
+        self._say(f"{who}: {process.how_it_ended}{says}")
         self._stderr.put(self, b"", words)
         self._stderr.finish_line(self)
-        return exit_code
+        return process.exit_code
 
     def _say(self, message: str) -> None:
         self._stderr.put(self, b"", f"fastdist run: {message}\n".encode())
 
+    def _start(self, number: int) -> Process:
+        popen, out, err = start(self._job, number, self._die_with_parent)
+        stdout = self._open_stream(out, self._stdout, number)
+        stderr = self._open_stream(err, self._stderr, number)
+        return Process(self._job.tasks[number], number, popen, stdout, stderr)
+
     def _open_stream(self, fd: int, sink: Sink, number: int) -> Stream:
         prefix = b""
         if self._job.prefix:
-            width = len(str(len(self._job.environments) - 1))
-            text = f"[{number:{width}}]"
+            text = f"[{self._job.tasks[number].label}]"
             if self._job.colour and sink.is_terminal:
                 text = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
             prefix = f"{text} ".encode()
-        alone = len(self._job.environments) == 1 and not self._job.prefix
+        alone = len(self._job.tasks) == 1 and not self._job.prefix
         stream = Stream(fd, sink, prefix, adds_last_newline=not alone)
-        self._listen(stream)
+        if sink not in self._stalled:
+            self._listen(stream)
         return stream
 
     def _listen(self, stream: Stream) -> None:
         self._selector.register(stream.fd, selectors.EVENT_READ, lambda: self._read(stream))
 
     def _streams(self) -> Iterator[Stream]:
-        for rank in self._ranks:
-            yield from (rank.stdout, rank.stderr)
+        for process in self._processes:
+            yield from (process.stdout, process.stderr)
 
     # The loop
 
@@ -222,11 +170,12 @@ class _Supervisor:
             for time_s in (self._terminate_at_s, self._kill_at_s)
             if time_s is not None
         ]
+        times_s += [time_s - now_s for time_s, _ in self._to_start_again]
         times_s += [_PROMPT_S] if any(prompts) else []
         times_s += [timeout_s] if timeout_s is not None else []
         self._pause_streams()
         events = self._selector.select(max(0.0, min(times_s)) if times_s else None)
-        # Signals first: they tell that a rank has ended, and which did so first counts.
+        # Signals first: they tell that one has ended, and which did so first counts.
         for key, _ in sorted(events, key=lambda event: event[0].fd != self._signals):
             key.data()
         self._keep_times()
@@ -240,9 +189,11 @@ class _Supervisor:
             self._kill()
         if self._stopped_at_s is None and (self._stdout.error or self._stderr.error):
             self._stop(signal.SIGTERM)
+        while self._to_start_again and now_s >= self._to_start_again[0][0]:
+            self._start_again(self._to_start_again.pop(0)[1])
 
     def _pause_streams(self) -> None:
-        """Stops reading the streams whose sink does not keep up, so that their ranks wait."""
+        """Stops reading the streams whose sink does not keep up, so that who writes waits."""
         for sink in {self._stdout, self._stderr}:
             if bool(sink.pending) == (sink in self._stalled):
                 continue
@@ -259,7 +210,7 @@ class _Supervisor:
                     self._listen(stream)
 
     def _drain(self) -> None:
-        """Forwards what the ranks had written before they ended."""
+        """Forwards what the processes had written before they ended."""
         while self._turn(None if self._is_waiting() else 0.0) or self._is_waiting():
             continue
 
@@ -274,7 +225,7 @@ class _Supervisor:
             self._selector.unregister(stream.fd)
         return is_more
 
-    # What happens to ranks
+    # What happens to processes
 
     def _on_signals(self) -> None:
         for number in os.read(self._signals, 4096):
@@ -283,29 +234,56 @@ class _Supervisor:
         self._collect()
 
     def _collect(self) -> None:
-        """Notes which ranks have ended since the last time, and stops the others if one failed."""
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        failed = []
-        for rank in self._ranks:
-            if rank.status is not None:
-                continue
-            ended = os.waitid(os.P_PID, rank.process.pid, options)
-            if ended is not None:
-                exited = ended.si_code == os.CLD_EXITED
-                rank.status = ended.si_status if exited else -ended.si_status
-                if rank.status != 0:
-                    failed.append(rank)
-        if not failed or self._stopped_at_s is not None:
+        """Notes who has ended since the last time, and does what that means for the job."""
+        ended = [process for process in self._processes if process.has_ended()]
+        if self._stopped_at_s is not None:
             return
-        for rank in failed:
-            self._read_rest(rank.stderr)
-        # Of ranks found at the same time, one that was killed has not failed because of another.
-        self._failed += sorted(failed, key=lambda rank: rank.status is not None and rank.status > 0)
-        if not all(rank.is_consequence for rank in self._failed):
+        failed = [process for process in ended if process.status != 0]
+        for process in failed:
+            self._read_rest(process.stderr)
+        by_ending = {e: [p for p in failed if p.task.ending is e] for e in Ending}
+        if any(process.task.ending is Ending.ENDS_JOB for process in ended):
+            self._failed += by_ending[Ending.ENDS_JOB]
+            self._stop(signal.SIGTERM)
+            return
+        for process in by_ending[Ending.STARTED_AGAIN]:
+            self._plan_to_start_again(process)
+        if by_ending[Ending.ONE_OF_ALL]:
+            self._end_after(by_ending[Ending.ONE_OF_ALL])
+
+    def _end_after(self, failed: list[Process]) -> None:
+        """Stops the others, now or when there was time to see who has failed really first."""
+        # Of those found at the same time, one that was killed has not failed because of another.
+        self._failed += sorted(failed, key=lambda p: p.status is not None and p.status > 0)
+        if not all(_is_consequence(process) for process in self._failed):
             self._stop(signal.SIGTERM)
         elif self._terminate_at_s is None:
             # Peers can notice a failure while the rank that failed still ends. Wait to see it end.
             self._terminate_at_s = time.monotonic() + _CAUSE_WAIT_S
+
+    def _plan_to_start_again(self, process: Process) -> None:
+        most = self._job.max_restarts
+        failure = f"{process.task.name} failed: {process.how_it_ended}"
+        if self._restarts == most:
+            why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
+            self._say(f"warning: {failure}; {why}, the job goes on without it")
+            return
+        self._restarts += 1
+        self._say(f"{failure}; it is started again (restart {self._restarts} of {most})")
+        self._to_start_again.append((time.monotonic() + _RESTART_DELAY_S, process))
+
+    def _start_again(self, process: Process) -> None:
+        process.signal_group(signal.SIGKILL)  # what it has left may hold its address
+        for stream in (process.stdout, process.stderr):
+            self._read_rest(stream)
+            if stream.fd in self._selector.get_map():
+                self._selector.unregister(stream.fd)
+            stream.end()
+        process.reap()
+        try:
+            self._processes[process.number] = self._start(process.number)
+        except StartError as error:
+            self._say(f"warning: {error}; the job goes on without {process.task.name}")
 
     def _read_rest(self, stream: Stream) -> None:
         for _ in range(_MOST_READS_AT_END):
@@ -325,12 +303,13 @@ class _Supervisor:
         elif number == signal.SIGINT and now_s - self._stopped_at_s > _SAME_KEY_PRESS_S:
             self._waits_for_readers = False
             self._kill()
-        if all(rank.status is not None for rank in self._ranks):
+        if all(process.status is not None for process in self._processes):
             self._waits_for_readers = False
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_at_s = time.monotonic()
         self._terminate_at_s, self._kill_at_s = None, self._stopped_at_s + _GRACE_S
+        self._to_start_again.clear()
         self._signal_groups(number)
 
     def _kill(self) -> None:
@@ -339,13 +318,18 @@ class _Supervisor:
         self._signal_groups(signal.SIGKILL)
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        for rank in self._ranks:
-            # No such process: all are gone. No permission: what is left belongs to another user.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(rank.process.pid, number)
+        for process in self._processes:
+            process.signal_group(number)
 
     def _has_strays(self) -> bool:
-        return not live_groups().isdisjoint(rank.process.pid for rank in self._ranks)
+        groups = live_groups()
+        return any(process.has_left(groups) for process in self._processes)
+
+
+def _is_consequence(process: Process) -> bool:
+    """Whether it failed because another rank had failed, by what it says itself."""
+    words = process.stderr.last_words()[1]
+    return (process.status or 0) > 0 and _PEER_FAILURE.search(words) is not None
 
 
 def _is_same_file(first_fd: int, second_fd: int) -> bool:

@@ -27,6 +27,16 @@ JOB_VARIABLE = "FASTDIST_JOB"
 """Set by `fastdist run` to a random string, the same for all ranks of a job."""
 
 _START_TIME_FIELD = 19
+_RANK_VARIABLES = frozenset(
+    (
+        JOB_VARIABLE,
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        *("SLURM_PROCID", "SLURM_LOCALID"),
+    )
+)
+_RANK_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,15 @@ def detect_launch(environ: Environ = os.environ) -> Launch | None:
             return launch
     require_rank_of_world_size(environ)
     return None
+
+
+def without_rank(environ: Environ) -> dict[str, str]:
+    """The environment less what makes a process a rank, for one that is not to be any."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }
 
 
 def _fastdist_run(environ: Environ) -> Launch | None:

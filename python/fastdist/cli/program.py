@@ -1,0 +1,93 @@
+"""Finds the program that the processes of a job run, without starting or importing anything."""
+
+import os
+import pkgutil
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+
+_PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
+
+
+class ProgramError(Exception):
+    """What the user asked for is not there, or cannot be run."""
+
+
+def find_program(
+    words: Sequence[str], is_module: bool, environment: Mapping[str, str]
+) -> list[str]:
+    """The command that each process of a job runs.
+
+    Args:
+        words: of the command line: a script, a module or a program, then its arguments.
+        is_module: whether the first one is a module, as after `python -m`.
+        environment: of the processes; its PATH and PYTHONPATH count.
+
+    Raises:
+        ProgramError: there is no such thing, or it may not be run.
+    """
+    words = words[1:] if words[:1] == ["--"] else words
+    if not words:
+        wanted = "a module" if is_module else "a Python script, -m and a module, or a program"
+        raise ProgramError(f"nothing to run; expected {wanted}")
+    target, *rest = words
+    if is_module:
+        _check_module(target, environment)
+        return [sys.executable, "-m", target, *rest]
+    if os.path.isdir(target):
+        if not os.path.isfile(os.path.join(target, "__main__.py")):
+            raise ProgramError(f"{target} is a directory without a __main__.py")
+        return [sys.executable, target, *rest]
+    if os.path.exists(target):
+        return _file_command(target, rest)
+    program = shutil.which(target, path=environment.get("PATH")) if "/" not in target else None
+    if program is None:
+        raise ProgramError(f"no such file or program: {target!r}")
+    return [program, *rest]
+
+
+def _file_command(target: str, rest: Sequence[str]) -> list[str]:
+    if target.endswith(_PYTHON_SUFFIXES):
+        if not os.access(target, os.R_OK):
+            raise ProgramError(f"no permission to read {target}")
+        return [sys.executable, target, *rest]
+    if not os.access(target, os.X_OK):
+        raise ProgramError(f"{target} is neither a Python script (*.py) nor executable")
+    # With a slash, or else the name would be looked up in PATH.
+    return [target if "/" in target else f"./{target}", *rest]
+
+
+def _check_module(name: str, environment: Mapping[str, str]) -> None:
+    """Finds out whether `python -m name` would find something, without importing anything."""
+    extra = environment.get("PYTHONPATH", "").split(os.pathsep)
+    places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
+    sought = ""
+    for part in name.split("."):
+        if places is None:
+            raise ProgramError(f"no module named {name}: {sought} is not a package")
+        sought = f"{sought}.{part}" if sought else part
+        spec = _find_spec(sought, places) if part else None
+        if spec is None:
+            raise ProgramError(f"no module named {sought}")
+        places = spec.submodule_search_locations
+    if places is not None and _find_spec(f"{name}.__main__", places) is None:
+        raise ProgramError(f"no module named {name}.__main__: {name} is a package without one")
+
+
+def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:
+    """Looks for a module as import does, except that the package it is in need not be imported."""
+    if "." not in name:
+        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+        return next((spec for spec in specs if spec is not None), None)
+    parts: list[str] = []
+    for place in places:
+        importer = pkgutil.get_importer(place)
+        spec = importer.find_spec(name) if importer is not None else None
+        if spec is not None and spec.loader is not None:
+            return spec
+        if spec is not None:
+            parts += spec.submodule_search_locations or []
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = parts
+    return namespace if parts else None

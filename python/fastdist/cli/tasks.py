@@ -1,0 +1,111 @@
+"""The tasks of a job, and the environment of each: equal ranks, or the roles of a cluster spec."""
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+
+from fastdist.cli.job import Ending, Task
+from fastdist.cluster.launch import JOB_VARIABLE, without_rank
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
+_SPEC_VARIABLE = "TF_CONFIG"
+_HOST = "127.0.0.1"
+
+
+class VariableError(Exception):
+    """The user sets a variable that the launcher sets itself."""
+
+
+def rank_tasks(ranks: int, user: Mapping[str, str]) -> list[Task]:
+    """Ranks as torchrun starts them.
+
+    Args:
+        ranks: how many.
+        user: variables that count for more than what is inherited.
+
+    Raises:
+        VariableError: one of them is another in each rank.
+    """
+    for variable in _RANK_VARIABLES:
+        if variable in user:
+            raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
+    # Those of a torchrun around this job would make torch look for torchrun's store.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    environment |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(_free_port()), **user}
+    _set_defaults(environment, ranks)
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment |= {JOB_VARIABLE: secrets.token_hex(16)}
+    width = len(str(ranks - 1))
+    return [
+        Task(
+            f"rank {rank}",
+            f"{rank:{width}}",
+            environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def role_tasks(
+    workers: int,
+    servers: int,
+    has_evaluator: bool,
+    ports: Sequence[int],
+    keys: Mapping[str, str],
+    user: Mapping[str, str],
+) -> list[Task]:
+    """The chief, workers and parameter servers, each told by TF_CONFIG who all of them are.
+
+    Args:
+        workers: how many.
+        servers: how many parameter servers.
+        has_evaluator: whether there is one more task that evaluates.
+        ports: one for each task.
+        keys: the variable that holds the job's keys.
+        user: variables that count for more than what is inherited.
+
+    Raises:
+        VariableError: one of them is another in each task, or would make a task a rank.
+    """
+    for variable in (_SPEC_VARIABLE, *_RANK_VARIABLES):
+        if variable in user:
+            why = (
+                "fastdist run sets it itself, for each task"
+                if variable == _SPEC_VARIABLE
+                else "tasks of a job with parameter servers are not ranks"
+            )
+            raise VariableError(f"--env {variable}: {why}")
+    environment = {**without_rank(os.environ), **keys, **user}
+    _set_defaults(environment, workers + servers)
+    places = [
+        ("chief", 0),
+        *(("worker", index) for index in range(workers)),
+        *(("ps", index) for index in range(servers)),
+        *([("evaluator", 0)] if has_evaluator else []),
+    ]
+    cluster: dict[str, list[str]] = {}
+    for (job, _), port in zip(places, ports, strict=True):
+        cluster.setdefault(job, []).append(f"{_HOST}:{port}")
+    tasks = []
+    for job, index in places:
+        spec = {"cluster": cluster, "task": {"type": job, "index": index}}
+        name = f"{job} {index}" if job in ("worker", "ps") else job
+        ending = Ending.ENDS_JOB if job == "chief" else Ending.STARTED_AGAIN
+        tasks.append(Task(name, name, environment | {_SPEC_VARIABLE: json.dumps(spec)}, ending))
+    return tasks
+
+
+def _set_defaults(environment: dict[str, str], processes: int) -> None:
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _free_port() -> int:
+    """A port that nothing listens on now. It is only a number for scripts that start a store."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,76 @@
+"""Jobs of `fastdist run` as a user starts them, such that nothing they leave behind is missed."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+# Times that the launcher waits, shortened for tests of what happens after them.
+SHORT_TIMES = """
+import sys
+from fastdist.cli import supervisor
+supervisor._GRACE_S = 0.5
+supervisor._CAUSE_WAIT_S = 0.1
+from fastdist.cli.main import main
+sys.exit(main())
+"""
+
+
+class Launcher:
+    """Starts `fastdist run` so that everything that a job started can be found again."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.environ = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("NO_COLOR", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "FASTDIST_JOB")
+        } | {"TEST_MARK": self.mark, "TERM": "xterm"}
+
+    def start(
+        self, *words: object, short_times: bool = False, **options: object
+    ) -> "subprocess.Popen[bytes]":
+        program = ["-c", SHORT_TIMES] if short_times else ["-m", "fastdist"]
+        command = [sys.executable, *program, "run", *map(str, words)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=self.environ, **(pipes | options))  # type: ignore[call-overload,no-any-return]
+
+    def run(
+        self, *words: object, input: bytes = b"", short_times: bool = False
+    ) -> "subprocess.CompletedProcess[bytes]":
+        process = self.start(*words, short_times=short_times, stdin=subprocess.PIPE)
+        return finish(process, input)
+
+    def left(self) -> list[int]:
+        """Processes that carry this launcher's mark, other than zombies, which have none."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                environ = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
+            except OSError:
+                continue
+            if f"TEST_MARK={self.mark}".encode() in environ.split(b"\0"):
+                found.append(int(entry.name))
+        return found
+
+
+def finish(
+    process: "subprocess.Popen[bytes]", input: bytes = b""
+) -> "subprocess.CompletedProcess[bytes]":
+    stdout, stderr = process.communicate(input or None, timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.01)
+
+
+def read_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
+    assert process.stdout is not None
+    return [process.stdout.readline() for _ in range(count)]

@@ -1,0 +1,461 @@
+"""`fastdist run --workers --ps`: what each task is told, and what its end means for the job."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fastdist.cluster import (
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+    detect_launch,
+    detect_resolver,
+    split_address,
+)
+from fastdist.ps import Keys
+from launched import Launcher, finish, read_lines, wait_until
+
+Script = Callable[[str], Path]
+
+SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+# Each task does its part; what is not the chief serves until it is told to end. Files in the
+# folder STEP tell how far the job is.
+ROLES = """
+import json, os, signal, socket, subprocess, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+task = config["task"]
+job, name = task["type"], task["type"] + str(task["index"])
+step = os.environ["STEP"]
+def wait_for(*names):
+    while not all(os.path.exists(f"{step}/{name}") for name in names):
+        time.sleep(0.01)
+def serve():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    host, port = config["cluster"][job][task["index"]].split(":")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, int(port)))
+    listener.listen()
+    starts = len([n for n in os.listdir(step) if n.startswith(f"{name}.")])
+    open(f"{step}/{name}.{starts}", "w").close()
+    print("serves at", port, flush=True)
+    time.sleep(60)
+"""
+SERVERS_AND_WORKERS = ("worker0", "worker1", "ps0")
+
+
+@pytest.fixture
+def step(launcher: Launcher, tmp_path: Path) -> Path:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    launcher.environ["STEP"] = str(folder)
+    return folder
+
+
+def roles(script: Script, text: str) -> Path:
+    return script(ROLES + text)
+
+
+def task_processes(launcher: Launcher, job: str, index: int) -> list[int]:
+    """The processes of a task, those included that it has started."""
+    found = []
+    for pid in launcher.left():
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # ended since
+            continue
+        config = next((e for e in entries if e.startswith(b"TF_CONFIG=")), None)
+        if config is not None:
+            task = json.loads(config.partition(b"=")[2])["task"]
+            if (task["type"], task["index"]) == (job, index):
+                found.append(pid)
+    return found
+
+
+class TestWhatTasksAreGiven:
+    def environments(self, launcher: Launcher, *options: str) -> dict[str, dict[str, str]]:
+        """What each task finds; the chief waits for the others to have shown it."""
+        wait = "import sys, time\nif 'chief' in os.environ['TF_CONFIG'][-30:]: time.sleep(1)"
+        show = f"{SHOW}\nsys.stdout.flush()"
+        done = launcher.run(*options, sys.executable, "-c", f"import os\n{wait}\n{show}")
+        assert done.returncode == 0, done.stderr
+        lines = [line.partition(b"] ") for line in done.stdout.splitlines()]
+        return {label[1:].decode(): json.loads(shown) for label, _, shown in lines}
+
+    def test_cluster_and_place_of_each_task(self, launcher: Launcher) -> None:
+        found = self.environments(launcher, "--workers", "2", "--ps", "2", "--evaluator")
+        labels = ["chief", "evaluator", "ps 0", "ps 1", "worker 0", "worker 1"]
+        assert sorted(found) == labels
+        specs = set()
+        for label, environ in found.items():
+            resolver = detect_resolver(environ)
+            assert isinstance(resolver, TFConfigClusterResolver)
+            job, _, index = label.partition(" ")
+            assert (resolver.task_type, resolver.task_id) == (job, int(index or 0))
+            specs.add(resolver.cluster_spec())
+        (spec,) = specs
+        spec.require_parameter_servers()
+        tasks = {job: spec.num_tasks(job) for job in spec.jobs}
+        assert tasks == {"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}
+        addresses = [split_address(a or "") for job in spec.jobs for a in spec.job_tasks(job)]
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
+        assert len({port for _, port in addresses}) == 6
+
+    def test_keys_are_those_of_the_job(self, launcher: Launcher) -> None:
+        jobs = [self.environments(launcher, "--workers", "1", "--ps", "1") for _ in range(2)]
+        keys = [{environ["FASTDIST_PS_KEYS"] for environ in job.values()} for job in jobs]
+        assert [len(job) for job in keys] == [1, 1]
+        first, second = (Keys.from_json(job.pop()) for job in keys)
+        assert first != second
+        (given,) = {
+            environ["FASTDIST_PS_KEYS"]
+            for environ in self.environments(
+                launcher, "--workers=1", "--ps=1", "--env", "FASTDIST_PS_KEYS=mine.json"
+            ).values()
+        }
+        assert given == "mine.json"
+
+    def test_no_task_takes_itself_for_a_rank(self, launcher: Launcher) -> None:
+        launcher.environ |= {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "FASTDIST_JOB": "outer",
+            "TORCHELASTIC_RUN_ID": "outer",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "PMI_RANK": "0",
+            "MPI_LOCALRANKID": "0",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_ID": "0",
+        }
+        found = self.environments(launcher, "--workers", "1", "--ps", "1", "--env", "A=1")
+        for environ in found.values():
+            assert detect_launch(environ) is None
+            assert not TorchrunClusterResolver.is_available(environ)
+            assert "MASTER_ADDR" not in environ
+            cores = len(os.sched_getaffinity(0))
+            assert (environ["A"], environ["OMP_NUM_THREADS"]) == ("1", str(max(1, cores // 2)))
+
+    def test_only_the_chief_reads_stdin(self, launcher: Launcher) -> None:
+        code = 'case "$TF_CONFIG" in *\'"chief", "index"\'*) sleep 0.5;; esac; echo got $(cat)'
+        done = launcher.run("--workers", 1, "--ps", 1, "sh", "-c", code, input=b"typed")
+        assert sorted(done.stdout.splitlines()) == [
+            b"[chief] got typed",
+            b"[ps 0] got",
+            b"[worker 0] got",
+        ]
+
+    def test_nobody_else_gets_a_port_of_the_job(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        path = roles(script, "print(os.environ['TF_CONFIG'], flush=True); wait_for('end')")
+        process = launcher.start("--workers", 1, "--ps", 1, "--no-prefix", path)
+        config = json.loads(read_lines(process, 1)[0])
+        for addresses in config["cluster"].values():
+            for address in addresses:
+                with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                    other.bind(split_address(address))
+        (step / "end").touch()
+        assert finish(process).returncode == 0
+
+
+class TestHowAJobEnds:
+    CHIEF = "wait_for('worker0.0', 'worker1.0', 'ps0.0')\n"
+
+    def run(
+        self, launcher: Launcher, path: Path, *options: object, short_times: bool = False
+    ) -> "subprocess.CompletedProcess[bytes]":
+        words = ["--workers", 2, "--ps", 1, *options, path]
+        return launcher.run(*words, short_times=short_times)
+
+    @pytest.mark.usefixtures("step")
+    def test_the_job_ends_with_its_chief(self, launcher: Launcher, script: Script) -> None:
+        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\nserve()")
+        begin_s = time.monotonic()
+        done = self.run(launcher, path, "--evaluator")
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert time.monotonic() - begin_s < 4  # the grace is 5 s
+        assert launcher.left() == []
+
+    @pytest.mark.usefixtures("step")
+    def test_the_exit_code_is_the_chiefs_whatever_others_return(
+        self, launcher: Launcher, script: Script
+    ) -> None:
+        others = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        others += "open(f'{step}/{name}.0', 'w').close()\ntime.sleep(60)"
+        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{others}")
+        done = self.run(launcher, path)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+    @pytest.mark.usefixtures("step")
+    def test_the_chiefs_traceback_comes_last(self, launcher: Launcher, script: Script) -> None:
+        path = roles(
+            script, f"if job == 'chief':\n    {self.CHIEF}    raise KeyError('gone')\nserve()"
+        )
+        done = self.run(launcher, path)
+        assert done.returncode == 1
+        lines = done.stderr.decode().partition("fastdist run: ")[2].splitlines()
+        assert lines[0] == "chief failed: exit code 1; its traceback:"
+        assert lines[1] == "Traceback (most recent call last):"
+        assert lines[-1] == "KeyError: 'gone'"
+
+    @pytest.mark.usefixtures("step")
+    def test_killed_chief(self, launcher: Launcher, script: Script) -> None:
+        path = roles(
+            script, f"if job == 'chief':\n    {self.CHIEF}    os.kill(os.getpid(), 9)\nserve()"
+        )
+        done = self.run(launcher, path)
+        assert done.returncode == 137
+        said = b"chief failed: killed by signal 9 (SIGKILL); it wrote nothing to stderr\n"
+        assert done.stderr == b"fastdist run: " + said
+
+    @pytest.mark.usefixtures("step")
+    def test_others_that_do_not_end_are_killed_after_the_grace(
+        self, launcher: Launcher, script: Script
+    ) -> None:
+        stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        stubborn += "open(f'{step}/{name}.0', 'w').close()\ntime.sleep(60)"
+        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{stubborn}")
+        done = self.run(launcher, path, short_times=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert launcher.left() == []
+
+    @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_signals_are_passed_on(
+        self,
+        launcher: Launcher,
+        script: Script,
+        step: Path,
+        number: signal.Signals,
+        exit_code: int,
+    ) -> None:
+        path = roles(
+            script,
+            "def end(*_):\n    print('got', flush=True)\n    sys.exit(7)\n"
+            f"signal.signal({int(number)}, end)\nopen(f'{{step}}/{{name}}.0', 'w').close()\n"
+            "time.sleep(60)",
+        )
+        process = launcher.start("--workers", 2, "--ps", 1, path)
+        names = ("chief0", *SERVERS_AND_WORKERS)
+        wait_until(lambda: all((step / f"{name}.0").exists() for name in names))
+        process.send_signal(number)
+        done = finish(process)
+        assert done.returncode == exit_code
+        labels = [b"chief", b"ps 0", b"worker 0", b"worker 1"]
+        assert sorted(done.stdout.splitlines()) == [b"[%s] got" % label for label in labels]
+        assert done.stderr == f"fastdist run: stopped by {number.name}\n".encode()
+
+    def test_killed_launcher_takes_all_along(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        process = launcher.start("--workers", 1, "--ps", 1, "--evaluator", roles(script, "serve()"))
+        wait_until(lambda: len(list(step.iterdir())) == 4)
+        process.kill()
+        process.wait()
+        wait_until(lambda: launcher.left() == [])
+        finish(process)
+
+
+class TestTasksThatFail:
+    def start(
+        self, launcher: Launcher, script: Script, *options: object, others: str = "serve()"
+    ) -> "subprocess.Popen[bytes]":
+        path = roles(script, f"if job == 'chief':\n    wait_for('end')\n    sys.exit(0)\n{others}")
+        return launcher.start("--workers", 2, "--ps", 1, *options, path)
+
+    @pytest.mark.parametrize(("job", "index"), [("worker", 1), ("ps", 0), ("evaluator", 0)])
+    def test_come_back_at_the_same_address(
+        self, launcher: Launcher, script: Script, step: Path, job: str, index: int
+    ) -> None:
+        # What a task has started goes with it; it would keep the address.
+        others = "subprocess.Popen(['sleep', '60'])\nserve()"
+        process = self.start(launcher, script, "--evaluator", others=others)
+        first = step / f"{job}{index}.0"
+        wait_until(lambda: first.exists() and len(task_processes(launcher, job, index)) == 2)
+        before = task_processes(launcher, job, index)
+        os.kill(min(before), signal.SIGKILL)
+        wait_until((step / f"{job}{index}.1").exists)
+        wait_until(lambda: len(task_processes(launcher, job, index)) == 2)
+        assert not set(before) & set(task_processes(launcher, job, index))
+        (step / "end").touch()
+        done = finish(process)
+        name = job if job == "evaluator" else f"{job} {index}"
+        said = f"{name} failed: killed by signal 9 (SIGKILL); it is started again (restart 1 of 3)"
+        assert (done.returncode, done.stderr) == (0, f"fastdist run: {said}\n".encode())
+        ports = re.findall(rf"\[{name}\] serves at (\d+)".encode(), done.stdout)
+        assert len(ports) == 2
+        assert len(set(ports)) == 1
+        assert launcher.left() == []
+
+    def test_all_that_they_wrote_is_shown(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        others = "if name == 'worker0':\n    print('x\\n' * 20000 + 'last', end='')\n"
+        others += "    sys.stdout.flush()\n    sys.exit(3)\nserve()"
+        process = self.start(launcher, script, "--max-restarts", 2, others=others)
+        assert process.stdout is not None
+        shown = [process.stdout.readline() for _ in range(60_003 + 2)]  # worker 1 and ps 0 serve
+        (step / "end").touch()
+        done = finish(process)
+        assert shown.count(b"[worker 0] x\n") == 60_000
+        assert shown.count(b"[worker 0] last\n") == 3
+        assert done.returncode == 0
+
+    def test_when_restarts_are_used_up_the_job_goes_on(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        others = "if name == 'worker1':\n    sys.exit(4)\nserve()"
+        process = self.start(launcher, script, "--max-restarts", 2, others=others)
+        assert process.stderr is not None
+        said = [process.stderr.readline().decode() for _ in range(3)]
+        assert process.poll() is None
+        (step / "end").touch()
+        done = finish(process)
+        assert (done.returncode, done.stderr) == (0, b"")
+        failed = "worker 1 failed: exit code 4"
+        assert said == [
+            f"fastdist run: {failed}; it is started again (restart 1 of 2)\n",
+            f"fastdist run: {failed}; it is started again (restart 2 of 2)\n",
+            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job goes on "
+            "without it\n",
+        ]
+
+    def test_no_restarts(self, launcher: Launcher, script: Script, step: Path) -> None:
+        others = "if job == 'ps':\n    sys.exit(4)\nserve()"
+        process = self.start(launcher, script, "--max-restarts", 0, others=others)
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        (step / "end").touch()
+        assert finish(process).returncode == 0
+        why = b"--max-restarts is 0, the job goes on without it"
+        assert said == b"fastdist run: warning: ps 0 failed: exit code 4; " + why + b"\n"
+
+    def test_who_returns_0_is_done(self, launcher: Launcher, script: Script, step: Path) -> None:
+        others = (
+            "if name == 'worker1':\n    open(f'{step}/done', 'a').write('x')\n    sys.exit(0)\n"
+        )
+        process = self.start(launcher, script, others=others + "serve()")
+        wait_until((step / "done").exists)
+        time.sleep(0.5)  # longer than a task that fails waits to be started again
+        (step / "end").touch()
+        done = finish(process)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert (step / "done").read_text() == "x"
+
+    def test_nobody_is_started_again_when_the_job_is_being_stopped(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        process = self.start(launcher, script, others="time.sleep(0.2)\nsys.exit(1)")
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        done = finish(process)
+        assert done.returncode == 143
+        assert done.stderr.endswith(b"fastdist run: stopped by SIGTERM\n")
+        assert not (step / "end").exists()
+
+    def test_program_that_cannot_be_started_again(
+        self, launcher: Launcher, step: Path, tmp_path: Path
+    ) -> None:
+        program = tmp_path / "program"
+        chief = 'case "$TF_CONFIG" in *\'"chief", "index"\'*) while [ ! -e $STEP/end ]; do '
+        chief += "sleep 0.01; done; exit 0;; esac\n"
+        worker = 'case "$TF_CONFIG" in *\'"worker", "index"\'*) '
+        worker += "while [ ! -e $STEP/fail ]; do sleep 0.01; done; exit 5;; esac\n"
+        program.write_text(f"#!/bin/sh\n{chief}{worker}sleep 60\n")
+        program.chmod(0o755)
+        process = launcher.start("--workers", 1, "--ps", 1, program)
+        wait_until(lambda: all(task_processes(launcher, job, 0) for job in ("worker", "ps")))
+        program.rename(tmp_path / "elsewhere")
+        (step / "fail").touch()
+        assert process.stderr is not None
+        said = [process.stderr.readline().decode() for _ in range(2)]
+        (step / "end").touch()
+        assert finish(process).returncode == 0
+        assert said[1] == (
+            f"fastdist run: warning: cannot start worker 0: {program}: No such file or directory; "
+            "the job goes on without worker 0\n"
+        )
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--workers", "0"], "expected a number of workers of at least 1, got '0'"),
+            (["--ps", "two"], "expected a number of parameter servers of at least 1, got 'two'"),
+            (["--workers", "2"], "--workers 2 needs --ps, the number of parameter servers"),
+            (["--ps", "2"], "--ps 2 needs --workers, the number of workers"),
+            (["--workers", "2", "--ps", "0"], "of at least 1, got '0'"),
+            (["-n", "2", "--workers", "2", "--ps", "1"], "-n starts ranks"),
+            (["-n", "2", "--ps", "1"], "-n starts ranks"),
+            (["--evaluator"], "--evaluator needs --workers and --ps"),
+            (["--max-restarts", "0"], "--max-restarts needs --workers and --ps"),
+            (["--max-restarts", "-1"], "expected a number of restarts of at least 0, got '-1'"),
+            (
+                ["--workers", "1", "--ps", "1", "--env", "TF_CONFIG={}"],
+                "--env TF_CONFIG: fastdist run sets it itself, for each task",
+            ),
+            (
+                ["--workers", "1", "--ps", "1", "--env", "RANK=0"],
+                "--env RANK: tasks of a job with parameter servers are not ranks",
+            ),
+            (["--workers", "1", "--ps", "1", "--work", "1"], "unrecognized arguments: --work"),
+        ],
+    )
+    def test_is_named(
+        self, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+    ) -> None:
+        from fastdist.cli.main import main
+
+        with pytest.raises(SystemExit) as caught:  # argparse exits by itself
+            sys.exit(main(["run", *words, "true"]))
+        stdout, stderr = capfd.readouterr()
+        assert (caught.value.code, stdout) == (2, "")
+        assert message in stderr
+
+    def test_nothing_to_run(self, capfd: pytest.CaptureFixture[str]) -> None:
+        from fastdist.cli.main import main
+
+        assert main(["run", "--workers", "1", "--ps", "1"]) == 2
+        assert "nothing to run; expected a Python script" in capfd.readouterr().err
+
+    def test_without_pyzmq(self, launcher: Launcher) -> None:
+        code = "import sys; sys.modules['zmq'] = None\nfrom fastdist.cli.main import main\n"
+        code += "sys.exit(main(['run', '--workers', '1', '--ps', '1', 'true']))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=launcher.environ, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        says = "fastdist.ps needs pyzmq: pip install 'fastdist[ps]'"
+        assert done.stderr == f"fastdist run: {says}\n"
+
+    def test_too_many_tasks_for_the_limits(self, launcher: Launcher) -> None:
+        command = [sys.executable, "-m", "fastdist", "run", "--workers", "30", "--ps", "1", "true"]
+        done = subprocess.run(
+            ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *command],
+            env=launcher.environ,
+            capture_output=True,
+        )
+        assert done.returncode == 2
+        message = b"32 tasks need 120 open files, the limit is 64; see ulimit -n\n"
+        assert done.stderr == b"fastdist run: " + message
+
+    def test_program_that_cannot_be_started(self, launcher: Launcher, tmp_path: Path) -> None:
+        program = tmp_path / "program"
+        program.write_text("#!/no/such/interpreter\n")
+        program.chmod(0o755)
+        done = launcher.run("--workers", 1, "--ps", 1, program)
+        assert done.returncode == 2
+        reason = f"cannot start chief: {program}: No such file or directory\n"
+        assert done.stderr.decode() == f"fastdist run: {reason}"

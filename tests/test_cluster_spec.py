@@ -168,7 +168,12 @@ def test_tasks_that_do_not_exist(job: str, index: int, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("cluster", "missing"),
-    [({"worker": ["a:1"]}, "ps"), ({"chief": ["a:1"], "ps": ["b:1"]}, "worker"), (FULL, None)],
+    [
+        ({"worker": ["a:1"]}, "ps"),
+        ({"chief": ["a:1"], "ps": ["b:1"]}, "worker"),
+        ({"worker": ["a:1"], "ps": ["b:1"]}, "chief"),
+        (FULL, None),
+    ],
 )
 def test_parameter_servers_are_required(cluster: Any, missing: str | None) -> None:
     spec = ClusterSpec(cluster)

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol, final
 
 from fastdist.cluster.environ import Environ, index
+from fastdist.cluster.jobs import divide_among_jobs
 from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError
@@ -120,7 +121,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 class IndexedJobClusterResolver(SimpleClusterResolver):
-    """The pods of a Kubernetes Job in Indexed completion mode, each of them a worker.
+    """The pods of a Kubernetes Job in Indexed completion mode: workers, or tasks of several jobs.
 
     Needs no access to Kubernetes' API. The Job's pods must be given a `subdomain`, the name of a
     headless service that selects them; then pod i has the host name `<job>-<i>.<subdomain>`.
@@ -134,6 +135,7 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
         subdomain: str,
         completions: int,
         *,
+        jobs: Mapping[str, int] | None = None,
         port: int = 8470,
         environ: Environ = os.environ,
     ) -> None:
@@ -143,18 +145,20 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
             job_name: the Job's name.
             subdomain: the headless service's name.
             completions: the Job's `completions`, which its `parallelism` must equal.
+            jobs: how many of the pods each job of the cluster gets, such as {"chief": 1, "worker":
+                4, "ps": 2}: pod 0 is the chief. If None, all are workers.
             port: the port that every task listens on.
             environ: the environment to read.
 
         Raises:
-            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, or the
-                names make no host name.
+            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, the
+                names make no host name, or jobs have another number of tasks.
         """
-        spec = ClusterSpec(
-            {"worker": [f"{job_name}-{task}.{subdomain}:{port}" for task in range(completions)]}
-        )
+        hosts = [f"{job_name}-{task}.{subdomain}:{port}" for task in range(completions)]
         task_id = index(environ, "JOB_COMPLETION_INDEX", completions, f"{completions=}")
-        super().__init__(spec, "worker", task_id)
+        if jobs is None:
+            jobs = {"worker": completions}
+        super().__init__(*divide_among_jobs(jobs, hosts, task_id, f"{completions=}"))
 
 
 def _default_client() -> PodLister:

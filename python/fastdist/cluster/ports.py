@@ -7,25 +7,40 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 
-@contextmanager
-def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Free TCP ports, kept while the context is open.
+def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
+    """A free TCP port, and the socket that keeps it until it is closed.
 
-    They are bound, not listened at. Whoever sets SO_REUSEADDR, as nearly every server does, can
-    listen there all the same, end, and listen there again.
+    It is bound, and nobody listens at it. Whoever sets SO_REUSEADDR, as nearly every server does,
+    can listen there all the same, end, and listen there again.
 
     Args:
-        count: how many.
-        host: an IPv4 address of this machine.
+        host: an IP address of this machine.
 
     Raises:
-        OSError: there are not so many, or the host has no such address.
+        OSError: there is no port, or the host has no such address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+    except OSError:
+        holder.close()
+        raise
+    return holder, int(holder.getsockname()[1])
+
+
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Free ports of 127.0.0.1, as by `reserve_port`, while the context is open.
+
+    Raises:
+        OSError: there are not so many.
     """
     with ExitStack() as stack:
         ports = []
         for _ in range(count):
-            holder = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, 0))
-            ports.append(int(holder.getsockname()[1]))
+            holder, port = reserve_port()
+            stack.enter_context(holder)
+            ports.append(port)
         yield ports

@@ -12,8 +12,9 @@ from fastdist.cluster.environ import (
     master_address,
 )
 from fastdist.cluster.hostlist import expand_hostlist, parse_tasks_per_node
+from fastdist.cluster.jobs import divide_among_jobs
 from fastdist.cluster.resolver import SimpleClusterResolver
-from fastdist.cluster.spec import MOST_TASKS, ClusterSpec
+from fastdist.cluster.spec import MOST_TASKS
 from fastdist.errors import ClusterConfigError
 
 # Slurm numbers a job's steps from 0; ids from here on mean its batch script, an interactive shell
@@ -64,20 +65,8 @@ class SlurmClusterResolver(SimpleClusterResolver):
         if jobs is None:
             jobs = {"worker": size}
             addresses[0] = master_address(environ) or addresses[0]
-        if sum(jobs.values()) != size or min(jobs.values()) < 0:
-            raise ClusterConfigError(
-                f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {size}, as "
-                f"{size_variable}={environ[size_variable]!r}"
-            )
-        cluster = {}
-        place = ("", 0)
-        first = 0
-        for job, tasks in jobs.items():
-            cluster[job] = addresses[first : first + tasks]
-            if first <= rank < first + tasks:
-                place = (job, rank - first)
-            first += tasks
-        super().__init__(ClusterSpec(cluster), *place)
+        reason = f"{size_variable}={environ[size_variable]!r}"
+        super().__init__(*divide_among_jobs(jobs, addresses, rank, reason))
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:

@@ -134,9 +134,9 @@ class ClusterSpec:
         """Checks that the cluster has what training with parameter servers needs.
 
         Raises:
-            ClusterConfigError: it has no parameter server, or no worker.
+            ClusterConfigError: it has no parameter server, no worker or no chief.
         """
-        for job in ("ps", "worker"):
+        for job in ("ps", "worker", "chief"):
             if not self.num_tasks(job):
                 raise ClusterConfigError(
                     f"no {job} task; training with parameter servers needs at least one, in {self}"

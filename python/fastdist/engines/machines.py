@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import datetime
 import errno
-import fcntl
 import json
 import os
 import secrets
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from fastdist.cluster.address import split_address
+from fastdist.cluster.own_address import own_address
 from fastdist.engines.c10d import c10d
 from fastdist.engines.links import Layout
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
-_SIOCGIFADDR = 0x8915
 # A store ends with its last user in this process, and the next `init` needs it to be there still.
 _stores: list[Any] = []
 
@@ -85,7 +83,7 @@ def meet_machines(
         raise ClusterConfigError(f"rendezvous: {error}") from None
     store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
     try:
-        return _meet(store, rank, world_size, _own_address(host, port), deadline, timeout_s)
+        return _meet(store, rank, world_size, own_address(host, port), deadline, timeout_s)
     except RuntimeError as error:
         if isinstance(error, ClusterConfigError):
             raise
@@ -180,21 +178,3 @@ def _listen(host: str, port: int) -> socket.socket | None:
             (0,),
         ) from None
     return listener
-
-
-def _own_address(host: str, port: int) -> str:
-    """Where other machines reach this one: the address of the interface that the user named for
-    Gloo, or that from which this machine reaches the store."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    try:
-        if interface:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                request = struct.pack("256s", interface.encode()[:15])
-                return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        place = f"GLOO_SOCKET_IFNAME={interface!r}" if interface else f"no route to {host}:{port}"
-        raise ClusterConfigError(f"rendezvous: {place}: {error.strerror or error}") from None

@@ -1,0 +1,168 @@
+"""Roles under torchrun, or under no launcher: how ranks tell each other where they listen."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastdist.cluster import IndexedJobClusterResolver, TorchrunClusterResolver
+from fastdist.cluster.own_address import own_address
+from fastdist.errors import ClusterConfigError
+
+JOBS = {"chief": 1, "worker": 2, "ps": 1}
+SHOW = """
+import json, socket, sys
+from fastdist.cluster import TorchrunClusterResolver, split_address
+resolver = TorchrunClusterResolver(jobs=json.loads(sys.argv[1]))
+spec = resolver.cluster_spec()
+again = TorchrunClusterResolver(jobs=json.loads(sys.argv[1]))
+assert again.cluster_spec() == spec
+own = split_address(spec.task_address(resolver.task_type, resolver.task_id))
+with socket.socket() as listener:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(own)
+    listener.listen()
+line = json.dumps([resolver.task_type, resolver.task_id, spec.as_dict()])
+open(f"{sys.argv[2]}/{resolver.task_type}{resolver.task_id}", "w").write(line)
+"""
+PLACES = [["chief", 0], ["ps", 0], ["worker", 0], ["worker", 1]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "show.py"
+    path.write_text(SHOW)
+    return path
+
+
+def environ(**changes: str) -> dict[str, str]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in names}
+    return kept | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_shown(folder: Path) -> None:
+    shown = [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
+    assert [line[:2] for line in shown] == PLACES
+    spec = shown[0][2]
+    assert all(line[2] == spec for line in shown)
+    assert {job: len(tasks) for job, tasks in spec.items()} == JOBS
+    addresses = [address for tasks in spec.values() for address in tasks]
+    assert len({address.rpartition(":")[2] for address in addresses}) == 4
+
+
+def test_torchrun(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    done = subprocess.run(
+        [*launch, str(script), json.dumps(JOBS), str(folder)],
+        env=environ(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    check_shown(folder)
+
+
+def start(
+    script: Path, folder: Path, rank: int, port: int, jobs: Mapping[str, int], **changes: str
+) -> "subprocess.Popen[str]":
+    place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, str(script), json.dumps(jobs), str(folder)],
+        env=environ(**place, MASTER_PORT=str(port), **changes),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ranks_set_by_hand_where_rank_0_ends_at_once(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    port = free_port()
+    ranks = [start(script, folder, rank, port, JOBS) for rank in range(4)]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, said
+    check_shown(folder)
+
+
+def test_a_rank_that_does_not_come(script: Path, tmp_path: Path) -> None:
+    rank = start(script, tmp_path, 0, free_port(), JOBS, FASTDIST_RENDEZVOUS_TIMEOUT_S="2")
+    _, said = rank.communicate(timeout=120)
+    assert rank.returncode == 1
+    assert "rank 0 of 4 could not exchange addresses at 127.0.0.1:" in said
+    assert "within 2 s" in said
+
+
+@pytest.mark.parametrize(
+    ("jobs", "changes", "message"),
+    [
+        ({"worker": 3}, {}, "{'worker': 3} are 3 tasks; expected 4, as WORLD_SIZE='4'"),
+        ({}, {}, "{} are 0 tasks; expected 4"),
+        ({"worker": 5, "ps": -1}, {}, "{'worker': 5, 'ps': -1} are 4 tasks"),
+        ({"chief": 2, "worker": 1, "ps": 1}, {}, "2 chiefs; expected at most one"),
+        ({"master": 1, "worker": 3}, {}, "unknown job 'master'"),
+        ({"ps": 4}, {}, "no worker and no chief"),
+        (JOBS, {"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
+        (JOBS, {"MASTER_PORT": "x"}, "MASTER_PORT='x': malformed"),
+        (JOBS, {"FASTDIST_RENDEZVOUS_TIMEOUT_S": "-1"}, "must be a positive number of seconds"),
+    ],
+)
+def test_is_refused_before_anybody_waits(
+    jobs: dict[str, int], changes: dict[str, str], message: str
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises((ClusterConfigError, ValueError)) as caught:
+        TorchrunClusterResolver({**place, **changes}, jobs=jobs)
+    assert message in str(caught.value)
+
+
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    place = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(ImportError, match=r"pip install 'fastdist\[torch\]'"):
+        TorchrunClusterResolver(place, jobs=JOBS)
+
+
+def test_jobs_of_an_indexed_job() -> None:
+    def resolver(index: int, **options: Any) -> IndexedJobClusterResolver:
+        environ = {"JOB_COMPLETION_INDEX": str(index)}
+        return IndexedJobClusterResolver("train", "svc", 4, environ=environ, **options)
+
+    expected = {
+        "chief": ["train-0.svc:9"],
+        "worker": ["train-1.svc:9", "train-2.svc:9"],
+        "ps": ["train-3.svc:9"],
+    }
+    for index, place in enumerate([("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]):
+        made = resolver(index, jobs=JOBS, port=9)
+        assert made.cluster_spec().as_dict() == expected
+        assert (made.task_type, made.task_id) == place
+        made.cluster_spec().require_parameter_servers()
+    with pytest.raises(ClusterConfigError, match="are 2 tasks; expected 4, as completions=4"):
+        resolver(0, jobs={"worker": 2})
+
+
+def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert own_address("127.0.0.1", 9) == "127.0.0.1"
+    with pytest.raises(ClusterConfigError, match="no route to no-such-host"):
+        own_address("no-such-host.invalid", 9)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address("10.0.0.1", 9) == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
+    with pytest.raises(ClusterConfigError, match="GLOO_SOCKET_IFNAME='no-such'"):
+        own_address("10.0.0.1", 9)

@@ -26,13 +26,17 @@ from fastdist.world import default_communicator, init, local_group
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterCoordinator",
     "CommunicationOptions",
     "Communicator",
     "DefaultStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerValues",
+    "RemoteValue",
     "ReplicaContext",
     "Strategy",
     "Variable",
@@ -53,6 +57,7 @@ __all__ = [
     "gather",
     "get_replica_context",
     "get_strategy",
+    "get_worker_index",
     "has_strategy",
     "in_cross_replica_context",
     "init",
@@ -68,6 +73,12 @@ __all__ = [
 if TYPE_CHECKING:
     from fastdist import data, nn
     from fastdist.context import ReplicaContext, in_cross_replica_context
+    from fastdist.coordinator import (
+        ClusterCoordinator,
+        PerWorkerValues,
+        RemoteValue,
+        get_worker_index,
+    )
     from fastdist.strategies import (
         CentralStorageStrategy,
         CommunicationOptions,
@@ -80,11 +91,17 @@ if TYPE_CHECKING:
         get_strategy,
         has_strategy,
     )
+    from fastdist.strategies.parameter_server import ParameterServerStrategy
     from fastdist.values import PerReplica
     from fastdist.variables import Variable, VariableAggregation, VariableSynchronization
 
-# These need torch, which `import fastdist` does not load.
-_NEEDS_TORCH = {
+# These need torch or pyzmq, which `import fastdist` does not load.
+_LAZY = {
+    "ClusterCoordinator": "fastdist.coordinator",
+    "ParameterServerStrategy": "fastdist.strategies.parameter_server",
+    "PerWorkerValues": "fastdist.coordinator",
+    "RemoteValue": "fastdist.coordinator",
+    "get_worker_index": "fastdist.coordinator",
     "CentralStorageStrategy": "fastdist.strategies",
     "CommunicationOptions": "fastdist.strategies",
     "DefaultStrategy": "fastdist.strategies",
@@ -106,14 +123,14 @@ _NEEDS_TORCH = {
 
 def __getattr__(name: str) -> object:
     is_module = name in ("data", "nn")
-    if name not in _NEEDS_TORCH and not is_module:
+    if name not in _LAZY and not is_module:
         raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
     import importlib
 
     try:
         if is_module:
             return importlib.import_module(f"fastdist.{name}")
-        return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+        return getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -289,6 +289,14 @@ class Client:
         answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.STATS))))
         return answer
 
+    def reset(self, server: int, timeout_s: float | None = None) -> None:
+        """Let a server drop everything that it keeps; who uses it still gets UnavailableError."""
+        self.wait(self.submit(server, Op.RESET, timeout_s=timeout_s))
+
+    def end(self, server: int, timeout_s: float | None = None) -> None:
+        """Tell a server that the job is over."""
+        self.wait(self.submit(server, Op.END, timeout_s=timeout_s))
+
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
         """A dense variable's value: float32, read-only."""
         body = self.wait(self.submit(server, Op.PULL, number))

@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from fastdist.ps.access import present
 from fastdist.ps.keys import Keys
 
 _RECONNECT_MS, _MAX_RECONNECT_MS = 50, 1000
@@ -44,9 +45,7 @@ class Connection:
         ):
             self.socket.setsockopt(option, value)
         if keys is not None:
-            self.socket.curve_serverkey = keys.server_public.encode()
-            self.socket.curve_publickey = keys.client_public.encode()
-            self.socket.curve_secretkey = keys.client_secret.encode()
+            present(self.socket, keys)
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )

@@ -22,10 +22,15 @@ class Objects:
     """
 
     def __init__(self) -> None:
-        self._incarnation = secrets.randbelow((1 << 32) - 1) + 1
-        self._kept: list[tuple[Spec, Any]] = []
-        self._numbers: dict[str, int] = {}
         self._creating = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything; numbers that were given out are never used again."""
+        with self._creating:
+            self._incarnation = secrets.randbelow((1 << 32) - 1) + 1
+            self._kept: list[tuple[Spec, Any]] = []
+            self._numbers: dict[str, int] = {}
 
     def all(self) -> list[tuple[Spec, Any]]:
         """Specs, and what was made of them."""
@@ -61,8 +66,8 @@ class Objects:
         """
         if number >> _INDEX_BITS != self._incarnation:
             raise RestartedError(
-                "the server has been started again since this variable or table was made, and "
-                "keeps nothing of it"
+                "the server has been started again, or serves another job, since this variable or "
+                "table was made, and keeps nothing of it"
             )
         index = number & (1 << _INDEX_BITS) - 1
         if index >= len(self._kept):

@@ -141,6 +141,10 @@ class RoundRobin:
             self._next = (self._next + 1) % self._servers
         return tuple(placed)
 
+    def everywhere(self) -> tuple[Piece, ...]:
+        """A piece on each server, for a table whose ids have no limit."""
+        return tuple(Piece(server, 0, 0) for server in range(self._servers))
+
 
 def cut(rows: int, pieces: int) -> list[int]:
     """Where pieces begin, and the end: sizes differ by at most one, larger ones come first."""

@@ -37,6 +37,8 @@ class Op(enum.IntEnum):
     COMMIT = 12  # JSON: of, weight, objects
     ROUND_STATE = 13  # none
     DISCARD = 14  # JSON: a list of rounds
+    RESET = 15  # none
+    END = 16  # none
 
 
 FRAMES = {
@@ -54,10 +56,12 @@ FRAMES = {
     Op.COMMIT: (1,),
     Op.ROUND_STATE: (0,),
     Op.DISCARD: (1,),
+    Op.RESET: (0,),
+    Op.END: (0,),
 }
 # Applied once, however often they arrive.
 CHANGES = frozenset(
-    (Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE, Op.COMMIT)
+    (Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET)
 )
 
 

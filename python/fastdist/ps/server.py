@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import math
 import threading
@@ -11,13 +10,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist import _core
+from fastdist.ps.access import admit, is_local
 from fastdist.ps.applied import Applied, Progress
 from fastdist.ps.frames import Array, floats_in, ids_in
 from fastdist.ps.keys import Keys
@@ -57,6 +56,10 @@ class Server:
         max_message_bytes: connections that send more are dropped.
         max_staged_bytes: of gradients that wait for their round.
 
+    Attributes:
+        address: with the port.
+        ended: is set when a client has said that the job is over.
+
     Raises:
         ValueError: an address beyond this machine, and no keys.
         zmq.ZMQError: the address cannot be bound.
@@ -71,11 +74,12 @@ class Server:
         max_message_bytes: int = 1 << 31,
         max_staged_bytes: int = 4 << 30,
     ) -> None:
-        if keys is None and not _is_local(address):
+        if keys is None and not is_local(address):
             raise ValueError(
                 f"{address} can be reached from other machines: give keys=Keys.make(), the same "
                 "to all clients, or listen on tcp://127.0.0.1:*"
             )
+        self.ended = threading.Event()
         self._objects = Objects()
         self._rounds = Rounds(max_staged_bytes)
         self._applied = Applied()
@@ -91,10 +95,7 @@ class Server:
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
-            self._authenticator = _admit(self._context, keys)
-            router.curve_secretkey = keys.server_secret.encode()
-            router.curve_publickey = keys.server_public.encode()
-            router.curve_server = True
+            self._authenticator = admit(self._context, router, keys)
         try:
             router.bind(address)
         except zmq.ZMQError:
@@ -224,6 +225,9 @@ class Server:
             answer = self._create(frames)
         elif op is Op.ROUND_STATE:
             answer = {"state": self._rounds.state(header.round)}
+        elif op is Op.END:
+            self.ended.set()
+            answer = {}
         else:
             self._rounds.discard([int(round_) for round_ in _json(frames[0], list)])
             answer = {}
@@ -253,6 +257,9 @@ class Server:
                 reply = self._move_files(op, header, frames[0])
             elif op is Op.COMMIT:
                 reply = self._commit(header, frames[0])
+            elif op is Op.RESET:
+                self._objects.clear()
+                reply = b""
             else:
                 reply = self._update(op, header, frames)
         finally:
@@ -350,28 +357,3 @@ def _pass_on(router: zmq.Socket[bytes], dealer: zmq.Socket[bytes]) -> None:
     """Between clients and the threads that answer, until the context ends."""
     with router, dealer, contextlib.suppress(zmq.ContextTerminated):
         zmq.proxy(router, dealer)
-
-
-def _admit(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
-    """Let in who has the client's key, and nobody else."""
-
-    class OnlyOurs:
-        def callback(self, domain: str, key: bytes) -> bool:
-            del domain
-            return key.decode() == keys.client_public
-
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyOurs())
-    return authenticator
-
-
-def _is_local(address: str) -> bool:
-    parts = urlsplit(address.replace("*", "0") if address.endswith("*") else address)
-    if parts.scheme in ("ipc", "inproc"):
-        return True
-    host = parts.hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -13,6 +13,8 @@ from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
 
+# ParameterServerStrategy is where it is: it needs pyzmq, which the others don't.
+
 __all__ = [
     "CentralStorageStrategy",
     "CommunicationOptions",

@@ -49,7 +49,12 @@ class Strategy:
         worker: this process's number, and `workers` how many there are.
         parameter_device: of the only copy of all parameters; None: every replica has one.
         options: how to communicate.
+
+    Attributes:
+        has_servers: whether variables are on parameter servers.
     """
+
+    has_servers = False
 
     def __init__(
         self,
@@ -202,6 +207,7 @@ class Strategy:
                 hyperparameters.
             BaseException: what fn raised, in the first replica that failed.
         """
+        self._before_run()
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
         if state.replica is not None:
@@ -237,6 +243,9 @@ class Strategy:
         if examples is not None:
             self._uneven.note(results, examples)
         return results[0] if len(results) == 1 else regroup(results, examples)
+
+    def _before_run(self) -> None:
+        """For strategies that can run at times only: raises where this is none."""
 
     def _run_threads(
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int

@@ -1,0 +1,19 @@
+"""Functions that run on the workers of a parameter-server job."""
+
+from fastdist.coordinator.cluster_coordinator import ClusterCoordinator
+from fastdist.coordinator.per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+    get_worker_index,
+)
+from fastdist.coordinator.remote_value import RemoteValue
+
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "PerWorkerValues",
+    "RemoteValue",
+    "get_worker_index",
+]

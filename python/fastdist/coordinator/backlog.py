@@ -1,0 +1,173 @@
+"""The functions that have been scheduled and have not ended."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastdist.coordinator.remote_value import RemoteValue
+from fastdist.coordinator.shipping import Definition
+
+# A function that so many workers did not survive is taken to be why.
+MOST_LOSSES = 10
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A function that has been scheduled.
+
+    Attributes:
+        number: in the order of `schedule`.
+        function: what to call.
+        arguments: a pickle of args and kwargs.
+        needs: what the arguments refer to.
+        value: what it will return.
+        losses: workers that were lost while they had it.
+    """
+
+    number: int
+    function: Definition
+    arguments: bytes
+    needs: tuple[Definition, ...]
+    value: RemoteValue
+    losses: int = 0
+
+
+class Backlog:
+    """Calls that wait, or run. Safe for several threads.
+
+    Args:
+        limit: a further call waits until half of so many are left.
+        max_staleness: a call may begin when all but so many of those before it have ended.
+    """
+
+    def __init__(self, limit: int, max_staleness: int | None = None) -> None:
+        self.changed = threading.Condition()
+        self.wanted = 0  # threads that wait for what is in it
+        self._limit = limit
+        self._max_staleness = max_staleness
+        self._numbers = itertools.count()
+        self._waiting: deque[Call] = deque()
+        self._unfinished: dict[int, Call] = {}
+        self._failed: RemoteValue | None = None
+
+    # --- the caller's side ----------------------------------------------------------------------
+
+    def put(self, function: Definition, arguments: bytes, needs: tuple[Definition, ...]) -> Call:
+        """Add a call; waits while there are too many.
+
+        Raises:
+            BaseException: what a call before has raised.
+        """
+        with self.changed:
+            if len(self._unfinished) >= self._limit:
+                self._wait(lambda: len(self._unfinished) <= self._limit // 2)
+            self._raise_failure()
+            number = next(self._numbers)
+            call = Call(number, function, arguments, needs, RemoteValue(self.changed))
+            self._waiting.append(call)
+            self._unfinished[number] = call
+            return call
+
+    def join(self) -> None:
+        """Wait until all calls have ended.
+
+        Raises:
+            BaseException: what the first that failed has raised.
+        """
+        with self.changed:
+            self._wait(lambda: not self._unfinished)
+            self._raise_failure()
+
+    def is_done(self) -> bool:
+        """Whether all calls have ended.
+
+        Raises:
+            BaseException: what the first that failed has raised.
+        """
+        with self.changed:
+            self._raise_failure()
+            return not self._unfinished
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all calls have ended."""
+        return not self._unfinished
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        self.wanted += 1
+        try:
+            self.changed.wait_for(condition)
+        finally:
+            self.wanted -= 1
+
+    def _raise_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.fetch()
+
+    # --- the dispatcher's side ------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have not begun."""
+        return len(self._waiting)
+
+    def take(self) -> Call | None:
+        """The next call that may begin now."""
+        with self.changed:
+            if not self._waiting:
+                return None
+            call = self._waiting[0]
+            if self._max_staleness is not None:
+                oldest = next(iter(self._unfinished))
+                if call.number - oldest > self._max_staleness:
+                    return None
+            return self._waiting.popleft()
+
+    def finish(self, call: Call, content: object) -> None:
+        """A call has returned: a pickle; or raised: an exception."""
+        with self.changed:
+            if self._unfinished.pop(call.number, None) is None:
+                return
+            if isinstance(content, bytes):
+                call.value.settle("returned", content)
+            else:
+                call.value.settle("raised", content)
+                self._failed = self._failed or call.value
+                self._cancel()
+            self.changed.notify_all()
+
+    def give_back(self, calls: list[Call]) -> None:
+        """Calls were with a worker that is lost, or in a step that was not done."""
+        with self.changed:
+            for call in sorted(calls, key=lambda call: call.number, reverse=True):
+                if self._failed is None:
+                    self._waiting.appendleft(call)
+                else:
+                    self._drop(call)
+            self.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing can go on: all calls end with this error."""
+        with self.changed:
+            for call in self._unfinished.values():
+                call.value.settle("raised", error)
+                self._failed = self._failed or call.value
+            self._unfinished.clear()
+            self._waiting.clear()
+            self.changed.notify_all()
+
+    def _cancel(self) -> None:
+        while self._waiting:
+            self._drop(self._waiting.popleft())
+
+    def _drop(self, call: Call) -> None:
+        self._unfinished.pop(call.number, None)
+        call.value.settle("cancelled")

@@ -1,0 +1,256 @@
+"""Hands calls to workers: a thread of the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+import zmq
+
+from fastdist.coordinator.backlog import MOST_LOSSES, Backlog, Call
+from fastdist.coordinator.group import Group
+from fastdist.coordinator.messages import CALL, HELLO, WEIGHT, Kind, Outcome, unpack
+from fastdist.coordinator.remote_value import RemoteTraceback
+from fastdist.coordinator.shipping import Definitions
+from fastdist.coordinator.worker_link import WorkerLink
+from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps.keys import Keys
+
+_AHEAD = 2  # calls that a worker has at once: the next is there when one ends
+_LOOK_S = 1.0
+
+
+class Dispatcher:
+    """Keeps every worker busy with the calls of a backlog, as long as it is not closed.
+
+    Args:
+        addresses: of the workers, as ZeroMQ names them.
+        keys: of the job.
+        backlog: the calls.
+        definitions: what they refer to.
+        synchronous: calls go out in groups, one to each worker, whose steps are taken together.
+        timeout_s: without any worker for so long, calls fail.
+        seed: of the workers' random numbers.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        keys: Keys,
+        backlog: Backlog,
+        definitions: Definitions,
+        *,
+        synchronous: bool,
+        timeout_s: float,
+        seed: int,
+    ) -> None:
+        self.news = b""  # for every worker, with its next call
+        self.news_number = 0
+        self.reports: list[bytes] = []  # news of workers
+        self._backlog = backlog
+        self._definitions = definitions
+        self._group = Group() if synchronous else None
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._job = uuid.uuid4().bytes
+        self._numbers = itertools.count(1)
+        self._context = zmq.Context()
+        self._links = [WorkerLink(self._context, address, keys) for address in addresses]
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller.register(self._wake, zmq.POLLIN)
+        for link in self._links:
+            self._poller.register(link.socket, zmq.POLLIN)
+            self._poller.register(link.monitor, zmq.POLLIN)
+        self._seen_at = time.monotonic()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fastdist dispatcher")
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There are new calls."""
+        if not self._is_closing:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Tell the workers that the job has ended."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    @property
+    def workers(self) -> list[int]:
+        """The indexes of the workers that are there now."""
+        return [index for index, link in enumerate(self._links) if link.is_ready]
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as error:  # nobody else would tell those who wait
+            failure = FastdistError(f"the coordinator's dispatcher has failed: {error!r}")
+            failure.__cause__ = error
+            self._backlog.fail(failure)
+        finally:
+            for link in self._links:
+                if link.is_ready:
+                    link.send(Kind.END)
+                link.close()
+            self._context.term()
+
+    def _turn(self) -> None:
+        ready = dict(self._poller.poll(int(1000 * _LOOK_S)))
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        for index, link in enumerate(self._links):
+            if link.monitor in ready:
+                self._look_at(index, link)
+            if link.socket in ready:
+                for frames in link.receive():
+                    self._take(link, frames)
+        self._forget()
+        self._assign()
+        self._require_workers()
+
+    def _look_at(self, index: int, link: WorkerLink) -> None:
+        connected, lost = link.events()
+        if lost:
+            self._lose(link)
+        if connected:
+            link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._seed, index))
+
+    def _take(self, link: WorkerLink, frames: list[bytes]) -> None:
+        kind, number = unpack(frames[0])
+        if kind is Kind.READY:
+            link.is_ready = True
+        elif kind is Kind.RESULT:
+            self._take_result(link, number, frames[1:])
+        elif self._group is not None and kind is Kind.STEP:
+            self._group.arrive(number, WEIGHT.unpack(frames[1])[0])
+        elif self._group is not None and kind is Kind.LED:
+            self._group.led()
+
+    def _take_result(self, link: WorkerLink, number: int, frames: list[bytes]) -> None:
+        call = link.calls.pop(number, None)
+        if call is None:
+            return
+        outcome, content, news = Outcome(frames[0][0]), frames[1], frames[2]
+        if news:
+            self.reports.append(news)
+        if outcome is Outcome.ABORTED:
+            self._backlog.give_back([call])
+        elif outcome is Outcome.RETURNED:
+            self._backlog.finish(call, content)
+        else:
+            self._backlog.finish(call, _error_in(content, link.address))
+        if self._group is not None:
+            self._group.leave(number)
+
+    def _lose(self, link: WorkerLink) -> None:
+        calls = list(link.calls.items())
+        link.lose()
+        kept = []
+        for _, call in calls:
+            call.losses += 1
+            if call.losses < MOST_LOSSES:
+                kept.append(call)
+                continue
+            self._backlog.finish(
+                call,
+                UnavailableError(
+                    f"{MOST_LOSSES} workers were lost while they ran this function, the last at "
+                    f"{link.address}: is it what ends them?"
+                ),
+            )
+        self._backlog.give_back(kept)
+        if self._group is not None:
+            for number, _ in calls:
+                self._group.lose(number)
+
+    # --- handing out ----------------------------------------------------------------------------
+
+    def _assign(self) -> None:
+        ready = [link for link in self._links if link.is_ready]
+        if self._group is not None:
+            waiting = self._backlog.waiting
+            if self._group or not waiting or not ready:
+                return
+            if waiting >= len(ready) or self._backlog.wanted:
+                self._assign_group(self._group, ready[:waiting])
+            return
+        while ready:
+            link = min(ready, key=lambda link: len(link.calls))
+            if len(link.calls) >= _AHEAD:
+                return
+            call = self._backlog.take()
+            if call is None:
+                return
+            number = next(self._numbers)
+            if not self._send_call(link, call, number, number, 1):
+                ready.remove(link)
+
+    def _assign_group(self, group: Group, links: Sequence[WorkerLink]) -> None:
+        pairs = [(link, call) for link in links if (call := self._backlog.take()) is not None]
+        numbers = [next(self._numbers) for _ in pairs]
+        for (link, call), number in zip(pairs, numbers, strict=True):
+            group.add(number, link)
+            if not self._send_call(link, call, number, numbers[0], len(pairs)):
+                group.lose(number)
+
+    def _send_call(self, link: WorkerLink, call: Call, number: int, group: int, size: int) -> bool:
+        news = b""
+        if link.news_number != self.news_number:
+            link.news_number, news = self.news_number, self.news
+        for definition in (call.function, *call.needs):
+            link.define(definition)
+        link.calls[number] = call
+        has_state = call.function.has_state or any(needed.has_state for needed in call.needs)
+        about = CALL.pack(call.function.number, group, size, has_state)
+        if link.send(Kind.CALL, number, about, call.arguments, news):
+            return True
+        self._lose(link)
+        return False
+
+    def _forget(self) -> None:
+        forgotten = self._definitions.forgotten
+        while forgotten:
+            number = forgotten.pop()
+            for link in self._links:
+                link.forget(number)
+
+    def _require_workers(self) -> None:
+        now = time.monotonic()
+        if not len(self._backlog) or any(link.is_ready for link in self._links):
+            self._seen_at = now
+        elif now - self._seen_at > self._timeout_s:
+            self._seen_at = now
+            places = "; ".join(f"{link.address}: {link.trouble}" for link in self._links)
+            self._backlog.fail(
+                UnavailableError(f"no worker could be reached for {self._timeout_s:g} s: {places}")
+            )
+
+
+def _error_in(content: bytes, address: str) -> BaseException:
+    try:
+        error, text = pickle.loads(content)
+    except Exception as problem:
+        error, text = FastdistError(f"a worker's error that cannot be read here: {problem!r}"), ""
+    if isinstance(error, StopIteration):
+        error = FastdistError(
+            "StopIteration: the function took more from an iterator than there was"
+        )
+    error.__cause__ = RemoteTraceback(f"worker at {address}:\n{text}")
+    assert isinstance(error, BaseException)
+    return error

@@ -1,0 +1,74 @@
+"""Calls whose optimizer steps are taken together (the synchronous mode)."""
+
+from __future__ import annotations
+
+from fastdist.coordinator.messages import WEIGHT, Kind
+from fastdist.coordinator.worker_link import WorkerLink
+
+
+class Group:
+    """One call on each worker. A step ends when all that still run have staged their gradients.
+
+    The first that has commits the step for all; the others wait until it has. When a worker is
+    lost, what it had staged cannot be told from the rest: the step is given up, and the calls that
+    were in it run again.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[int, WorkerLink] = {}
+        self._weights: dict[int, float] = {}
+        self._leader: int | None = None
+        self._is_aborted = False
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    def add(self, number: int, link: WorkerLink) -> None:
+        """A call has been sent."""
+        self._links[number] = link
+
+    def arrive(self, number: int, weight: float) -> None:
+        """A call has staged the gradients of a step."""
+        link = self._links.get(number)
+        if link is None:
+            return
+        if self._is_aborted:
+            link.send(Kind.ABORT, number)
+            return
+        self._weights[number] = weight
+        self._go_on()
+
+    def led(self) -> None:
+        """The leader has committed the step."""
+        self._leader = None
+        weights, self._weights = self._weights, {}
+        for number in weights:
+            if number in self._links:
+                self._links[number].send(Kind.GO, number)
+
+    def leave(self, number: int) -> None:
+        """A call has ended."""
+        self._links.pop(number, None)
+        self._weights.pop(number, None)
+        self._go_on()
+
+    def lose(self, number: int) -> None:
+        """The worker that had a call is gone."""
+        if self._links.pop(number, None) is None:
+            return
+        self._is_aborted = True
+        self._leader = None
+        weights, self._weights = self._weights, {}
+        for other in weights:
+            if other in self._links:
+                self._links[other].send(Kind.ABORT, other)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._links:
+            self._is_aborted = False
+            return
+        if self._leader is None and len(self._weights) == len(self._links):
+            self._leader = next(iter(self._weights))
+            total = WEIGHT.pack(sum(self._weights.values()))
+            self._links[self._leader].send(Kind.LEAD, self._leader, total)

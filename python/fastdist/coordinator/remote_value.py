@@ -1,0 +1,86 @@
+"""What a scheduled function will return."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+from fastdist.errors import FastdistError
+
+
+class RemoteTraceback(Exception):
+    """Where on a worker an error was raised; the cause of the error that is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RemoteValue:
+    """What a scheduled function will return (tf.distribute.coordinator.RemoteValue).
+
+    It comes to the coordinator when the function has ended, and stays readable when the worker is
+    lost. As an argument of a scheduled function it is its value.
+    """
+
+    __slots__ = ("__weakref__", "_blob", "_changed", "_decoded", "_outcome")
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._outcome: str | None = None  # "returned", "raised", "cancelled"
+        self._blob: bytes | None = None
+        self._decoded: Any = None
+
+    def __repr__(self) -> str:
+        return f"<fastdist.RemoteValue {self._outcome or 'not there yet'}>"
+
+    def is_done(self) -> bool:
+        """Whether the function has ended, or will not run."""
+        return self._outcome is not None
+
+    def fetch(self, timeout: float | None = None) -> Any:
+        """Wait for the function, and return what it returned.
+
+        Args:
+            timeout: in seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+            FastdistError: it was cancelled, since another function raised before it began.
+            BaseException: what it raised.
+        """
+        if self._outcome is None:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._outcome is not None, timeout):
+                    raise TimeoutError(f"the function has not ended within {timeout:g} s")
+        if self._outcome == "cancelled":
+            raise FastdistError(
+                "the function was cancelled before it began, since another one raised an error"
+            )
+        if self._blob is not None:
+            self._decoded, self._blob = pickle.loads(self._blob), None
+        if self._outcome == "raised":
+            raise self._decoded
+        return self._decoded
+
+    def __reduce__(self) -> Any:
+        return _same, (self.fetch(),)
+
+    def settle(self, outcome: str, content: Any = None) -> None:
+        """Note how the function ended; the caller holds the lock.
+
+        Args:
+            outcome: "returned", "raised" or "cancelled".
+            content: a pickle of the value, or an exception.
+        """
+        if self._outcome is not None:
+            return
+        if isinstance(content, bytes):
+            self._blob = content
+        else:
+            self._decoded = content
+        self._outcome = outcome
+
+
+def _same(value: Any) -> Any:
+    return value

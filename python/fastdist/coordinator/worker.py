@@ -1,0 +1,230 @@
+"""A worker: runs the functions that a coordinator sends, one after another, in this thread."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cloudpickle  # type: ignore[import-untyped]
+import zmq
+
+from fastdist.coordinator.messages import (
+    CALL,
+    HELLO,
+    WEIGHT,
+    Kind,
+    Outcome,
+    pack,
+    set_options,
+    unpack,
+)
+from fastdist.coordinator.shipping import Library
+from fastdist.errors import FastdistError
+from fastdist.ps.access import admit
+from fastdist.ps.keys import Keys
+
+
+class StepAborted(BaseException):
+    """Another worker was lost in a step of all; not for users' functions to catch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A call as the worker's host sees it.
+
+    Attributes:
+        number: no other call of the job, and no repetition of this one, has it.
+        group: of calls that take their steps together; equal to `number` where it is alone.
+        size: calls in the group.
+        has_state: whether it refers to values that workers share.
+        commit: ends a step of the group: the weight of the own gradients, and a function that
+            commits everybody's, given the sum of weights; called on one of the workers.
+        is_last: whether no further call waits here already.
+    """
+
+    number: int
+    group: int
+    size: int
+    has_state: bool
+    commit: Callable[[float, Callable[[float], None]], None]
+    is_last: Callable[[], bool]
+
+
+class Host(Protocol):
+    """What a worker needs of the strategy whose functions it runs."""
+
+    def begin(self, index: int, seed: int) -> None:
+        """A coordinator has come, which knows nothing of those before it."""
+
+    def parts(self, made: Any) -> Sequence[Any]:
+        """What functions may refer to in something that was made for them."""
+
+    def take_news(self, news: bytes) -> None:
+        """Something has changed on the coordinator."""
+
+    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
+        """Call it, with everything around that a function needs."""
+
+    def news(self) -> bytes:
+        """What the coordinator has to know after a call; nothing: empty."""
+
+
+class Worker:
+    """Serves one coordinator at a time.
+
+    Args:
+        address: where to listen, as ZeroMQ names it.
+        keys: of the job. What a coordinator sends is code: nobody else may.
+        host: runs the functions.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(self, address: str, keys: Keys, host: Host) -> None:
+        self._host = host
+        self._library = Library(host.parts)
+        self._inbox: deque[list[bytes]] = deque()
+        self._coordinator = b""
+        self._job = b""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        set_options(self._socket)
+        self._authenticator = admit(self._context, self._socket, keys)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._authenticator.stop()
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def serve(self) -> None:
+        """Run functions until the coordinator ends the job."""
+        while True:
+            identity, header, *frames = self._next()
+            try:
+                kind, number = unpack(header)
+            except (FastdistError, ValueError):
+                continue
+            if kind is Kind.END:
+                return
+            if kind is Kind.HELLO:
+                self._greet(identity, frames)
+            elif kind is Kind.DEFINE:
+                self._library.add(number, frames[0])
+            elif kind is Kind.FORGET:
+                self._library.forget(number)
+            elif kind is Kind.CALL:
+                self._call(number, frames)
+
+    def _next(self) -> list[bytes]:
+        if not self._inbox:
+            self._inbox.append(self._socket.recv_multipart())
+        self._drain()
+        return self._inbox.popleft()
+
+    def _drain(self) -> None:
+        """Take what has come; calls of a connection that was lost are somebody else's by now."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = self._socket.recv_multipart(zmq.NOBLOCK)
+                if message[1:2] and _is(message, Kind.HELLO):
+                    self._inbox.clear()
+                self._inbox.append(message)
+
+    def _greet(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        job, about = frames
+        self._coordinator = identity
+        if job != self._job:
+            self._job = job
+            self._library.clear()
+            seed, index = HELLO.unpack(about)
+            self._host.begin(index, seed)
+        self._send(Kind.READY)
+
+    def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> None:
+        self._socket.send_multipart([self._coordinator, pack(kind, number), *frames])
+
+    def _call(self, number: int, frames: Sequence[bytes]) -> None:
+        about, arguments, news = frames
+        function, group, size, has_state = CALL.unpack(about)
+
+        def call() -> Any:
+            if news:
+                self._host.take_news(news)
+            fn = self._library.get((function, None))
+            args, kwargs = self._library.loads(arguments)
+            return fn(*args, **kwargs)
+
+        def commit(weight: float, lead: Callable[[float], None]) -> None:
+            self._step(number, weight, lead)
+
+        turn = Turn(number, group, size, has_state, commit, self._is_last)
+        outcome, content = Outcome.RETURNED, b""
+        try:
+            content = cloudpickle.dumps(self._host.run(call, turn))
+        except StepAborted:
+            outcome = Outcome.ABORTED
+        except Exception as error:
+            outcome, content = Outcome.RAISED, _pickled(error)
+        self._send(Kind.RESULT, number, bytes([outcome]), content, self._host.news())
+
+    def _is_last(self) -> bool:
+        self._drain()
+        return not any(_is(message, Kind.CALL) for message in self._inbox)
+
+    def _step(self, number: int, weight: float, lead: Callable[[float], None]) -> None:
+        """The gradients of this call are staged: wait for the others of its group."""
+        self._send(Kind.STEP, number, WEIGHT.pack(weight))
+        set_aside: list[list[bytes]] = []
+        try:
+            while True:
+                if not self._inbox:
+                    self._inbox.append(self._socket.recv_multipart())
+                message = self._inbox.popleft()
+                if _is(message, Kind.HELLO):  # the connection was lost, and so is the step
+                    set_aside = [message]
+                    raise StepAborted
+                kind, about = unpack(message[1])
+                if about != number or kind not in (Kind.LEAD, Kind.GO, Kind.ABORT):
+                    set_aside.append(message)
+                elif kind is Kind.GO:
+                    return
+                elif kind is Kind.ABORT:
+                    raise StepAborted
+                else:
+                    lead(WEIGHT.unpack(message[2])[0])
+                    self._send(Kind.LED, number)
+        finally:
+            self._inbox.extendleft(reversed(set_aside))
+
+
+def _is(message: Sequence[bytes], kind: Kind) -> bool:
+    try:
+        return unpack(message[1])[0] is kind
+    except (FastdistError, ValueError, IndexError):
+        return False
+
+
+def _pickled(error: Exception) -> bytes:
+    """An error and its traceback, or as much of them as can be pickled."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    error = error.with_traceback(None)
+    try:
+        blob = cloudpickle.dumps((error, text))
+        pickle.loads(blob)  # some can be pickled, and not read
+        return bytes(blob)
+    except Exception:
+        stand_in = FastdistError(f"{type(error).__name__}: {error}")
+        return bytes(cloudpickle.dumps((stand_in, text)))

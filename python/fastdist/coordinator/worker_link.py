@@ -1,0 +1,111 @@
+"""The coordinator's connection to one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from fastdist.coordinator.backlog import Call
+from fastdist.coordinator.messages import Kind, pack, set_options
+from fastdist.coordinator.shipping import Definition
+from fastdist.ps.access import present
+from fastdist.ps.keys import Keys
+
+_RECONNECT_MS = 100
+
+
+class WorkerLink:
+    """A connection that comes back by itself; what was sent before it broke is not sent again.
+
+    Args:
+        context: of the dispatcher.
+        address: of the worker.
+        keys: of the job.
+
+    Attributes:
+        is_ready: whether the worker takes calls.
+        calls: what it has, by the number of the dispatch.
+        news_number: of the last news that it got.
+        trouble: why it is not there.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, keys: Keys) -> None:
+        self.address = address
+        self.is_ready = False
+        self.calls: dict[int, Call] = {}
+        self.news_number = 0
+        self.trouble = "nobody answers"
+        self._known: set[int] = set()
+        self.socket = context.socket(zmq.DEALER)
+        set_options(self.socket)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        present(self.socket, keys)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_DISCONNECTED
+        )
+        self.socket.connect(address)
+
+    def close(self) -> None:
+        """Disconnect, when what was sent is on its way."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=1000)
+
+    def events(self) -> tuple[bool, bool]:
+        """Whether the worker has come, and whether it was lost before that, or now."""
+        connected = lost = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                connected = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                lost, connected = True, False
+            else:
+                self.trouble = "it has other keys, or is no worker of fastdist"
+        return connected, lost
+
+    def lose(self) -> None:
+        """The worker is gone, and all that it had."""
+        self.is_ready = False
+        self.trouble = "the connection was lost"
+        self.calls.clear()
+        self._known.clear()
+        self.news_number = 0
+
+    def send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
+        """Send a message; False: nobody is connected."""
+        try:
+            self.socket.send_multipart([pack(kind, number), *frames], zmq.NOBLOCK)
+            return True
+        except zmq.Again:
+            return False
+
+    def receive(self) -> Iterator[list[bytes]]:
+        """The messages that have come."""
+        while True:
+            try:
+                yield self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def define(self, definition: Definition) -> None:
+        """Send a definition, and what it needs, unless the worker has it."""
+        if definition.number in self._known:
+            return
+        for needed in definition.needs:
+            self.define(needed)
+        self._known.add(definition.number)
+        self.send(Kind.DEFINE, definition.number, definition.blob)
+
+    def forget(self, number: int) -> None:
+        """The worker need not keep a definition any more."""
+        if number in self._known:
+            self._known.discard(number)
+            self.send(Kind.FORGET, number)

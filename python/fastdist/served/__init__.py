@@ -1,0 +1,1 @@
+"""Modules and optimizers whose values are on parameter servers."""

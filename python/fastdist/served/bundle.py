@@ -1,0 +1,81 @@
+"""What was made in a scope, on its way to workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.coordinator.shipping import Definition, Definitions
+from fastdist.served.plan import Place, tensors_in
+from fastdist.served.rows import stand_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """Modules, optimizers, schedulers and scalers of one scope, and where their values are.
+
+    Attributes:
+        prefix: of the names of its values.
+        roots: the modules.
+        optimizers: of their parameters.
+        others: schedulers and gradient scalers.
+        places: where the values are.
+    """
+
+    prefix: str
+    roots: tuple[nn.Module, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    others: tuple[Any, ...]
+    places: tuple[Place, ...]
+
+    def parts(self) -> list[Any]:
+        """All that functions may refer to, in an order that is the same on all tasks."""
+        modules = {id(m): m for root in self.roots for m in root.modules()}
+        tensors = [tensor for _, tensor in tensors_in(self.roots)]
+        return [*modules.values(), *self.optimizers, *self.others, *tensors]
+
+
+def define_bundle(
+    definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], Bundle]
+) -> Definition:
+    """Make functions refer to the parts of a bundle instead of pickling them.
+
+    Args:
+        definitions: of the job.
+        bundle: what was made.
+        adopt: what a worker does with it.
+    """
+    tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
+    served = {
+        id(tensors[place.tensor]): _hollow(tensors[place.tensor])
+        for place in bundle.places
+        if isinstance(tensors[place.tensor], nn.Parameter)
+    }
+    fields = (bundle.prefix, bundle.roots, bundle.optimizers, bundle.others, bundle.places)
+    definition = definitions.define(
+        functools.partial(_make, adopt, fields), instead=served, is_state=True
+    )
+    for number, part in enumerate(bundle.parts()):
+        definitions.name(part, definition, number)
+    return definition
+
+
+def _make(adopt: Callable[[Bundle], Bundle], fields: Sequence[Any]) -> Bundle:
+    return adopt(Bundle(*fields))
+
+
+def _hollow(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """How to make a parameter like it, without its values."""
+    is_stand_in = parameter.numel() > 1 and not any(parameter.stride())
+    return _make_hollow, (tuple(parameter.shape), parameter.dtype, is_stand_in)
+
+
+def _make_hollow(shape: tuple[int, ...], dtype: torch.dtype, is_stand_in: bool) -> nn.Parameter:
+    if is_stand_in:
+        return nn.Parameter(stand_in(torch.Size(shape), dtype, torch.device("cpu")))
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))

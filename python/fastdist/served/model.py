@@ -1,0 +1,236 @@
+"""The values of modules that are on servers, brought here and sent back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fastdist.errors import FastdistError
+from fastdist.ps.client import Client
+from fastdist.ps.pending import Pending
+from fastdist.ps.rounds import commit_round, discard_rounds
+from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.specs import DenseSpec
+from fastdist.served.dense import ServedTensor
+from fastdist.served.embeddings import serve, tables_in
+from fastdist.served.plan import Place, tensors_in
+from fastdist.served.table import ServedTable
+
+
+class ServedModel:
+    """What was made in one scope.
+
+    Args:
+        client: of this task.
+        roots: the modules.
+        optimizers: of their parameters.
+        places: where their values are.
+        initialize: whether servers are to take the values that are here.
+        lock: of the client.
+
+    Attributes:
+        live: names of buffers that some worker has changed; the others stay as they are.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        roots: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        places: Sequence[Place],
+        *,
+        initialize: bool,
+        lock: threading.RLock,
+    ) -> None:
+        self.roots = tuple(roots)
+        self.optimizers = tuple(optimizers)
+        self.places = tuple(places)
+        self.live: set[str] = set()
+        self._client = client
+        self._lock = lock
+        self._parameters: dict[int, ServedTensor] = {}  # by id
+        self._buffers: dict[str, ServedTensor] = {}
+        self._tables: dict[int, ServedTable] = {}  # by the weight's id
+        self._pulled: list[ServedTensor] = []  # that are on their way
+        self._fixed = [_fixed_rates(optimizer) for optimizer in optimizers]
+        self._given_rates: object = None
+        self.connect(initialize=initialize)
+
+    def connect(self, *, initialize: bool) -> None:
+        """Find everything on the servers.
+
+        Args:
+            initialize: what is not there begins with the values that are here.
+        """
+        modules = {id(module.weight): module for module in tables_in(self.roots)}
+        tensors = [tensor for _, tensor in tensors_in(self.roots)]
+        self._pulled = []
+        for place in self.places:
+            tensor = tensors[place.tensor]
+            if isinstance(place.spec, DenseSpec):
+                initial = tensor.detach().float().cpu().numpy() if initialize else None
+                variable = ShardedVariable(self._client, place.spec, place.pieces, initial)
+                if isinstance(tensor, nn.Parameter):
+                    self._parameters[id(tensor)] = ServedTensor(tensor, variable)
+                else:
+                    self._buffers[place.spec.name] = ServedTensor(tensor, variable)
+                continue
+            assert isinstance(tensor, nn.Parameter)
+            rows = ShardedRows(self._client, place.spec, place.pieces)
+            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock)
+            serve(modules[id(tensor)], self._tables[id(tensor)])
+
+    @property
+    def sharded(self) -> list[ShardedVariable | ShardedRows]:
+        """Everything that is on servers, in the order in which it was made."""
+        everything: list[ServedTensor | ServedTable] = [
+            *self._parameters.values(),
+            *self._tables.values(),
+            *self._buffers.values(),
+        ]
+        return [served.sharded for served in everything]
+
+    # --- values ---------------------------------------------------------------------------------
+
+    def begin_pull(self) -> None:
+        """Ask for the values of all parameters and live buffers, unless they are on their way."""
+        if self._pulled:
+            return
+        live = [served for name, served in self._buffers.items() if name in self.live]
+        self._pulled = [*self._parameters.values(), *live]
+        for served in self._pulled:
+            served.begin_pull()
+
+    def end_pull(self) -> None:
+        """Take the values that were asked for."""
+        pulled, self._pulled = self._pulled, []
+        for served in pulled:
+            served.end_pull()
+
+    def assign_changed(self) -> None:
+        """Send what was changed here, by hand, to the servers."""
+        everything = [*self._parameters.values(), *self._buffers.values()]
+        changed = [served for served in everything if served.has_changed]
+        for pending in [served.begin_assign() for served in changed]:
+            pending.result()
+        self.live |= {name for name, served in self._buffers.items() if served in changed}
+
+    def add_buffers(self) -> None:
+        """Send by how much buffers have changed."""
+        changed = {name: served for name, served in self._buffers.items() if served.has_changed}
+        for pending in [served.begin_add() for served in changed.values()]:
+            pending.result()
+        self.live |= changed.keys()
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def served_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, float]]:
+        """The optimizer's parameters, and the learning rate of each.
+
+        Raises:
+            ValueError: hyperparameters besides lr have changed, or a parameter is not served.
+        """
+        if _fixed_rates(optimizer) != self._fixed[self.optimizers.index(optimizer)]:
+            raise ValueError(
+                f"{type(optimizer).__name__}: parameter servers take a new lr at any time; other "
+                "hyperparameters are those that it had when its scope ended"
+            )
+        found = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._parameters and id(parameter) not in self._tables:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not on the servers: it was not in the "
+                        "scope, or did not require gradients there"
+                    )
+                found.append((parameter, float(group["lr"])))
+        return found
+
+    def begin_push(
+        self, parameter: nn.Parameter, lr: float | None, round: int, weight: float = 1.0
+    ) -> Pending[None]:
+        """Send a parameter's gradient."""
+        table = self._tables.get(id(parameter))
+        if table is not None:
+            ids, values = table.gradient()
+            values = values if weight == 1.0 else values * weight
+            return table.sharded.begin_push(ids, values, lr, round=round)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        array = gradient.detach().float().cpu().numpy()
+        array = array if weight == 1.0 else array * weight
+        return self._parameters[id(parameter)].begin_push(array, lr, round)
+
+    def forget_rows(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of these have been applied, or given up."""
+        for parameter in parameters:
+            if id(parameter) in self._tables:
+                self._tables[id(parameter)].forget()
+
+    def commit(
+        self, round: int, rates: Sequence[tuple[nn.Parameter, float]], weight: float
+    ) -> None:
+        """Apply what is staged in a round.
+
+        Raises:
+            FastdistError: it has been discarded.
+        """
+        things = [(self._sharded_of(parameter), lr) for parameter, lr in rates]
+        if not commit_round(self._client, round, things, weight=weight).result():
+            raise FastdistError(f"round {round} of gradients was discarded by a server")
+
+    def discard(self, round: int) -> None:
+        """Drop what is staged in a round."""
+        servers = {server for thing in self.sharded for server, _, _ in thing.parts()}
+        discard_rounds(self._client, servers, [round])
+
+    def _sharded_of(self, parameter: nn.Parameter) -> ShardedVariable | ShardedRows:
+        table = self._tables.get(id(parameter))
+        return self._parameters[id(parameter)].sharded if table is None else table.sharded
+
+    # --- the coordinator's ----------------------------------------------------------------------
+
+    def rates(self) -> list[list[float]]:
+        """The learning rates of all optimizers' groups.
+
+        Raises:
+            ValueError: another hyperparameter has changed.
+        """
+        for optimizer in self.optimizers:
+            self.served_by(optimizer)
+        return [[float(group["lr"]) for group in o.param_groups] for o in self.optimizers]
+
+    def set_rates(self, rates: list[list[float]]) -> None:
+        """Take learning rates of the chief, unless they are those that it sent before."""
+        if rates == self._given_rates:
+            return
+        self._given_rates = rates
+        for optimizer, own in zip(self.optimizers, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, own, strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    def take_all_buffers(self) -> None:
+        """Buffers on the servers may be others than here."""
+        self.live |= self._buffers.keys()
+
+    def take_tables(self) -> None:
+        """Give servers the rows of embeddings that hold any, and keep none here."""
+        for table in self._tables.values():
+            table.take_weight()
+
+
+def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """The hyperparameters that are fixed."""
+    return [
+        {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,172 @@
+"""Steps of optimizers whose parameters are on servers."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.coordinator.worker import Turn
+from fastdist.errors import FastdistError
+from fastdist.ps.pending import Pending
+from fastdist.served.model import ServedModel
+from fastdist.tensor_stamps import GradientStamp
+
+_STEP_BITS, _OPTIMIZER_BITS = 20, 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A gradient that was sent in backward."""
+
+    pending: Pending[None]
+    stamp: GradientStamp
+    round: int
+
+
+class ServedSteps:
+    """Makes `step` of a model's optimizers send gradients to the servers, and fetch what they give.
+
+    Gradients are sent while backward runs, to wait on the servers for the step. When something
+    changes them in between (clipping, a second backward), they are sent again by the step, and
+    from then on by steps alone.
+
+    Args:
+        model: what the optimizers train.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._turn: Turn | None = None
+        self._weight_of: Callable[[], float] = lambda: 1.0
+        self._staged: dict[int, _Staged] = {}  # by the parameter's id
+        self._steps = [0] * len(model.optimizers)  # in this turn
+        self._is_early = [True] * len(model.optimizers)
+        for number, optimizer in enumerate(model.optimizers):
+            optimizer.__dict__["step"] = self._step_of(number, optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.register_post_accumulate_grad_hook(self._hook(number))
+
+    def begin(self, turn: Turn, weight_of: Callable[[], float]) -> None:
+        """A function is called.
+
+        Args:
+            turn: the call.
+            weight_of: what the gradients count for now, where several workers step together.
+        """
+        self._turn = turn
+        self._weight_of = weight_of
+        self._steps = [0] * len(self._steps)
+        self._staged.clear()
+        self._model.forget_rows(p for p, _ in self._everything())
+
+    def end(self) -> None:
+        """The function has ended; gradients that no step has taken are not applied."""
+        self._turn = None
+        for round in {staged.round for staged in self._staged.values()}:
+            self._model.discard(round)
+        self._staged.clear()
+
+    def _everything(self) -> list[tuple[nn.Parameter, float]]:
+        model = self._model
+        return [pair for optimizer in model.optimizers for pair in model.served_by(optimizer)]
+
+    def _round(self, turn: Turn, number: int) -> int:
+        """Of this step of this optimizer; no other step of the job has it."""
+        if self._steps[number] >> _STEP_BITS:
+            raise FastdistError(f"over {1 << _STEP_BITS} steps in one scheduled function")
+        at = turn.group << _OPTIMIZER_BITS | number
+        return at << _STEP_BITS | self._steps[number]
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(parameter: torch.Tensor) -> None:
+            turn = self._turn
+            # Where workers step together, what one takes back could not be told from the rest.
+            if turn is None or turn.size > 1 or not self._is_early[number]:
+                return
+            if id(parameter) not in self._staged:  # else a second backward
+                assert isinstance(parameter, nn.Parameter)
+                round = self._round(turn, number)
+                pending = self._model.begin_push(parameter, None, round)
+                self._staged[id(parameter)] = _Staged(pending, GradientStamp(parameter), round)
+
+        return gradient_is_there
+
+    # --- step -----------------------------------------------------------------------------------
+
+    def _step_of(self, number: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        def step(self_: torch.optim.Optimizer, closure: Any = None) -> Any:
+            self_.__dict__["_opt_called"] = True  # which schedulers look for
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step(number, self_)
+            return loss
+
+        step.__dict__["_wrapped_by_lr_sched"] = True
+        return types.MethodType(step, optimizer)
+
+    def _step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        turn = self._turn
+        if turn is None:
+            raise FastdistError(
+                f"{type(optimizer).__name__}.step() was called outside a scheduled function: "
+                "parameters are on servers, which take gradients from workers; use "
+                "ClusterCoordinator.schedule"
+            )
+        rates = self._model.served_by(optimizer)
+        given = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
+        if turn.size > 1:
+            self._step_together(turn, self._round(turn, number), rates)
+        elif self._is_early[number] and self._take_staged(number, given):
+            self._model.commit(self._round(turn, number), given, 1.0)
+        else:
+            for pending in [self._model.begin_push(parameter, lr, 0) for parameter, lr in given]:
+                pending.result()
+        self._steps[number] += 1
+        self._model.forget_rows(parameter for parameter, _ in rates)
+        self._model.add_buffers()
+        self._model.begin_pull()
+        self._model.end_pull()
+
+    def _step_together(
+        self, turn: Turn, round: int, rates: Sequence[tuple[nn.Parameter, float]]
+    ) -> None:
+        """The mean of all workers' gradients, weighted."""
+        weight = self._weight_of()
+        pushes = [
+            self._model.begin_push(parameter, None, round, weight)
+            for parameter, _ in rates
+            if parameter.grad is not None and weight > 0
+        ]
+        for pending in pushes:
+            pending.result()
+
+        def lead(total: float) -> None:
+            if total > 0:
+                self._model.commit(round, rates, total)
+
+        turn.commit(weight, lead)
+
+    def _take_staged(self, number: int, given: Sequence[tuple[nn.Parameter, float]]) -> bool:
+        """Whether what was sent in backward is what the step is to apply; else it is dropped."""
+        taken = [self._staged.pop(id(parameter), None) for parameter, _ in given]
+        sent = [one for one in taken if one is not None]
+        for one in sent:
+            one.pending.result()
+        if len(sent) == len(given) and not any(
+            one.stamp.is_stale(parameter) for one, (parameter, _) in zip(sent, given, strict=True)
+        ):
+            return bool(sent)
+        self._is_early[number] = False
+        for round in {one.round for one in sent}:
+            self._model.discard(round)
+        return False

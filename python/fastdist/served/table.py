@@ -1,0 +1,87 @@
+"""A table of rows on servers, as an embedding on this task sees it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastdist.ps.frames import Array
+from fastdist.ps.sharded import ShardedRows
+from fastdist.served.rows import gradient_of, stand_in
+
+_CHUNK_ROWS = 65536
+
+
+class ServedTable:
+    """Rows on servers.
+
+    Args:
+        weight: the parameter that stands for them.
+        rows: where they are.
+        lock: of the client; replicas of one process share it.
+    """
+
+    def __init__(self, weight: nn.Parameter, rows: ShardedRows, lock: threading.RLock) -> None:
+        self.weight = weight
+        self.sharded = rows
+        self._lock = lock
+        self._is_hashed = rows.spec.rows is None
+        self._ids: list[Array] = []  # of a table without a limit: those that have gradients
+        self._count = 0
+
+    def pull(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [ids, dim] on the device of the weight."""
+        with self._lock:
+            rows = self.sharded.pull(ids.cpu().numpy())
+        return torch.from_numpy(rows).to(self.weight.device)
+
+    def indices(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where in the gradient of the weight the rows of these ids are.
+
+        Ids of 64 bits are beyond any tensor: their rows are counted, from 0 on.
+        """
+        if not self._is_hashed:
+            return ids
+        with self._lock:
+            begin, self._count = self._count, self._count + ids.numel()
+            self._ids.append(ids.cpu().numpy())
+        return torch.arange(begin, self._count, device=ids.device)
+
+    def gradient(self) -> tuple[Array, Array]:
+        """Ids and gradients [ids, dim] of the weight's gradient."""
+        indices, values = gradient_of(self.weight)
+        if not self._is_hashed:
+            return indices, values
+        return np.concatenate(self._ids)[indices], values
+
+    def forget(self) -> None:
+        """There is no gradient any more."""
+        self._ids.clear()
+        self._count = 0
+
+    def take_weight(self) -> None:
+        """Give the servers what the weight holds, and keep nothing here."""
+        weight = self.weight
+        if weight.untyped_storage().nbytes() > weight.element_size():
+            self.assign(weight)
+            weight.data = stand_in(weight.shape, weight.dtype, weight.device)
+
+    def assign(self, values: torch.Tensor) -> None:
+        """Set all rows of a table with a limit."""
+        for begin in range(0, values.shape[0], _CHUNK_ROWS):
+            part = values[begin : begin + _CHUNK_ROWS].detach().float().cpu().numpy()
+            self.sharded.assign(np.arange(begin, begin + len(part)), part)
+
+    def value(self) -> torch.Tensor | None:
+        """All rows of a table with a limit."""
+        spec = self.sharded.spec
+        if spec.rows is None:
+            return None
+        out = torch.empty((spec.rows, spec.dim), dtype=self.weight.dtype)
+        for begin in range(0, spec.rows, _CHUNK_ROWS):
+            ids = np.arange(begin, min(begin + _CHUNK_ROWS, spec.rows))
+            out[begin : begin + ids.size] = torch.from_numpy(self.sharded.pull(ids))
+        return out

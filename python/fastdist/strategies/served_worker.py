@@ -1,0 +1,137 @@
+"""What a worker of a parameter-server job does around each function."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastdist.context import state
+from fastdist.coordinator.per_worker import set_worker_index
+from fastdist.coordinator.worker import Turn
+from fastdist.ps.client import Client
+from fastdist.random_streams import replica_seed
+from fastdist.served.bundle import Bundle
+from fastdist.served.model import ServedModel
+from fastdist.served.steps import ServedSteps
+
+if TYPE_CHECKING:
+    from fastdist.strategies.parameter_server import ParameterServerStrategy
+
+_here: list[ServedWorker] = []
+
+
+def strategy_here() -> Any:
+    """The strategy of this worker."""
+    return _here[0].strategy
+
+
+def is_worker_of(strategy: object) -> bool:
+    """Whether this process is a worker, and this its strategy."""
+    return bool(_here) and _here[0].strategy is strategy
+
+
+def adopt_here(bundle: Bundle) -> Bundle:
+    """Take what the chief has made in a scope."""
+    _here[0].adopt(bundle)
+    return bundle
+
+
+class ServedWorker:
+    """Runs functions on modules whose values are on servers.
+
+    Args:
+        strategy: of this task.
+        client: of the servers.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, client: Client) -> None:
+        self.strategy = strategy
+        self._client = client
+        self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix
+        self._news: dict[str, Any] = {"generation": 0}
+        self._told: dict[str, set[str]] = {}  # the live buffers that the chief knows of
+        self._turn: Turn | None = None
+        _here[:] = [self]
+
+    def begin(self, index: int, seed: int) -> None:
+        """A chief has come, which knows nothing of those before it."""
+        self._models.clear()
+        self._news = {"generation": 0}
+        self._told = {}
+        set_worker_index(index)
+        torch.manual_seed(replica_seed(seed, index))
+
+    def parts(self, made: Bundle) -> Sequence[Any]:
+        """What functions may refer to."""
+        return made.parts()
+
+    def adopt(self, bundle: Bundle) -> None:
+        """Modules and optimizers have come."""
+        self.strategy.adopt_bundle(bundle)
+        model = ServedModel(
+            self._client,
+            bundle.roots,
+            bundle.optimizers,
+            bundle.places,
+            initialize=False,
+            lock=threading.RLock(),
+        )
+        steps = ServedSteps(model)
+        self._models[bundle.prefix] = model, steps
+        self._apply(bundle.prefix)
+        model.begin_pull()
+        model.end_pull()
+        if self._turn is not None:
+            steps.begin(self._turn, self._weight)
+
+    def take_news(self, news: bytes) -> None:
+        """Learning rates, live buffers, or servers that were started again."""
+        before, self._news = self._news["generation"], pickle.loads(news)
+        for prefix, (model, _) in self._models.items():
+            if self._news["generation"] != before:
+                model.connect(initialize=False)
+            self._apply(prefix)
+
+    def _apply(self, prefix: str) -> None:
+        if prefix in self._news:
+            model, _ = self._models[prefix]
+            live, rates = self._news[prefix]
+            model.live |= set(live)
+            model.set_rates(rates)
+
+    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
+        """Call it in cross-replica context, with the servers' values."""
+        self._turn = turn
+        models = list(self._models.values()) if turn.has_state else []
+        for model, steps in models:
+            steps.begin(turn, self._weight)
+            model.begin_pull()
+        for model, _ in models:
+            model.end_pull()
+        try:
+            with self.strategy.in_function():
+                return call()
+        finally:
+            self._turn = None
+            for model, steps in self._models.values():
+                steps.end()
+                model.add_buffers()
+
+    def news(self) -> bytes:
+        """Which buffers some worker has changed, when there are more."""
+        live = {prefix: model.live for prefix, (model, _) in self._models.items()}
+        if live == self._told:
+            return b""
+        self._told = {prefix: set(names) for prefix, names in live.items()}
+        return pickle.dumps(live)
+
+    def _weight(self) -> float:
+        """Examples of the batch that `run` was given here; 1 where there is none."""
+        replica = state.replica
+        if replica is None or replica.examples is None:
+            return 1.0
+        return float(sum(replica.examples))

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastdist.collective_functions import as_tensor
 from fastdist.context import ReplicaContext, state
+from fastdist.served.embeddings import Embedding, EmbeddingBag
 
 
 def compute_average_loss(
@@ -154,4 +155,10 @@ def _global_batch_size(losses: torch.Tensor) -> int:
     return own * replica.num_replicas_in_sync
 
 
-__all__ = ["SyncBatchNorm", "compute_average_loss", "scale_regularization_loss"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "SyncBatchNorm",
+    "compute_average_loss",
+    "scale_regularization_loss",
+]

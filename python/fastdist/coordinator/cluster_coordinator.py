@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -72,11 +73,15 @@ class ClusterCoordinator:
             timeout_s=settings().rendezvous_timeout_s,
             seed=seed,
         )
-        self._close = weakref.finalize(self, _end, self._dispatcher, strategy)
+        weakref.finalize(self, self._dispatcher.close, is_end=False)
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def close(self) -> None:
         """End the job: workers and servers stop. Happens by itself when the program ends."""
-        self._close()
+        atexit.unregister(self._at_exit)
+        self._dispatcher.close(is_end=True)
+        self.strategy.end_job()
 
     def __enter__(self) -> ClusterCoordinator:
         return self
@@ -201,9 +206,10 @@ class ClusterCoordinator:
             self.strategy.after_calls()
 
 
-def _end(dispatcher: Dispatcher, strategy: Job) -> None:
-    dispatcher.close()
-    strategy.end_job()
+def _close(known: weakref.ref[ClusterCoordinator]) -> None:
+    coordinator = known()
+    if coordinator is not None:
+        coordinator.close()
 
 
 def _same(thing: Any) -> Any:

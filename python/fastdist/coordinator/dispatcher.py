@@ -70,6 +70,7 @@ class Dispatcher:
             self._poller.register(link.monitor, zmq.POLLIN)
         self._seen_at = time.monotonic()
         self._is_closing = False
+        self._is_end = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="fastdist dispatcher")
         self._thread.start()
 
@@ -78,10 +79,15 @@ class Dispatcher:
         if not self._is_closing:
             os.eventfd_write(self._wake, 1)
 
-    def close(self) -> None:
-        """Tell the workers that the job has ended."""
+    def close(self, *, is_end: bool) -> None:
+        """Leave the workers.
+
+        Args:
+            is_end: the job has ended, and so do they; else they wait for another coordinator.
+        """
         if self._is_closing:
             return
+        self._is_end = is_end
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -104,7 +110,7 @@ class Dispatcher:
             self._backlog.fail(failure)
         finally:
             for link in self._links:
-                if link.is_ready:
+                if link.is_ready and self._is_end:
                     link.send(Kind.END)
                 link.close()
             self._context.term()

@@ -7,6 +7,7 @@ import pickle
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -114,6 +115,7 @@ class ParameterServerStrategy(Strategy):
         options = options or CommunicationOptions()
         super().__init__(own, lambda: thread_links(len(own), options), options=options)
         self.client = Client(self.server_addresses, keys=self.keys)
+        weakref.finalize(self, self.client.close)
         if is_worker:
             _serve_functions(spec.task_address(*task), self.keys, ServedWorker(self, self.client))
         for server in range(len(self.server_addresses)):

@@ -1,0 +1,86 @@
+"""A parameter-server job whose chief is the test, and whose other tasks are processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fastdist as fd
+from fastdist.cluster import ClusterSpec, SimpleClusterResolver
+from fastdist.cluster.ports import reserve_port
+from fastdist.ps import Keys
+
+_TASK = "import fastdist as fd; fd.ParameterServerStrategy()"
+
+
+class PsCluster:
+    """Tasks that serve until they are killed, or until a coordinator ends the job."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        self._ports: list[socket.socket] = []
+
+        def addresses(count: int) -> list[str]:
+            held = [reserve_port() for _ in range(count)]
+            self._ports += [holder for holder, _ in held]
+            return [f"127.0.0.1:{port}" for _, port in held]
+
+        self.spec = {"chief": addresses(1), "worker": addresses(workers), "ps": addresses(servers)}
+        self.keys = Keys.make()
+        self.tasks: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        for index in range(servers):
+            self.start("ps", index)
+        for index in range(workers):
+            self.start("worker", index)
+
+    def start(self, job: str, index: int) -> None:
+        """Start a task, again if it has ended."""
+        config = {"cluster": self.spec, "task": {"type": job, "index": index}}
+        environment = {
+            **os.environ,
+            "TF_CONFIG": json.dumps(config),
+            "FASTDIST_PS_KEYS": self.keys.to_json(),
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            ),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.tasks[job, index] = subprocess.Popen([sys.executable, "-c", _TASK], env=environment)
+
+    def kill(self, job: str, index: int) -> None:
+        """Kill a task; it has no time for anything."""
+        task = self.tasks[job, index]
+        task.send_signal(signal.SIGKILL)
+        task.wait(10)
+
+    def strategy(self, *args: Any, **kwargs: Any) -> Any:
+        """A strategy of the chief; servers forget what they had for the one before."""
+        resolver = SimpleClusterResolver(ClusterSpec(self.spec), "chief", 0)
+        return fd.ParameterServerStrategy(resolver, *args, keys=self.keys, **kwargs)
+
+    def coordinator(self, strategy: Any, **kwargs: Any) -> Any:
+        """A coordinator, and all its workers are there."""
+        coordinator = fd.ClusterCoordinator(strategy, **kwargs)
+        wait_for(lambda: len(coordinator.workers) == len(self.spec["worker"]))
+        return coordinator
+
+    def close(self) -> None:
+        """End all tasks."""
+        for task in self.tasks.values():
+            task.kill()
+        for task in self.tasks.values():
+            task.wait(10)
+        for holder in self._ports:
+            holder.close()
+
+
+def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)

@@ -1,0 +1,303 @@
+"""Functions on workers: scheduled, failing, lost with their worker."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fastdist as fd
+import pytest
+from fastdist.errors import FastdistError, UnavailableError
+from ps_cluster import PsCluster, wait_for
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PsCluster]:
+    cluster = PsCluster(workers=2, servers=1)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def coordinator(cluster: PsCluster) -> Any:
+    return cluster.coordinator(cluster.strategy())
+
+
+def test_results_may_nest(coordinator: Any) -> None:
+    def make(i: int) -> dict[str, Any]:
+        return {"square": i * i, "both": (i, [i])}
+
+    values = {i: coordinator.schedule(make, (i,)) for i in range(5)}
+    coordinator.join()
+    assert coordinator.done()
+    fetched = coordinator.fetch({"all": [values[i] for i in range(5)], "other": 7})
+    assert fetched == {"all": [make(i) for i in range(5)], "other": 7}
+
+
+def test_both_workers_work(coordinator: Any) -> None:
+    def where() -> int:
+        time.sleep(0.01)
+        return fd.get_worker_index()
+
+    values = [coordinator.schedule(where) for _ in range(20)]
+    assert set(coordinator.fetch(values)) == {0, 1}
+    with pytest.raises(FastdistError, match="schedules"):
+        fd.get_worker_index()
+
+
+def test_arguments(coordinator: Any) -> None:
+    def join(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    one = coordinator.schedule(join, (1,), {"a": 2})
+    assert one.fetch() == ((1,), {"a": 2})
+    two = coordinator.schedule(join, [one])
+    assert two.fetch() == ((((1,), {"a": 2}),), {})
+    with pytest.raises(ValueError, match="args must be a tuple or list, got int"):
+        coordinator.schedule(join, 1)
+
+
+def test_a_function_travels_once(coordinator: Any) -> None:
+    class Counted:
+        pickled = 0
+
+        def __getstate__(self) -> dict[str, Any]:
+            Counted.pickled += 1
+            return {}
+
+    counted = Counted()
+
+    def use() -> bool:
+        return counted is not None
+
+    values = [coordinator.schedule(use) for _ in range(10)]
+    assert coordinator.fetch(values) == [True] * 10
+    assert Counted.pickled == 1
+
+
+def test_functions_that_are_gone_are_forgotten(coordinator: Any) -> None:
+    for i in range(50):
+        assert coordinator.schedule(lambda i=i: i).fetch() == i
+    link = coordinator._dispatcher._links[0]
+    wait_for(lambda: coordinator._dispatcher.wake() or len(link._known) < 10)
+
+
+def test_the_first_error_is_raised_once(coordinator: Any) -> None:
+    begun: list[Any] = []
+
+    def fail(i: int) -> None:
+        time.sleep(0.05)
+        raise KeyError(f"number {i}")
+
+    def work() -> int:
+        time.sleep(0.05)
+        return 1
+
+    begun = [coordinator.schedule(fail, (i,)) for i in range(1)]
+    waiting = [coordinator.schedule(work) for _ in range(50)]
+    with pytest.raises(KeyError, match="number 0") as raised:
+        coordinator.join()
+    assert "in fail" in str(raised.value.__cause__)
+    with pytest.raises(KeyError):
+        begun[0].fetch()
+    outcomes = [_outcome(value) for value in waiting]
+    assert set(outcomes) <= {"1", "the function was cancelled before it began, since another one"}
+    assert sum(outcome != "1" for outcome in outcomes) > 30
+    coordinator.join()
+    assert coordinator.done()
+    assert coordinator.schedule(work).fetch() == 1
+
+
+def _outcome(value: Any) -> str:
+    try:
+        return str(value.fetch())
+    except FastdistError as error:
+        return str(error).removesuffix(" raised an error")
+
+
+@pytest.mark.parametrize("call", ["schedule", "done"])
+def test_errors_are_raised_by(coordinator: Any, call: str) -> None:
+    def fail() -> None:
+        raise ValueError("oh")
+
+    value = coordinator.schedule(fail)
+    wait_for(value.is_done)
+    with pytest.raises(ValueError, match="oh"):
+        coordinator.schedule(os.getpid) if call == "schedule" else coordinator.done()
+    assert coordinator.done()
+
+
+def test_errors_that_cannot_be_pickled(coordinator: Any) -> None:
+    def fail() -> None:
+        class Odd(Exception):
+            def __init__(self, one: int, two: int) -> None:
+                super().__init__(f"odd {one} {two}")
+
+        raise Odd(1, 2)
+
+    coordinator.schedule(fail)
+    with pytest.raises(FastdistError, match="Odd: odd 1 2"):
+        coordinator.join()
+
+    def lock() -> Any:
+        return threading.Lock()
+
+    coordinator.schedule(lock)
+    with pytest.raises(TypeError, match="pickle"):
+        coordinator.join()
+
+
+def test_the_coordinator_cannot_travel(coordinator: Any) -> None:
+    def inner() -> None:
+        coordinator.join()
+
+    with pytest.raises(TypeError, match="cannot be used in functions"):
+        coordinator.schedule(inner)
+
+
+def test_datasets_of_each_worker(coordinator: Any) -> None:
+    def make() -> list[int]:
+        return [10 * fd.get_worker_index() + i for i in range(1000)]
+
+    data = coordinator.create_per_worker_dataset(make)
+    numbers = iter(data)
+
+    def take(numbers: Any) -> tuple[int, int]:
+        time.sleep(0.002)
+        return fd.get_worker_index(), next(numbers)
+
+    taken = coordinator.fetch([coordinator.schedule(take, (numbers,)) for _ in range(20)])
+    for worker in (0, 1):
+        own = [value for index, value in taken if index == worker]
+        assert own == [10 * worker + i for i in range(len(own))]
+    assert coordinator.fetch(coordinator.schedule(len, (data,))) == 1000
+    copied = coordinator.create_per_worker_dataset([1, 2])
+    assert coordinator.fetch(coordinator.schedule(list, (copied,))) == [1, 2]
+    with pytest.raises(FastdistError, match="pass it to a scheduled function"):
+        next(numbers)
+
+    def exhaust(numbers: Any) -> None:
+        while True:
+            next(numbers)
+
+    coordinator.schedule(exhaust, (iter(copied),))
+    with pytest.raises(FastdistError, match="more from an iterator than there was"):
+        coordinator.join()
+
+
+def test_values_of_each_worker(coordinator: Any) -> None:
+    own = fd.PerWorkerValues(["zero", "one"])
+
+    def mine(value: str) -> tuple[int, str]:
+        time.sleep(0.01)
+        return fd.get_worker_index(), value
+
+    values = coordinator.fetch([coordinator.schedule(mine, (own,)) for _ in range(10)])
+    assert set(values) == {(0, "zero"), (1, "one")}
+
+
+def test_the_queue_is_bounded(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy(), max_queued=4)
+    most = 0
+
+    def work() -> None:
+        time.sleep(0.005)
+
+    for _ in range(40):
+        coordinator.schedule(work)
+        most = max(most, len(coordinator._backlog))
+    coordinator.join()
+    assert most == 4
+
+
+def test_killed_workers_lose_nothing(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy())
+
+    def work(i: int) -> int:
+        time.sleep(0.01)
+        return i
+
+    first = coordinator.schedule(work, (-1,))
+    assert first.fetch() == -1
+    values = [coordinator.schedule(work, (i,)) for i in range(200)]
+    for index in (0, 1):
+        time.sleep(0.2)
+        cluster.kill("worker", index)
+        if index == 0:
+            cluster.start("worker", 0)
+            wait_for(lambda: len(coordinator.workers) == 2)
+    cluster.start("worker", 1)
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(200))
+    assert first.fetch() == -1
+    wait_for(lambda: coordinator.workers == [0, 1])
+
+
+def test_exact_evaluation_in_spite_of_killed_workers(cluster: PsCluster) -> None:
+    """Each piece of the data counts once: the function's result does, however often it ran."""
+    coordinator = cluster.coordinator(cluster.strategy())
+    data = list(range(1000))
+
+    def total(begin: int) -> int:
+        time.sleep(0.01)
+        return sum(data[begin : begin + 20])
+
+    values = [coordinator.schedule(total, (begin,)) for begin in range(0, 1000, 20)]
+    time.sleep(0.1)
+    cluster.kill("worker", 1)
+    cluster.start("worker", 1)
+    assert sum(coordinator.fetch(values)) == sum(data)
+    wait_for(lambda: coordinator.workers == [0, 1])
+
+
+def test_what_ends_every_worker_is_given_up(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy())
+    stop = threading.Event()
+
+    def keep_alive() -> None:
+        while not stop.is_set():
+            for (job, index), task in list(cluster.tasks.items()):
+                if job == "worker" and task.poll() is not None:
+                    cluster.start(job, index)
+            time.sleep(0.05)
+
+    keeper = threading.Thread(target=keep_alive)
+    keeper.start()
+    try:
+        coordinator.schedule(os._exit, (9,))
+        with pytest.raises(UnavailableError, match="10 workers were lost while they ran this"):
+            coordinator.join()
+        wait_for(lambda: coordinator.workers == [0, 1])
+    finally:
+        stop.set()
+        keeper.join()
+    assert coordinator.schedule(os.getpid).fetch() > 0
+
+
+def test_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PsCluster(workers=1, servers=1)
+    try:
+        cluster.kill("worker", 0)
+        strategy = cluster.strategy()
+        monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "2")
+        coordinator = fd.ClusterCoordinator(strategy)
+        coordinator.schedule(os.getpid)
+        with pytest.raises(UnavailableError, match="no worker could be reached for 2 s: tcp"):
+            coordinator.join()
+        cluster.start("worker", 0)  # late
+        wait_for(lambda: coordinator.workers == [0])
+        assert coordinator.schedule(os.getpid).fetch() > 0
+    finally:
+        cluster.close()
+
+
+def test_the_job_ends() -> None:
+    cluster = PsCluster(workers=1, servers=1)
+    try:
+        with cluster.coordinator(cluster.strategy()) as coordinator:
+            coordinator.schedule(os.getpid)
+            coordinator.join()
+        assert [task.wait(20) for task in cluster.tasks.values()] == [0, 0]
+    finally:
+        cluster.close()

@@ -55,3 +55,11 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def step(launcher: Launcher, tmp_path: Path) -> Path:
+    folder = tmp_path / "step"
+    folder.mkdir()
+    launcher.environ["STEP"] = str(folder)
+    return folder

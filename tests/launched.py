@@ -1,5 +1,6 @@
 """Jobs of `fastdist run` as a user starts them, such that nothing they leave behind is missed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,31 @@ supervisor._GRACE_S = 0.5
 supervisor._CAUSE_WAIT_S = 0.1
 from fastdist.cli.main import main
 sys.exit(main())
+"""
+
+# What the scripts of jobs with roles begin with. `serve` serves at the task's address until it is
+# told to end. Files in the folder STEP say how far the job is: worker1.0 is there when worker 1
+# serves, worker1.1 when it does so again.
+ROLES = """
+import json, os, signal, socket, subprocess, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+task = config["task"]
+job, name = task["type"], task["type"] + str(task["index"])
+step = os.environ["STEP"]
+def wait_for(*names):
+    while not all(os.path.exists(f"{step}/{name}") for name in names):
+        time.sleep(0.01)
+def serve():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    host, port = config["cluster"][job][task["index"]].split(":")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, int(port)))
+    listener.listen()
+    starts = len([n for n in os.listdir(step) if n.startswith(f"{name}.")])
+    open(f"{step}/{name}.{starts}", "w").close()
+    print("serves at", port, flush=True)
+    time.sleep(60)
 """
 
 
@@ -74,3 +100,19 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def read_lines(process: "subprocess.Popen[bytes]", count: int) -> list[bytes]:
     assert process.stdout is not None
     return [process.stdout.readline() for _ in range(count)]
+
+
+def task_processes(launcher: Launcher, job: str, index: int) -> list[int]:
+    """The processes of a task, those included that it has started."""
+    found = []
+    for pid in launcher.left():
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # ended since
+            continue
+        config = next((e for e in entries if e.startswith(b"TF_CONFIG=")), None)
+        if config is not None:
+            task = json.loads(config.partition(b"=")[2])["task"]
+            if (task["type"], task["index"]) == (job, index):
+                found.append(pid)
+    return found

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,63 +19,12 @@ from fastdist.cluster import (
     split_address,
 )
 from fastdist.ps import Keys
-from launched import Launcher, finish, read_lines, wait_until
+from launched import ROLES, Launcher, finish, read_lines, wait_until
 
 Script = Callable[[str], Path]
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
-# Each task does its part; what is not the chief serves until it is told to end. Files in the
-# folder STEP tell how far the job is.
-ROLES = """
-import json, os, signal, socket, subprocess, sys, time
-config = json.loads(os.environ["TF_CONFIG"])
-task = config["task"]
-job, name = task["type"], task["type"] + str(task["index"])
-step = os.environ["STEP"]
-def wait_for(*names):
-    while not all(os.path.exists(f"{step}/{name}") for name in names):
-        time.sleep(0.01)
-def serve():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    host, port = config["cluster"][job][task["index"]].split(":")
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, int(port)))
-    listener.listen()
-    starts = len([n for n in os.listdir(step) if n.startswith(f"{name}.")])
-    open(f"{step}/{name}.{starts}", "w").close()
-    print("serves at", port, flush=True)
-    time.sleep(60)
-"""
 SERVERS_AND_WORKERS = ("worker0", "worker1", "ps0")
-
-
-@pytest.fixture
-def step(launcher: Launcher, tmp_path: Path) -> Path:
-    folder = tmp_path / "step"
-    folder.mkdir()
-    launcher.environ["STEP"] = str(folder)
-    return folder
-
-
-def roles(script: Script, text: str) -> Path:
-    return script(ROLES + text)
-
-
-def task_processes(launcher: Launcher, job: str, index: int) -> list[int]:
-    """The processes of a task, those included that it has started."""
-    found = []
-    for pid in launcher.left():
-        try:
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # ended since
-            continue
-        config = next((e for e in entries if e.startswith(b"TF_CONFIG=")), None)
-        if config is not None:
-            task = json.loads(config.partition(b"=")[2])["task"]
-            if (task["type"], task["index"]) == (job, index):
-                found.append(pid)
-    return found
 
 
 class TestWhatTasksAreGiven:
@@ -158,7 +106,7 @@ class TestWhatTasksAreGiven:
     def test_nobody_else_gets_a_port_of_the_job(
         self, launcher: Launcher, script: Script, step: Path
     ) -> None:
-        path = roles(script, "print(os.environ['TF_CONFIG'], flush=True); wait_for('end')")
+        path = script(ROLES + "print(os.environ['TF_CONFIG'], flush=True); wait_for('end')")
         process = launcher.start("--workers", 1, "--ps", 1, "--no-prefix", path)
         config = json.loads(read_lines(process, 1)[0])
         for addresses in config["cluster"].values():
@@ -180,7 +128,7 @@ class TestHowAJobEnds:
 
     @pytest.mark.usefixtures("step")
     def test_the_job_ends_with_its_chief(self, launcher: Launcher, script: Script) -> None:
-        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\nserve()")
+        path = script(ROLES + f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\nserve()")
         begin_s = time.monotonic()
         done = self.run(launcher, path, "--evaluator")
         assert (done.returncode, done.stderr) == (0, b"")
@@ -193,14 +141,14 @@ class TestHowAJobEnds:
     ) -> None:
         others = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
         others += "open(f'{step}/{name}.0', 'w').close()\ntime.sleep(60)"
-        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{others}")
+        path = script(ROLES + f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{others}")
         done = self.run(launcher, path)
         assert (done.returncode, done.stderr) == (0, b"")
 
     @pytest.mark.usefixtures("step")
     def test_the_chiefs_traceback_comes_last(self, launcher: Launcher, script: Script) -> None:
-        path = roles(
-            script, f"if job == 'chief':\n    {self.CHIEF}    raise KeyError('gone')\nserve()"
+        path = script(
+            ROLES + f"if job == 'chief':\n    {self.CHIEF}    raise KeyError('gone')\nserve()"
         )
         done = self.run(launcher, path)
         assert done.returncode == 1
@@ -211,8 +159,8 @@ class TestHowAJobEnds:
 
     @pytest.mark.usefixtures("step")
     def test_killed_chief(self, launcher: Launcher, script: Script) -> None:
-        path = roles(
-            script, f"if job == 'chief':\n    {self.CHIEF}    os.kill(os.getpid(), 9)\nserve()"
+        path = script(
+            ROLES + f"if job == 'chief':\n    {self.CHIEF}    os.kill(os.getpid(), 9)\nserve()"
         )
         done = self.run(launcher, path)
         assert done.returncode == 137
@@ -225,7 +173,7 @@ class TestHowAJobEnds:
     ) -> None:
         stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         stubborn += "open(f'{step}/{name}.0', 'w').close()\ntime.sleep(60)"
-        path = roles(script, f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{stubborn}")
+        path = script(ROLES + f"if job == 'chief':\n    {self.CHIEF}    sys.exit(0)\n{stubborn}")
         done = self.run(launcher, path, short_times=True)
         assert (done.returncode, done.stderr) == (0, b"")
         assert launcher.left() == []
@@ -239,9 +187,8 @@ class TestHowAJobEnds:
         number: signal.Signals,
         exit_code: int,
     ) -> None:
-        path = roles(
-            script,
-            "def end(*_):\n    print('got', flush=True)\n    sys.exit(7)\n"
+        path = script(
+            ROLES + "def end(*_):\n    print('got', flush=True)\n    sys.exit(7)\n"
             f"signal.signal({int(number)}, end)\nopen(f'{{step}}/{{name}}.0', 'w').close()\n"
             "time.sleep(60)",
         )
@@ -258,134 +205,14 @@ class TestHowAJobEnds:
     def test_killed_launcher_takes_all_along(
         self, launcher: Launcher, script: Script, step: Path
     ) -> None:
-        process = launcher.start("--workers", 1, "--ps", 1, "--evaluator", roles(script, "serve()"))
+        process = launcher.start(
+            "--workers", 1, "--ps", 1, "--evaluator", script(ROLES + "serve()")
+        )
         wait_until(lambda: len(list(step.iterdir())) == 4)
         process.kill()
         process.wait()
         wait_until(lambda: launcher.left() == [])
         finish(process)
-
-
-class TestTasksThatFail:
-    def start(
-        self, launcher: Launcher, script: Script, *options: object, others: str = "serve()"
-    ) -> "subprocess.Popen[bytes]":
-        path = roles(script, f"if job == 'chief':\n    wait_for('end')\n    sys.exit(0)\n{others}")
-        return launcher.start("--workers", 2, "--ps", 1, *options, path)
-
-    @pytest.mark.parametrize(("job", "index"), [("worker", 1), ("ps", 0), ("evaluator", 0)])
-    def test_come_back_at_the_same_address(
-        self, launcher: Launcher, script: Script, step: Path, job: str, index: int
-    ) -> None:
-        # What a task has started goes with it; it would keep the address.
-        others = "subprocess.Popen(['sleep', '60'])\nserve()"
-        process = self.start(launcher, script, "--evaluator", others=others)
-        first = step / f"{job}{index}.0"
-        wait_until(lambda: first.exists() and len(task_processes(launcher, job, index)) == 2)
-        before = task_processes(launcher, job, index)
-        os.kill(min(before), signal.SIGKILL)
-        wait_until((step / f"{job}{index}.1").exists)
-        wait_until(lambda: len(task_processes(launcher, job, index)) == 2)
-        assert not set(before) & set(task_processes(launcher, job, index))
-        (step / "end").touch()
-        done = finish(process)
-        name = job if job == "evaluator" else f"{job} {index}"
-        said = f"{name} failed: killed by signal 9 (SIGKILL); it is started again (restart 1 of 3)"
-        assert (done.returncode, done.stderr) == (0, f"fastdist run: {said}\n".encode())
-        ports = re.findall(rf"\[{name}\] serves at (\d+)".encode(), done.stdout)
-        assert len(ports) == 2
-        assert len(set(ports)) == 1
-        assert launcher.left() == []
-
-    def test_all_that_they_wrote_is_shown(
-        self, launcher: Launcher, script: Script, step: Path
-    ) -> None:
-        others = "if name == 'worker0':\n    print('x\\n' * 20000 + 'last', end='')\n"
-        others += "    sys.stdout.flush()\n    sys.exit(3)\nserve()"
-        process = self.start(launcher, script, "--max-restarts", 2, others=others)
-        assert process.stdout is not None
-        shown = [process.stdout.readline() for _ in range(60_003 + 2)]  # worker 1 and ps 0 serve
-        (step / "end").touch()
-        done = finish(process)
-        assert shown.count(b"[worker 0] x\n") == 60_000
-        assert shown.count(b"[worker 0] last\n") == 3
-        assert done.returncode == 0
-
-    def test_when_restarts_are_used_up_the_job_goes_on(
-        self, launcher: Launcher, script: Script, step: Path
-    ) -> None:
-        others = "if name == 'worker1':\n    sys.exit(4)\nserve()"
-        process = self.start(launcher, script, "--max-restarts", 2, others=others)
-        assert process.stderr is not None
-        said = [process.stderr.readline().decode() for _ in range(3)]
-        assert process.poll() is None
-        (step / "end").touch()
-        done = finish(process)
-        assert (done.returncode, done.stderr) == (0, b"")
-        failed = "worker 1 failed: exit code 4"
-        assert said == [
-            f"fastdist run: {failed}; it is started again (restart 1 of 2)\n",
-            f"fastdist run: {failed}; it is started again (restart 2 of 2)\n",
-            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job goes on "
-            "without it\n",
-        ]
-
-    def test_no_restarts(self, launcher: Launcher, script: Script, step: Path) -> None:
-        others = "if job == 'ps':\n    sys.exit(4)\nserve()"
-        process = self.start(launcher, script, "--max-restarts", 0, others=others)
-        assert process.stderr is not None
-        said = process.stderr.readline()
-        (step / "end").touch()
-        assert finish(process).returncode == 0
-        why = b"--max-restarts is 0, the job goes on without it"
-        assert said == b"fastdist run: warning: ps 0 failed: exit code 4; " + why + b"\n"
-
-    def test_who_returns_0_is_done(self, launcher: Launcher, script: Script, step: Path) -> None:
-        others = (
-            "if name == 'worker1':\n    open(f'{step}/done', 'a').write('x')\n    sys.exit(0)\n"
-        )
-        process = self.start(launcher, script, others=others + "serve()")
-        wait_until((step / "done").exists)
-        time.sleep(0.5)  # longer than a task that fails waits to be started again
-        (step / "end").touch()
-        done = finish(process)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert (step / "done").read_text() == "x"
-
-    def test_nobody_is_started_again_when_the_job_is_being_stopped(
-        self, launcher: Launcher, script: Script, step: Path
-    ) -> None:
-        process = self.start(launcher, script, others="time.sleep(0.2)\nsys.exit(1)")
-        assert process.stderr is not None
-        process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        done = finish(process)
-        assert done.returncode == 143
-        assert done.stderr.endswith(b"fastdist run: stopped by SIGTERM\n")
-        assert not (step / "end").exists()
-
-    def test_program_that_cannot_be_started_again(
-        self, launcher: Launcher, step: Path, tmp_path: Path
-    ) -> None:
-        program = tmp_path / "program"
-        chief = 'case "$TF_CONFIG" in *\'"chief", "index"\'*) while [ ! -e $STEP/end ]; do '
-        chief += "sleep 0.01; done; exit 0;; esac\n"
-        worker = 'case "$TF_CONFIG" in *\'"worker", "index"\'*) '
-        worker += "while [ ! -e $STEP/fail ]; do sleep 0.01; done; exit 5;; esac\n"
-        program.write_text(f"#!/bin/sh\n{chief}{worker}sleep 60\n")
-        program.chmod(0o755)
-        process = launcher.start("--workers", 1, "--ps", 1, program)
-        wait_until(lambda: all(task_processes(launcher, job, 0) for job in ("worker", "ps")))
-        program.rename(tmp_path / "elsewhere")
-        (step / "fail").touch()
-        assert process.stderr is not None
-        said = [process.stderr.readline().decode() for _ in range(2)]
-        (step / "end").touch()
-        assert finish(process).returncode == 0
-        assert said[1] == (
-            f"fastdist run: warning: cannot start worker 0: {program}: No such file or directory; "
-            "the job goes on without worker 0\n"
-        )
 
 
 class TestBadInput:

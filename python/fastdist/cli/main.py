@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fastdist._version import __version__
-from fastdist.cli import bench, doctor, run
+from fastdist.cli import bench, doctor, keys, run, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
-    for command in (run, bench, doctor):
+    for command in (run, serve, keys, bench, doctor):
         command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:

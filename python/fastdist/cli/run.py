@@ -34,7 +34,8 @@ environment, as under torchrun. Rank 0 reads the standard input.
 With --workers and --ps it starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All run the same script and find TF_CONFIG in
 their environment, and in FASTDIST_PS_KEYS the keys of this job. The job ends with its chief, who
-reads the standard input; others that fail are started again.
+reads the standard input; others that fail are started again. When the chief has ended, they get
+SIGTERM, also the evaluator, and SIGKILL where they have not ended after 5 s.
 """
 _EPILOG = """\
 exit code:

@@ -31,7 +31,17 @@ _LIBRARIES = {
     "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
     "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
-    "rich": _Library(("rich",), "'fastdist[bench]'", "a progress bar in fastdist bench"),
+    "pyzmq": _Library(("pyzmq",), "'fastdist[ps]'", "parameter servers"),
+    "safetensors": _Library(("safetensors",), "'fastdist[ps]'", "their checkpoints"),
+    "cloudpickle": _Library(("cloudpickle",), "'fastdist[ps]'", "what a coordinator schedules"),
+    "prometheus_client": _Library(
+        ("prometheus-client",), "'fastdist[ps]'", "fastdist serve --metrics-port"
+    ),
+    "rich": _Library(
+        ("rich",),
+        "'fastdist[bench]'",
+        "a progress bar in fastdist bench; the page of fastdist serve",
+    ),
     "matplotlib": _Library(("matplotlib",), "'fastdist[bench]'", "fastdist bench --plot"),
 }
 

@@ -1,0 +1,43 @@
+"""`fastdist keys`: makes keys for a job whose tasks are on several machines."""
+
+import argparse
+import sys
+
+_DESCRIPTION = """\
+Prints new keys of a job with parameter servers, as one line of JSON.
+
+They are a secret: who has them can connect to the job's servers, read and change all they keep. All
+tasks of the job need the same ones, by the variable FASTDIST_PS_KEYS, which holds the JSON or the
+path of a file with it. A job of `fastdist run` needs none: it gets keys of its own.
+"""
+_EPILOG = """\
+examples:
+  (umask 077; fastdist keys > job.keys)        # a file that only you can read; copy it by scp
+  FASTDIST_PS_KEYS=job.keys python train.py    # each task, with its TF_CONFIG
+  fastdist serve --keys job.keys --address tcp://10.0.0.5:7000
+  fastdist keys | kubectl create secret generic job-keys --from-file=job.keys=/dev/stdin
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `keys` to the `fastdist` command."""
+    parser = subparsers.add_parser(
+        "keys",
+        help="make keys for a job with parameter servers",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(handler=_keys)
+
+
+def _keys(options: argparse.Namespace) -> int:
+    del options
+    try:
+        from fastdist.ps.keys import Keys
+    except ImportError as error:
+        sys.stderr.write(f"fastdist keys: {error}\n")
+        return 2
+    sys.stdout.write(Keys.make().to_json() + "\n")
+    return 0

@@ -1,0 +1,62 @@
+"""What a server keeps and has done at one moment, and how fast since the moment before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The statistics of a server, and rates.
+
+    Attributes:
+        stats: as `Server.stats` gives them.
+        requests_per_s: since the reading before, or since the server began.
+        steps_per_s: of each object, by its name.
+    """
+
+    stats: Mapping[str, Any]
+    requests_per_s: float
+    steps_per_s: Mapping[str, float]
+
+    @classmethod
+    def after(cls, before: Reading | None, stats: Mapping[str, Any]) -> Reading:
+        """The reading that follows another one, or is the first."""
+        earlier: Mapping[str, Any] = {} if before is None else before.stats
+        seconds = stats["uptime_s"] - earlier.get("uptime_s", 0.0)
+        steps = {entry["name"]: entry["steps"] for entry in earlier.get("objects", ())}
+
+        def rate(now: int, then: int) -> float:
+            return max(0, now - then) / seconds if seconds > 0 else 0.0
+
+        return cls(
+            stats,
+            rate(stats["requests"], earlier.get("requests", 0)),
+            {
+                entry["name"]: rate(entry["steps"], steps.get(entry["name"], 0))
+                for entry in stats["objects"]
+            },
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all objects."""
+        return sum(entry["nbytes"] for entry in self.stats["objects"])
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(entry.get("rows", 0) for entry in self.stats["objects"])
+
+    @property
+    def steps(self) -> int:
+        """Pushes to all objects."""
+        return sum(entry["steps"] for entry in self.stats["objects"])
+
+    @property
+    def staleness(self) -> Mapping[str, int]:
+        """Pushes for each range of staleness, such as "2-3"."""
+        found: Mapping[str, int] = self.stats["staleness"]
+        return found

@@ -1,0 +1,206 @@
+"""`fastdist serve` and `fastdist keys`: a server that real clients use, and who is let in."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastdist.cli.main import main
+from fastdist.cluster import TFConfigClusterResolver
+from fastdist.errors import UnavailableError
+from fastdist.ps import Client, Keys
+from fastdist.ps.job_keys import job_keys, read_keys
+from serving import COMMAND, Servers, end, fill, free_port, read_json_until
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    with Servers() as made:
+        yield made
+
+
+class TestServer:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_signals_end_it_well(self, servers: Servers, number: signal.Signals) -> None:
+        process, _ = servers.start_json()
+        assert end(process, number) == (0, b"")
+
+    def test_is_used_by_the_address_in_tf_config(self, servers: Servers) -> None:
+        cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+        cluster["ps"] = [f"127.0.0.1:{free_port()}"]
+        config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+        address = (
+            TFConfigClusterResolver({"TF_CONFIG": json.dumps(config)})
+            .cluster_spec()
+            .task_address("ps", 0)
+        )
+        for _ in range(2):  # once more after a kill, at the same address
+            process, first = servers.start_json("--address", address)
+            assert first["address"] == f"tcp://{address}"
+            fill(f"tcp://{address}")
+            process.kill()
+            process.wait()
+
+    def test_clients_that_go_on_while_it_shows(self, servers: Servers) -> None:
+        process, first = servers.start_json()
+        fill(first["address"])
+        line = read_json_until(process, lambda line: len(line["objects"]) == 2)
+        line = read_json_until(process, lambda line: line["requests_per_s"] == 0)
+        objects = {entry["name"]: entry for entry in line["objects"]}
+        assert (objects["bias"]["steps"], objects["words"]["rows"]) == (3, 5)
+        assert line["staleness"] == {"1": 1, "2-3": 1}
+        assert line["repeated"] == line["malformed"] == 0
+        with Client([first["address"]]) as client:
+            assert client.stats(0)["requests"] == line["requests"] + 1
+        assert end(process, signal.SIGTERM) == (0, b"")
+
+
+class TestKeys:
+    def make(self, path: Path) -> Keys:
+        done = subprocess.run([*COMMAND, "keys"], capture_output=True, text=True, check=True)
+        path.write_text(done.stdout)
+        assert done.stderr == ""
+        return Keys.from_json(done.stdout)
+
+    def test_who_has_them_is_let_in(self, servers: Servers, tmp_path: Path) -> None:
+        path = tmp_path / "job.keys"
+        keys, others = self.make(path), self.make(tmp_path / "others")
+        assert keys != others
+        assert read_keys(path) == keys
+        process, first = servers.start_json("--keys", path)
+        fill(first["address"], keys)
+        for wrong in (None, others):
+            with (
+                Client([first["address"]], keys=wrong, timeout_s=1) as client,
+                pytest.raises(UnavailableError, match="its keys"),
+            ):
+                client.hello(0)
+        assert end(process, signal.SIGTERM) == (0, b"")
+
+    @pytest.mark.parametrize("as_path", [True, False])
+    def test_setting(
+        self, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_path: bool
+    ) -> None:
+        path = tmp_path / "job.keys"
+        keys = self.make(path)
+        setting = str(path) if as_path else f"\n {path.read_text()}"
+        servers.environ["FASTDIST_PS_KEYS"] = setting
+        monkeypatch.setenv("FASTDIST_PS_KEYS", setting)
+        assert job_keys() == keys
+        _, first = servers.start_json()
+        fill(first["address"], keys)
+
+    def test_without_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
+        assert job_keys() is None
+        monkeypatch.setenv("FASTDIST_PS_KEYS", "")
+        assert job_keys() is None
+
+    def test_wrong_setting(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("FASTDIST_PS_KEYS", '{"server_public": "a"}')
+        with pytest.raises(ValueError, match="FASTDIST_PS_KEYS: not the keys of a job"):
+            job_keys()
+        (tmp_path / "file").write_text("[]")
+        monkeypatch.setenv("FASTDIST_PS_KEYS", str(tmp_path / "file"))
+        with pytest.raises(ValueError, match="file: not the keys of a job"):
+            job_keys()
+        monkeypatch.setenv("FASTDIST_PS_KEYS", str(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError):
+            job_keys()
+
+    def test_are_never_shown(self, servers: Servers, tmp_path: Path) -> None:
+        keys = self.make(tmp_path / "job.keys")
+        process, first = servers.start_json("--keys", tmp_path / "job.keys")
+        assert keys.server_secret not in json.dumps(first)
+        assert keys.server_secret.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert keys.server_secret not in repr(keys)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--address", "7000"], "expected tcp://IP:PORT, got '7000'"),
+            (["--address", ":7000"], "expected tcp://IP:PORT, got ':7000'"),
+            (["--address", "udp://127.0.0.1:7000"], "expected tcp://IP:PORT"),
+            (["--address", "127.0.0.1:70000"], "expected tcp://IP:PORT"),
+            (["--address", "127.0.0.1:x"], "expected tcp://IP:PORT"),
+            (["--address", "0.0.0.0:*"], "0.0.0.0:* can be reached from other machines and needs"),
+            (["--address", "192.0.2.7:7000", "--keys", "KEYS"], "cannot listen at tcp://192.0.2.7"),
+            (["--address", "USED"], "Address already in use"),
+            (["--keys", "none"], "cannot read the keys in none: No such file or directory"),
+            (["--keys", "EMPTY"], "not the keys of a job"),
+            (["--metrics-port", "USED"], "cannot serve metrics at 127.0.0.1:"),
+            (["--metrics-port", "x"], "expected a port or IP:PORT, got 'x'"),
+            (["--metrics-port", "70000"], "expected a port or IP:PORT, got '70000'"),
+            (["--metrics-port", "192.0.2.7:0"], "cannot serve metrics at 192.0.2.7:0: "),
+            (["--interval", "0"], "expected seconds from 0.05 to 86400, got '0'"),
+            (["--interval", "nan"], "expected seconds from 0.05"),
+            (["--interval", "soon"], "expected seconds from 0.05"),
+            (["extra"], "unrecognized arguments: extra"),
+        ],
+    )
+    def test_is_named(
+        self,
+        capfd: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        words: list[str],
+        message: str,
+    ) -> None:
+        monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
+        (tmp_path / "keys").write_text(Keys.make().to_json())
+        (tmp_path / "empty").write_text("")
+        with socket.socket() as used:
+            used.bind(("127.0.0.1", 0))
+            used.listen()
+            place = f"127.0.0.1:{used.getsockname()[1]}"
+            files = {"KEYS": str(tmp_path / "keys"), "EMPTY": str(tmp_path / "empty")}
+            names = files | {"USED": place}
+            words = [names.get(word, word) for word in words]
+            with pytest.raises(SystemExit) as caught:  # argparse exits by itself
+                sys.exit(main(["serve", *words]))
+        stdout, stderr = capfd.readouterr()
+        assert (caught.value.code, stdout) == (2, "")
+        assert message in stderr
+
+    @pytest.mark.parametrize(
+        ("missing", "command", "message"),
+        [
+            ("zmq", ["serve"], "fastdist serve: fastdist.ps needs pyzmq"),
+            ("zmq", ["keys"], "fastdist keys: fastdist.ps needs pyzmq"),
+            (
+                "prometheus_client",
+                ["serve", "--metrics-port", "0"],
+                "fastdist serve: metrics need prometheus_client",
+            ),
+        ],
+    )
+    def test_missing_libraries(self, missing: str, command: list[str], message: str) -> None:
+        code = f"import sys; sys.modules[{missing!r}] = None\n"
+        code += f"from fastdist.cli.main import main\nsys.exit(main({command!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        assert done.stderr == f"{message}: pip install 'fastdist[ps]'\n"
+
+    def test_missing_rich(self) -> None:
+        code = "import sys; sys.modules['rich.live'] = None\n"
+        code += "from fastdist.cli.main import main\nsys.exit(main(['serve']))"
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE
+        )
+        os.close(theirs)
+        _, stderr = process.communicate(timeout=60)
+        os.close(ours)
+        assert process.returncode == 2
+        says = b"the page on the terminal needs rich: pip install 'fastdist[ps]'"
+        assert stderr == b"fastdist serve: " + says + b"\n"

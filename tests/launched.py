@@ -39,8 +39,8 @@ def serve():
     listener.bind((host, int(port)))
     listener.listen()
     starts = len([n for n in os.listdir(step) if n.startswith(f"{name}.")])
-    open(f"{step}/{name}.{starts}", "w").close()
     print("serves at", port, flush=True)
+    open(f"{step}/{name}.{starts}", "w").close()
     time.sleep(60)
 """
 

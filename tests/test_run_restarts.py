@@ -59,6 +59,20 @@ class TestTasksThatFail:
         assert shown.count(b"[worker 0] last\n") == 3
         assert done.returncode == 0
 
+    def test_who_fails_while_nobody_reads_is_read_later(
+        self, launcher: Launcher, script: Script, step: Path
+    ) -> None:
+        others = "if name == 'worker0':\n    print('x\\n' * 5000, end='')\n"
+        others += "    sys.stdout.flush()\n    sys.exit(3)\nserve()"
+        process = self.start(launcher, script, "--max-restarts", 3, others=others)
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(4)]  # more than a pipe holds is written
+        assert said[-1].startswith(b"fastdist run: warning: worker 0 failed")
+        (step / "end").touch()
+        done = finish(process)
+        assert done.stdout.count(b"[worker 0] x\n") == 20_000
+        assert done.returncode == 0
+
     def test_when_restarts_are_used_up_the_job_goes_on(
         self, launcher: Launcher, script: Script, step: Path
     ) -> None:
@@ -120,10 +134,10 @@ class TestTasksThatFail:
         chief += "sleep 0.01; done; exit 0;; esac\n"
         worker = 'case "$TF_CONFIG" in *\'"worker", "index"\'*) '
         worker += "while [ ! -e $STEP/fail ]; do sleep 0.01; done; exit 5;; esac\n"
-        program.write_text(f"#!/bin/sh\n{chief}{worker}sleep 60\n")
+        program.write_text(f"#!/bin/sh\n: > $STEP/ready.$$\n{chief}{worker}sleep 60\n")
         program.chmod(0o755)
         process = launcher.start("--workers", 1, "--ps", 1, program)
-        wait_until(lambda: all(task_processes(launcher, job, 0) for job in ("worker", "ps")))
+        wait_until(lambda: len(list(step.iterdir())) == 3)
         program.rename(tmp_path / "elsewhere")
         (step / "fail").touch()
         assert process.stderr is not None

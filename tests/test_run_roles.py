@@ -23,22 +23,33 @@ from launched import ROLES, Launcher, finish, read_lines, wait_until
 
 Script = Callable[[str], Path]
 
-SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
+# The chief ends, and the job with it, when all others have shown what they were given.
+SHOW = """
+import json, os, sys, time
+print(json.dumps(dict(os.environ)), flush=True)
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+if task["type"] != "chief":
+    open(f"{os.environ['STEP']}/{task['type']}{task['index']}", "w").close()
+while len(os.listdir(os.environ["STEP"])) < int(os.environ["OTHERS"]):
+    time.sleep(0.01)
+"""
 SERVERS_AND_WORKERS = ("worker0", "worker1", "ps0")
 
 
 class TestWhatTasksAreGiven:
-    def environments(self, launcher: Launcher, *options: str) -> dict[str, dict[str, str]]:
-        """What each task finds; the chief waits for the others to have shown it."""
-        wait = "import sys, time\nif 'chief' in os.environ['TF_CONFIG'][-30:]: time.sleep(1)"
-        show = f"{SHOW}\nsys.stdout.flush()"
-        done = launcher.run(*options, sys.executable, "-c", f"import os\n{wait}\n{show}")
+    def environments(
+        self, launcher: Launcher, step: Path, others: int, *options: str
+    ) -> dict[str, dict[str, str]]:
+        for path in step.iterdir():
+            path.unlink()
+        words = [*options, "--env", f"OTHERS={others}", sys.executable, "-c", SHOW]
+        done = launcher.run(*words)
         assert done.returncode == 0, done.stderr
         lines = [line.partition(b"] ") for line in done.stdout.splitlines()]
         return {label[1:].decode(): json.loads(shown) for label, _, shown in lines}
 
-    def test_cluster_and_place_of_each_task(self, launcher: Launcher) -> None:
-        found = self.environments(launcher, "--workers", "2", "--ps", "2", "--evaluator")
+    def test_cluster_and_place_of_each_task(self, launcher: Launcher, step: Path) -> None:
+        found = self.environments(launcher, step, 5, "--workers", "2", "--ps", "2", "--evaluator")
         labels = ["chief", "evaluator", "ps 0", "ps 1", "worker 0", "worker 1"]
         assert sorted(found) == labels
         specs = set()
@@ -56,8 +67,10 @@ class TestWhatTasksAreGiven:
         assert {host for host, _ in addresses} == {"127.0.0.1"}
         assert len({port for _, port in addresses}) == 6
 
-    def test_keys_are_those_of_the_job(self, launcher: Launcher) -> None:
-        jobs = [self.environments(launcher, "--workers", "1", "--ps", "1") for _ in range(2)]
+    def test_keys_are_those_of_the_job(self, launcher: Launcher, step: Path) -> None:
+        jobs = [
+            self.environments(launcher, step, 2, "--workers", "1", "--ps", "1") for _ in range(2)
+        ]
         keys = [{environ["FASTDIST_PS_KEYS"] for environ in job.values()} for job in jobs]
         assert [len(job) for job in keys] == [1, 1]
         first, second = (Keys.from_json(job.pop()) for job in keys)
@@ -65,12 +78,12 @@ class TestWhatTasksAreGiven:
         (given,) = {
             environ["FASTDIST_PS_KEYS"]
             for environ in self.environments(
-                launcher, "--workers=1", "--ps=1", "--env", "FASTDIST_PS_KEYS=mine.json"
+                launcher, step, 2, "--workers=1", "--ps=1", "--env", "FASTDIST_PS_KEYS=mine.json"
             ).values()
         }
         assert given == "mine.json"
 
-    def test_no_task_takes_itself_for_a_rank(self, launcher: Launcher) -> None:
+    def test_no_task_takes_itself_for_a_rank(self, launcher: Launcher, step: Path) -> None:
         launcher.environ |= {
             "RANK": "1",
             "WORLD_SIZE": "2",
@@ -86,7 +99,7 @@ class TestWhatTasksAreGiven:
             "SLURM_PROCID": "0",
             "SLURM_STEP_ID": "0",
         }
-        found = self.environments(launcher, "--workers", "1", "--ps", "1", "--env", "A=1")
+        found = self.environments(launcher, step, 2, "--workers=1", "--ps=1", "--env", "A=1")
         for environ in found.values():
             assert detect_launch(environ) is None
             assert not TorchrunClusterResolver.is_available(environ)
@@ -94,8 +107,11 @@ class TestWhatTasksAreGiven:
             cores = len(os.sched_getaffinity(0))
             assert (environ["A"], environ["OMP_NUM_THREADS"]) == ("1", str(max(1, cores // 2)))
 
+    @pytest.mark.usefixtures("step")
     def test_only_the_chief_reads_stdin(self, launcher: Launcher) -> None:
-        code = 'case "$TF_CONFIG" in *\'"chief", "index"\'*) sleep 0.5;; esac; echo got $(cat)'
+        wait = "while [ $(ls $STEP | wc -l) -lt 2 ]; do sleep 0.01; done"
+        code = 'echo got $(cat); case "$TF_CONFIG" in *\'"chief", "index"\'*) '
+        code += f"{wait};; *) : > $STEP/$$;; esac"
         done = launcher.run("--workers", 1, "--ps", 1, "sh", "-c", code, input=b"typed")
         assert sorted(done.stdout.splitlines()) == [
             b"[chief] got typed",

@@ -10,13 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastdist.cli.main import main
 from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, Keys
 from fastdist.ps.job_keys import job_keys, read_keys
-from serving import COMMAND, Servers, end, fill, free_port, read_json_until
+from fastdist.ps.partition import Piece
+from fastdist.ps.rounds import commit_round
+from fastdist.ps.sharded import ShardedVariable
+from serving import BIAS, COMMAND, Servers, end, fill, free_port, read_json_until
 
 
 @pytest.fixture
@@ -58,6 +62,23 @@ class TestServer:
         assert line["repeated"] == line["malformed"] == 0
         with Client([first["address"]]) as client:
             assert client.stats(0)["requests"] == line["requests"] + 1
+        assert end(process, signal.SIGTERM) == (0, b"")
+
+    def test_serves_one_job_after_another(self, servers: Servers) -> None:
+        process, first = servers.start_json()
+        for _ in range(2):  # the second job counts its rounds from 1 again
+            with Client([first["address"]], timeout_s=10) as client:
+                client.reset(0)
+                assert client.hello(0)["objects"] == []
+                bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
+                pulled = bias.begin_pull()
+                pulled.result()
+                bias.begin_push(np.ones(3, np.float32), round=1, step=pulled.steps).result()
+                assert commit_round(client, 1, [(bias, None)]).result()
+                np.testing.assert_array_equal(bias.pull(), np.full(3, -0.5, np.float32))
+                assert client.stats(0)["staleness"] == {"0": 1}
+                client.end(0)
+        assert process.poll() is None
         assert end(process, signal.SIGTERM) == (0, b"")
 
 

@@ -81,6 +81,7 @@ class Server:
             )
         self.ended = threading.Event()
         self._objects = Objects()
+        self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
         self._applied = Applied()
         self._staleness = Staleness()
@@ -258,7 +259,10 @@ class Server:
             elif op is Op.COMMIT:
                 reply = self._commit(header, frames[0])
             elif op is Op.RESET:
+                # In this order, a request of the job before finds either its rounds or no objects.
                 self._objects.clear()
+                self._rounds = Rounds(self._max_staged_bytes)
+                self._staleness = Staleness()
                 reply = b""
             else:
                 reply = self._update(op, header, frames)
@@ -267,6 +271,7 @@ class Server:
         return reply
 
     def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
+        rounds = self._rounds
         lr = None if math.isnan(header.lr) else header.lr
         kept: Any
         arrays: tuple[Array, ...]
@@ -282,11 +287,12 @@ class Server:
             return b""
         self._staleness.count(kept.step, header.step)
         if header.round:
-            return _state(self._rounds.stage(header.round, header.object, arrays))
+            return _state(rounds.stage(header.round, header.object, arrays))
         kept.push(*arrays, lr)
         return b""
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
+        rounds = self._rounds
         about = _json(frame, dict, MAX_COMMIT_BYTES)
         of, weight = int(about["of"]), float(about["weight"])
         if of < 1 or not 0 < weight < math.inf:
@@ -296,7 +302,7 @@ class Server:
             self._objects.find(number)
             if lr is not None and not 0 <= lr < math.inf:
                 raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
-        done = self._rounds.commit(header.round, header.client, of, weight, lrs)
+        done = rounds.commit(header.round, header.client, of, weight, lrs)
         if isinstance(done, str):
             return _state(done)
         state = DISCARDED
@@ -307,7 +313,7 @@ class Server:
                 kept.push(*arrays, change.lr)
             state = APPLIED
         finally:
-            self._rounds.finish(header.round, state)
+            rounds.finish(header.round, state)
         return _state(state)
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:

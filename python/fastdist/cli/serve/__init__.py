@@ -8,10 +8,12 @@ import math
 _DESCRIPTION = """\
 Keeps variables and tables for jobs with parameter servers until Ctrl-C or SIGTERM ends it; then all
 that it kept is gone. On a terminal it shows a page of what it keeps and does, else a line now and
-then. A job uses it where its TF_CONFIG names the address as one of "ps".
+then. A job uses it where its TF_CONFIG names the address as one of "ps": one job at a time, each of
+which begins with nothing.
 """
 _EPILOG = """\
-A server without keys can be reached from this machine only.
+A server without keys can be reached from this machine only, and only by fastdist.ps.Client:
+ParameterServerStrategy always has keys.
 
 exit code:
   0 when it was ended by a signal; 2 when it could not be started

@@ -32,8 +32,12 @@ class Process:
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
 
-    def send(self, which: signal.Signals) -> None:
-        os.kill(self.process.pid, which)
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self) -> None:
         self.process.kill()
@@ -51,7 +55,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
     with Server() as alive, Client([server.address, alive.address]) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         other = client.create(1, DenseSpec("w", (2,), SGD), np.zeros(2))
-        server.send(signal.SIGSTOP)
+        server.stop()
         ticket = client.submit(0, Op.PULL, w)
         server.end()
         for _ in range(2):  # a request that was under way, and one that comes later
@@ -74,10 +78,10 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
 def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
     with Client([server.address], grace_s=0.5) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
-        server.send(signal.SIGSTOP)
+        server.stop()
         ticket = client.submit(0, Op.PUSH, w, [np.ones(2, np.float32)])
         time.sleep(5)
-        server.send(signal.SIGCONT)
+        server.go_on()
         client.wait(ticket)
         assert (client.pull(0, w, (2,)) == -1).all()
 
@@ -87,7 +91,7 @@ def test_a_silent_server_is_given_up(server: Process) -> None:
     """Its machine takes connections, but nobody answers heartbeats."""
     with Client([server.address], timeout_s=60) as client:
         client.hello(0)
-        server.send(signal.SIGSTOP)
+        server.stop()
         begin = time.monotonic()
         with pytest.raises(UnavailableError, match="is gone"):
             client.hello(0)
@@ -97,7 +101,7 @@ def test_a_silent_server_is_given_up(server: Process) -> None:
 def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None:
     with Client([server.address], retry_s=20) as client:
         client.hello(0)
-        server.send(signal.SIGSTOP)
+        server.stop()
         ticket = client.submit(0, Op.HELLO)
         server.end()
         again = Process(server.address)

@@ -211,14 +211,14 @@ def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list
 
 def test_rounds_that_nobody_touches_go() -> None:
     rounds = Rounds(1 << 20, idle_s=0.2)
-    gradient = (np.ones(3, np.float32),)
+    gradient = [(0, np.ones(3, np.float32))]
     assert rounds.stage(1, 5, gradient) == OPEN
     for _ in range(4):
         time.sleep(0.1)
         assert rounds.stage(2, 5, gradient) == OPEN
     assert rounds.state(1) == DISCARDED
     assert rounds.stage(1, 5, gradient) == DISCARDED
-    assert rounds.stats() == {"open": 1, "nbytes": 48}
+    assert rounds.stats() == {"open": 1, "nbytes": 4 * 12}
 
 
 def test_open_and_finished_rounds_are_few() -> None:
@@ -226,7 +226,7 @@ def test_open_and_finished_rounds_are_few() -> None:
     rounds.discard(list(range(1, 10_000)))
     assert len(rounds._finished) == 4096
     assert rounds.state(9_999) == DISCARDED
-    gradient = (np.ones(1, np.float32),)
+    gradient = [(0, np.ones(1, np.float32))]
     for round in range(10_000, 11_024):
         rounds.stage(round, 0, gradient)
     with pytest.raises(ValueError, match="1024 rounds are open already"):

@@ -245,6 +245,14 @@ void bind_dense_variable(py::module_& m) {
           },
           py::arg("out"))
       .def(
+          "pull_part",
+          [](DenseVariable& v, py::handle out, std::size_t begin) {
+            const FloatsOut to(out);
+            const GilRelease release;
+            v.pull_part(to.span(), begin);
+          },
+          py::arg("out"), py::arg("begin"))
+      .def(
           "push",
           [](DenseVariable& v, py::handle gradient, std::optional<double> lr) {
             const Floats from(gradient, "gradient");
@@ -252,6 +260,16 @@ void bind_dense_variable(py::module_& m) {
             v.push(from.span(), lr);
           },
           py::arg("gradient"), py::arg("lr") = py::none())
+      .def("begin_step", &DenseVariable::begin_step)
+      .def(
+          "push_part",
+          [](DenseVariable& v, py::handle gradient, std::size_t begin, std::uint64_t step,
+             std::optional<double> lr) {
+            const Floats from(gradient, "gradient");
+            const GilRelease release;
+            v.push_part(from.span(), begin, step, lr);
+          },
+          py::arg("gradient"), py::arg("begin"), py::arg("step"), py::arg("lr") = py::none())
       .def(
           "assign",
           [](DenseVariable& v, py::handle values, py::handle slots) {

@@ -58,11 +58,21 @@ std::size_t DenseVariable::bytes() const noexcept {
 }
 
 template <class Call>
-void DenseVariable::for_each_chunk(Call&& call) {
-  for (std::size_t begin = 0; begin < size_; begin += kChunk) {
-    const std::lock_guard lock(mutexes_[begin / kChunk]);
-    call(begin, std::min(kChunk, size_ - begin));
+void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, Call&& call) {
+  while (begin < end) {
+    const std::size_t chunk = begin / kChunk;
+    const std::size_t count = std::min(end, (chunk + 1) * kChunk) - begin;
+    const std::lock_guard lock(mutexes_[chunk]);
+    call(begin, count);
+    begin += count;
   }
+}
+
+void DenseVariable::check_range(const char* argument, std::size_t begin, std::size_t count) const {
+  if (begin <= size_ && count <= size_ - begin) return;
+  throw Error(ErrorCode::kIndex, std::string(argument) + " holds " + std::to_string(count) +
+                                     " elements from " + std::to_string(begin) +
+                                     " on, the variable has " + std::to_string(size_));
 }
 
 void DenseVariable::read(float* values, std::size_t begin, std::size_t count) const {
@@ -106,24 +116,36 @@ void DenseVariable::update(const Coefficients& c, const float* gradient, std::si
 
 void DenseVariable::pull(std::span<float> values) {
   check_count("values", size_, values.size());
-  for_each_chunk(
-      [&](std::size_t begin, std::size_t count) { read(values.data() + begin, begin, count); });
+  pull_part(values, 0);
+}
+
+void DenseVariable::pull_part(std::span<float> values, std::size_t begin) {
+  check_range("values", begin, values.size());
+  for_each_chunk(begin, begin + values.size(), [&](std::size_t at, std::size_t count) {
+    read(values.data() + (at - begin), at, count);
+  });
 }
 
 void DenseVariable::push(std::span<const float> gradient, std::optional<double> learning_rate) {
   check_count("gradient", size_, gradient.size());
   const double lr = rule_.learning_rate(learning_rate);
-  const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
+  push_part(gradient, 0, begin_step(), lr);
+}
+
+void DenseVariable::push_part(std::span<const float> gradient, std::size_t begin,
+                              std::uint64_t step, std::optional<double> learning_rate) {
+  check_range("gradient", begin, gradient.size());
+  const double lr = rule_.learning_rate(learning_rate);
   const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
-  for_each_chunk([&](std::size_t begin, std::size_t count) {
-    update(c, gradient.data() + begin, begin, count);
+  for_each_chunk(begin, begin + gradient.size(), [&](std::size_t at, std::size_t count) {
+    update(c, gradient.data() + (at - begin), at, count);
   });
 }
 
 void DenseVariable::assign(std::span<const float> values, std::span<const float> slots) {
   check_count("values", size_, values.size());
   if (!slots.empty()) check_count("slots", slot_floats(), slots.size());
-  for_each_chunk([&](std::size_t begin, std::size_t count) {
+  for_each_chunk(0, size_, [&](std::size_t begin, std::size_t count) {
     write(values.data() + begin, begin, count);
     for (std::size_t i = 0; !slots.empty() && i < rule_.slots().size(); ++i) {
       copy(slot(i) + begin, slots.data() + i * size_ + begin, count);
@@ -133,7 +155,7 @@ void DenseVariable::assign(std::span<const float> values, std::span<const float>
 
 void DenseVariable::read_slots(std::span<float> slots) {
   check_count("slots", slot_floats(), slots.size());
-  for_each_chunk([&](std::size_t begin, std::size_t count) {
+  for_each_chunk(0, size_, [&](std::size_t begin, std::size_t count) {
     for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
       copy(slots.data() + i * size_ + begin, slot(i) + begin, count);
     }

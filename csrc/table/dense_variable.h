@@ -31,6 +31,13 @@ class DenseVariable {
   void pull(std::span<float> values);
   // One step.
   void push(std::span<const float> gradient, std::optional<double> learning_rate);
+  // The elements from `begin` on, as many as there is room for.
+  void pull_part(std::span<float> values, std::size_t begin);
+  // Begins a step, whose parts are pushed by whoever may: each element once. Returns its number.
+  std::uint64_t begin_step() noexcept { return step_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  // The part of a step that begins with element `begin`.
+  void push_part(std::span<const float> gradient, std::size_t begin, std::uint64_t step,
+                 std::optional<double> learning_rate);
   // Sets the values and, unless `slots` is empty, the slots.
   void assign(std::span<const float> values, std::span<const float> slots);
   // Slot after slot, each as large as the variable.
@@ -45,9 +52,11 @@ class DenseVariable {
   void set_step(std::uint64_t step) noexcept { step_.store(step, std::memory_order_relaxed); }
 
  private:
-  // Calls `call(begin, count)` for each chunk under its lock.
+  // Calls `call(begin, count)` for each chunk of a range, or what of it is in the range, under its
+  // lock.
   template <class Call>
-  void for_each_chunk(Call&& call);
+  void for_each_chunk(std::size_t begin, std::size_t end, Call&& call);
+  void check_range(const char* argument, std::size_t begin, std::size_t count) const;
   void read(float* values, std::size_t begin, std::size_t count) const;
   void write(const float* values, std::size_t begin, std::size_t count);
   void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count);

@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import zmq
 
 from fastdist.errors import UnavailableError
 from fastdist.ps.connection import Connection
-from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
+from fastdist.ps.frames import (
+    Array,
+    fill,
+    floats_frame,
+    floats_in,
+    ids_frame,
+    keep_freed_memory,
+)
 from fastdist.ps.keys import Keys
+from fastdist.ps.parts import extent, parts_of
 from fastdist.ps.protocol import (
     UNKNOWN_STEP,
     Header,
@@ -45,6 +54,7 @@ class Ticket:
     timeout_s: float
     deadline: float
     resend_at: float
+    out: Array | None = None
     sent: int = 1
     step: int = UNKNOWN_STEP
     reply: memoryview | None = None
@@ -81,6 +91,7 @@ class Client:
     ) -> None:
         if not servers:
             raise ValueError("servers must name at least one address")
+        keep_freed_memory()
         self.servers = tuple(servers)
         self._timeout_s = timeout_s
         self._grace_s = grace_s
@@ -126,6 +137,8 @@ class Client:
         *,
         round: int = 0,
         step: int = UNKNOWN_STEP,
+        part: int = 0,
+        out: Array | None = None,
     ) -> Ticket:
         """Send a request; several may be under way, to all servers.
 
@@ -138,6 +151,8 @@ class Client:
             timeout_s: of what takes longer than the client's own.
             round: that a push waits for, 0 for none; or that the request is about.
             step: of the value that the gradient of a push was computed from.
+            part: of a dense value.
+            out: contiguous float32, to which the reply's body is copied when it comes.
 
         Returns:
             What `wait` takes. What frames refer to must not change before that.
@@ -159,9 +174,12 @@ class Client:
             float("nan") if lr is None else lr,
             round,
             step,
+            part,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket(server, op, header, frames, limit_s, now + limit_s, now + self._retry_s)
+        ticket = Ticket(
+            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, out
+        )
         under_way[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -257,6 +275,12 @@ class Client:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
+        elif ticket.out is not None and ticket.reply is not None:
+            try:
+                fill(ticket.out, ticket.reply)
+            except ValueError as error:
+                ticket.error = error
+            ticket.reply = None
 
     # --- variables and tables -------------------------------------------------------------------
 
@@ -298,14 +322,51 @@ class Client:
         self.wait(self.submit(server, Op.END, timeout_s=timeout_s))
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
-        """A dense variable's value: float32, read-only."""
-        body = self.wait(self.submit(server, Op.PULL, number))
-        return floats_in(body, shape)
+        """A dense variable's value: float32."""
+        out = np.empty(shape, np.float32)
+        for ticket in self.begin_pull(server, number, out):
+            self.wait(ticket)
+        return out
 
     def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient, float32, to a dense variable."""
-        frame = floats_frame(gradient)
-        self.wait(self.submit(server, Op.PUSH, number, [frame], lr))
+        for ticket in self.begin_push(server, number, floats_frame(gradient), lr):
+            self.wait(ticket)
+
+    def begin_pull(self, server: int, number: int, out: Array) -> list[Ticket]:
+        """Ask for a dense variable's value.
+
+        Args:
+            server: where it is.
+            number: of it.
+            out: contiguous float32, where the value will be when all tickets have been waited for.
+        """
+        flat = out.reshape(-1)
+        return [
+            self.submit(server, Op.PULL, number, part=part, out=flat[extent(part, flat.size)])
+            for part in parts_of(flat.size)
+        ]
+
+    def begin_push(
+        self,
+        server: int,
+        number: int,
+        gradient: Array,
+        lr: float | None = None,
+        *,
+        round: int = 0,
+        step: int = UNKNOWN_STEP,
+    ) -> list[Ticket]:
+        """Send a gradient, contiguous float32, to a dense variable; arguments as of `submit`."""
+        flat = gradient.reshape(-1)
+        tickets = []
+        for part in parts_of(flat.size):
+            frames = [flat[extent(part, flat.size)]]
+            ticket = self.submit(
+                server, Op.PUSH, number, frames, lr, round=round, step=step, part=part
+            )
+            tickets.append(ticket)
+        return tickets
 
     def assign(self, server: int, number: int, value: Any) -> None:
         """Set a dense variable."""

@@ -33,6 +33,31 @@ def floats_in(frame: memoryview, shape: Sequence[int]) -> Array:
     return _aligned(np.frombuffer(frame, np.float32)).reshape(shape)
 
 
+def fill(out: Array, frame: memoryview) -> None:
+    """Copy the values that a frame holds.
+
+    Args:
+        out: contiguous float32.
+        frame: as many.
+
+    Raises:
+        ValueError: its size is another.
+    """
+    if frame.nbytes != out.nbytes:
+        raise ValueError(f"expected float32 of shape {out.shape}, got {frame.nbytes} bytes")
+    out.reshape(-1).view(np.uint8)[...] = np.frombuffer(frame, np.uint8)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc use the memory of frames again, instead of returning it to the kernel.
+
+    What comes fresh from the kernel costs a page fault for each 4 KiB, more than receiving them.
+    glibc keeps blocks of up to the largest size that was freed before, but no more than 32 MiB
+    (mallopt(3), M_MMAP_THRESHOLD); other libraries keep memory anyway.
+    """
+    np.empty(31 << 20, np.uint8)
+
+
 def _aligned(array: Array) -> Array:
     """Small frames lie anywhere in what was received at once."""
     return array if array.flags.aligned else array.copy()

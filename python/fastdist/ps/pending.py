@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -21,14 +22,14 @@ class Pending(Generic[T]):
 
     Args:
         client: that sent them.
-        tickets: one for each piece; None for a piece that was not asked.
-        finish: makes the result of the replies, in the order of the pieces that were asked.
+        tickets: those for each piece.
+        finish: makes the result of the replies to all tickets, in their order.
     """
 
     def __init__(
         self,
         client: Client,
-        tickets: Sequence[Ticket | None],
+        tickets: Sequence[Sequence[Ticket]],
         finish: Callable[[list[memoryview]], T],
     ) -> None:
         self._client = client
@@ -45,7 +46,7 @@ class Pending(Generic[T]):
             Exception: what a server raised.
         """
         if not self._is_finished:
-            tickets = [ticket for ticket in self._tickets if ticket is not None]
+            tickets = itertools.chain.from_iterable(self._tickets)
             self._result = self._finish([self._client.wait(ticket) for ticket in tickets])
             self._is_finished = True
         return self._result
@@ -56,7 +57,10 @@ class Pending(Generic[T]):
 
         What `begin_push` takes with the gradient. `UNKNOWN_STEP` for a piece that was not asked.
         """
-        return tuple(UNKNOWN_STEP if t is None else t.step for t in self._tickets)
+        return tuple(
+            min((ticket.step for ticket in tickets), default=UNKNOWN_STEP)
+            for tickets in self._tickets
+        )
 
     @property
     def step(self) -> int:

@@ -14,9 +14,9 @@ MAX_COMMIT_BYTES = 4 << 20
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
 # magic, version, kind, object, learning rate, number, floor, client: the same in all versions, so
-# that each can tell every other what is wrong. Then round, step, incarnation.
+# that each can tell every other what is wrong. Then round, step, incarnation, part.
 _OF_ALL_VERSIONS = struct.Struct("<4sHHIfQQ16s")
-_HEADER = struct.Struct("<4sHHIfQQ16sQQI4x")
+_HEADER = struct.Struct("<4sHHIfQQ16sQQII")
 HEADER_BYTES = _HEADER.size
 
 
@@ -121,6 +121,7 @@ class Header:
         round: that a push waits for; 0: it is applied at once.
         step: pushes that a value has seen: in the reply to a pull, of that value; in a push, of the
             one that the gradient was computed from.
+        part: of a dense value, see `fastdist.ps.parts`.
     """
 
     kind: int
@@ -131,6 +132,7 @@ class Header:
     lr: float = float("nan")
     round: int = 0
     step: int = UNKNOWN_STEP
+    part: int = 0
 
     def pack(self) -> bytes:
         """`HEADER_BYTES` bytes."""
@@ -146,6 +148,7 @@ class Header:
             self.round,
             self.step,
             self.object >> 32,
+            self.part,
         )
 
     @classmethod
@@ -163,8 +166,9 @@ class Header:
             raise VersionError(cls(kind, number, client, index, floor, lr), version)
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
-        *_, round_, step, incarnation = _HEADER.unpack(data)
-        return cls(kind, number, client, incarnation << 32 | index, floor, lr, round_, step)
+        *_, round_, step, incarnation, part = _HEADER.unpack(data)
+        object_ = incarnation << 32 | index
+        return cls(kind, number, client, object_, floor, lr, round_, step, part)
 
 
 def status_of(error: Exception) -> Status:

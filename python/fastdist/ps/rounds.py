@@ -46,7 +46,7 @@ def commit_round(
     for server, objects in by_server.items():
         about = json.dumps({"of": of, "weight": weight, "objects": objects}).encode()
         tickets.append(client.submit(server, Op.COMMIT, 0, [about], round=round))
-    return Pending(client, tickets, lambda replies: {_state(r) for r in replies} <= {"applied"})
+    return Pending(client, [tickets], lambda replies: {_state(r) for r in replies} <= {"applied"})
 
 
 def round_state(client: Client, servers: Iterable[int], round: int) -> tuple[str, ...]:

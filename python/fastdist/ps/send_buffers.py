@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-_KEPT = 8
+_KEPT = 40
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 

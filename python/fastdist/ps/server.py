@@ -18,9 +18,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from fastdist import _core
 from fastdist.ps.access import admit, is_local
 from fastdist.ps.applied import Applied, Progress
-from fastdist.ps.frames import Array, floats_in, ids_in
+from fastdist.ps.frames import floats_in, ids_in, keep_freed_memory
 from fastdist.ps.keys import Keys
 from fastdist.ps.objects import Objects
+from fastdist.ps.parts import OpenPushes, extent, extents, parts_of
 from fastdist.ps.protocol import (
     CHANGES,
     FRAMES,
@@ -79,11 +80,12 @@ class Server:
                 f"{address} can be reached from other machines: give keys=Keys.make(), the same "
                 "to all clients, or listen on tcp://127.0.0.1:*"
             )
-        self.ended = threading.Event()
+        keep_freed_memory()
         self._objects = Objects()
         self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
         self._applied = Applied()
+        self._pushes = OpenPushes()
         self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
         self._counting = threading.Lock()
@@ -241,8 +243,9 @@ class Server:
         if op is Op.PULL:
             dense, variable = self._objects.dense(header.object)
             step = variable.step
-            out = buffers.take(4 * dense.size).view(np.float32)
-            variable.pull(out)
+            part = extent(header.part, dense.size)
+            out = buffers.take(4 * (part.stop - part.start)).view(np.float32)
+            variable.pull_part(out, part.start)
         else:
             rows, table = self._objects.rows(header.object)
             step = table.step
@@ -271,24 +274,45 @@ class Server:
         return reply
 
     def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
-        rounds = self._rounds
-        lr = None if math.isnan(header.lr) else header.lr
-        kept: Any
-        arrays: tuple[Array, ...]
-        if op in (Op.PUSH, Op.ASSIGN):
-            dense, kept = self._objects.dense(header.object)
-            arrays = (floats_in(frames[0], dense.shape),)
-        else:
-            spec, kept = self._objects.rows(header.object)
-            ids = ids_in(frames[0])
-            arrays = (ids, floats_in(frames[1], (ids.size, spec.dim)))
-        if op in (Op.ASSIGN, Op.ASSIGN_ROWS):
-            kept.assign(*arrays)
+        if op is Op.PUSH:
+            return self._push(header, frames[0])
+        if op is Op.ASSIGN:
+            dense, variable = self._objects.dense(header.object)
+            variable.assign(floats_in(frames[0], dense.shape))
             return b""
-        self._staleness.count(kept.step, header.step)
+        spec, table = self._objects.rows(header.object)
+        ids = ids_in(frames[0])
+        values = floats_in(frames[1], (ids.size, spec.dim))
+        if op is Op.ASSIGN_ROWS:
+            table.assign(ids, values)
+            return b""
+        self._staleness.count(table.step, header.step)
         if header.round:
-            return _state(rounds.stage(header.round, header.object, arrays))
-        kept.push(*arrays, lr)
+            return _state(self._rounds.stage(header.round, header.object, [(ids, values)]))
+        table.push(ids, values, _lr(header))
+        return b""
+
+    def _push(self, header: Header, frame: memoryview) -> bytes:
+        dense, variable = self._objects.dense(header.object)
+        part = extent(header.part, dense.size)
+        gradient = floats_in(frame, (part.stop - part.start,))
+        if header.round:
+            if header.part <= 1:
+                self._staleness.count(variable.step, header.step)
+            begin = part.start
+            pieces = extents(dense.size) if header.part == 0 else [part]
+            staged = [(p.start, gradient[p.start - begin : p.stop - begin]) for p in pieces]
+            return _state(self._rounds.stage(header.round, header.object, staged))
+        if header.part == 0:
+            self._staleness.count(variable.step, header.step)
+            variable.push(gradient, _lr(header))
+            return b""
+        push = (header.client, header.number - header.part)
+        parts = len(parts_of(dense.size))
+        step, is_first = self._pushes.step(push, parts, variable.begin_step)
+        if is_first:
+            self._staleness.count(step - 1, header.step)
+        variable.push_part(gradient, part.start, step, _lr(header))
         return b""
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
@@ -308,9 +332,13 @@ class Server:
         state = DISCARDED
         try:
             for change in done:
-                kept = self._objects.find(change.number)[1]
-                arrays = (change.gradient,) if change.ids is None else (change.ids, change.gradient)
-                kept.push(*arrays, change.lr)
+                spec, kept = self._objects.find(change.number)
+                if isinstance(spec, RowsSpec):
+                    kept.push(*change.rows(), change.lr)
+                    continue
+                step = kept.begin_step()
+                for begin, gradient in change.parts():
+                    kept.push_part(gradient, begin, step, change.lr)
             state = APPLIED
         finally:
             rounds.finish(header.round, state)
@@ -340,6 +368,10 @@ class Server:
 
 def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP) -> Header:
     return Header(status, request.number, request.client, request.object, step=step)
+
+
+def _lr(header: Header) -> float | None:
+    return None if math.isnan(header.lr) else header.lr
 
 
 def _state(state: str) -> bytes:

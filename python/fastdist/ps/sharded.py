@@ -36,7 +36,11 @@ class ShardedVariable:
         self._client = client
         value = None if initial is None else self._whole(initial)
         self._numbers = [
-            client.create(piece.server, self._part_of(piece), self._rows(value, piece))
+            client.create(
+                piece.server,
+                self._part_of(piece),
+                None if value is None else self._rows(value, piece),
+            )
             for piece in self.pieces
         ]
 
@@ -74,14 +78,11 @@ class ShardedVariable:
                 f"got {out.dtype} of shape {out.shape}"
             )
         rows = out.reshape(self._length, *self.spec.shape[1:])
-
-        def finish(replies: list[memoryview]) -> Array:
-            for reply, piece in zip(replies, self.pieces, strict=True):
-                part = rows[piece.begin : piece.end]
-                part[...] = floats_in(reply, part.shape)
-            return out
-
-        return Pending(self._client, self._each(Op.PULL), finish)
+        tickets = [
+            self._client.begin_pull(piece.server, number, rows[piece.begin : piece.end])
+            for piece, number in zip(self.pieces, self._numbers, strict=True)
+        ]
+        return Pending(self._client, tickets, lambda replies: out)
 
     def begin_push(
         self,
@@ -101,11 +102,23 @@ class ShardedVariable:
                 all pieces; None: unknown.
         """
         steps = _steps(step, len(self.pieces))
-        return self._change(Op.PUSH, self._whole(gradient), lr, round, steps)
+        whole = self._whole(gradient)
+        tickets = [
+            self._client.begin_push(
+                piece.server, number, self._rows(whole, piece), lr, round=round, step=seen
+            )
+            for piece, number, seen in zip(self.pieces, self._numbers, steps, strict=True)
+        ]
+        return Pending(self._client, tickets, _nothing)
 
     def begin_assign(self, value: Any) -> Pending[None]:
         """As `assign`, without waiting."""
-        return self._change(Op.ASSIGN, self._whole(value))
+        whole = self._whole(value)
+        tickets = [
+            self._client.submit(piece.server, Op.ASSIGN, number, [self._rows(whole, piece)])
+            for piece, number in zip(self.pieces, self._numbers, strict=True)
+        ]
+        return Pending(self._client, [tickets], _nothing)
 
     @property
     def _length(self) -> int:
@@ -123,37 +136,9 @@ class ShardedVariable:
         shape = (piece.end - piece.begin, *self.spec.shape[1:])
         return dataclasses.replace(self.spec, name=f"{self.spec.name}[{piece.begin}:]", shape=shape)
 
-    def _rows(self, values: Array | None, piece: Piece) -> Array | None:
-        return None if values is None else values[piece.begin : piece.end]
-
-    def _change(
-        self,
-        op: Op,
-        values: Array,
-        lr: float | None = None,
-        round: int = 0,
-        steps: Sequence[int] = (),
-    ) -> Pending[None]:
-        return Pending(self._client, self._each(op, values, lr, round, steps), _nothing)
-
-    def _each(
-        self,
-        op: Op,
-        values: Array | None = None,
-        lr: float | None = None,
-        round: int = 0,
-        steps: Sequence[int] = (),
-    ) -> list[Ticket]:
-        tickets = []
-        for i, (piece, number) in enumerate(zip(self.pieces, self._numbers, strict=True)):
-            part = self._rows(values, piece)
-            frames = [] if part is None else [part]
-            step = steps[i] if steps else UNKNOWN_STEP
-            ticket = self._client.submit(
-                piece.server, op, number, frames, lr, round=round, step=step
-            )
-            tickets.append(ticket)
-        return tickets
+    @staticmethod
+    def _rows(values: Array, piece: Piece) -> Array:
+        return values[piece.begin : piece.end]
 
 
 class ShardedRows:
@@ -205,9 +190,9 @@ class ShardedRows:
         """As `pull`, without waiting."""
         unique, inverse = np.unique(self._checked(ids), return_inverse=True)
         parts = self._split(unique)
-        tickets: list[Ticket | None] = [None] * len(self.pieces)
+        tickets: list[list[Ticket]] = [[] for _ in self.pieces]
         for i, local, _ in parts:
-            tickets[i] = self._send(Op.PULL_ROWS, i, [local])
+            tickets[i].append(self._send(Op.PULL_ROWS, i, [local]))
 
         def finish(replies: list[memoryview]) -> Array:
             rows = np.empty((unique.size, self.spec.dim), np.float32)
@@ -238,7 +223,7 @@ class ShardedRows:
         values: Any,
         lr: float | None = None,
         round: int = 0,
-        steps: Sequence[int] = (),
+        steps: Sequence[int] | None = None,
     ) -> Pending[None]:
         checked, rows = self._checked(ids), floats_frame(values)
         if rows.size != checked.size * self.spec.dim:
@@ -247,11 +232,12 @@ class ShardedRows:
                 f"({checked.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
+        steps = steps or _steps(None, len(self.pieces))
         tickets = [
-            self._send(op, i, [local, rows[places]], lr, round, steps[i] if steps else UNKNOWN_STEP)
+            self._send(op, i, [local, rows[places]], lr, round, steps[i])
             for i, local, places in self._split(checked)
         ]
-        return Pending(self._client, tickets, _nothing)
+        return Pending(self._client, [tickets], _nothing)
 
     def _send(
         self,
@@ -301,10 +287,8 @@ class ShardedRows:
 
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
     """One for each piece."""
-    if step is None:
-        return ()
-    if isinstance(step, int):
-        return [step] * pieces
+    if step is None or isinstance(step, int):
+        return [UNKNOWN_STEP if step is None else step] * pieces
     if len(step) != pieces:
         raise ValueError(f"step has {len(step)} numbers, there are {pieces} pieces")
     return step

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +20,17 @@ _MAX_OPEN = 1024
 _SHARED_BYTES = 8192
 
 
+# Of a dense variable, the first element of a part, and the part's gradient; of a table, ids and
+# gradients.
+Gradient = tuple[Any, Array]
+
+
 @dataclass(slots=True)
 class _Round:
     """One that is open.
 
     Attributes:
-        staged: of each object, what came: (gradient,) or (ids, gradients).
+        staged: of each object, what came.
         lrs: of each object that a commit has named.
         weights: of each client that has committed.
         nbytes: of what is staged.
@@ -32,7 +38,7 @@ class _Round:
         is_closed: it is being applied.
     """
 
-    staged: dict[int, list[tuple[Array, ...]]] = field(default_factory=dict)
+    staged: dict[int, list[Gradient]] = field(default_factory=dict)
     lrs: dict[int, float | None] = field(default_factory=dict)
     weights: dict[bytes, float] = field(default_factory=dict)
     nbytes: int = 0
@@ -46,15 +52,31 @@ class Sum:
 
     Attributes:
         number: of the object.
-        gradient: the sum, divided by the weights.
-        ids: of a table's rows; None for a dense variable.
         lr: learning rate; None for the update rule's own.
+        staged: what came.
+        scale: what the sum is multiplied by.
     """
 
     number: int
-    gradient: Array
-    ids: Array | None
     lr: float | None
+    staged: list[Gradient]
+    scale: np.float32
+
+    def rows(self) -> tuple[Array, Array]:
+        """Ids, of which some are equal, and gradients, of a table."""
+        ids, gradients = zip(*self.staged, strict=True)
+        return _joined(ids), self._scaled(_joined(gradients))
+
+    def parts(self) -> Iterator[tuple[int, Array]]:
+        """First elements and gradients of the parts of a dense variable."""
+        parts: dict[int, Array] = {}
+        for begin, gradient in self.staged:
+            known = parts.get(begin)
+            parts[begin] = gradient if known is None else known + gradient
+        return ((begin, self._scaled(gradient)) for begin, gradient in parts.items())
+
+    def _scaled(self, gradient: Array) -> Array:
+        return gradient if self.scale == 1 else gradient * self.scale
 
 
 class Rounds:
@@ -72,13 +94,13 @@ class Rounds:
         self._open: dict[int, _Round] = {}
         self._finished: OrderedDict[int, str] = OrderedDict()
 
-    def stage(self, round_: int, number: int, arrays: tuple[Array, ...]) -> str:
+    def stage(self, round_: int, number: int, gradients: Sequence[Gradient]) -> str:
         """Keep a gradient of an object.
 
         Args:
             round_: which it is of.
             number: of the object.
-            arrays: (gradient,) or (ids, gradients); kept as they are.
+            gradients: what came; kept as it is.
 
         Returns:
             The round's state; unless it is open, nothing is kept.
@@ -87,8 +109,8 @@ class Rounds:
             MemoryError: too much is staged.
             ValueError: too many rounds are open.
         """
-        kept = tuple(a if a.nbytes >= _SHARED_BYTES else a.copy() for a in arrays)
-        nbytes = sum(array.nbytes for array in kept)
+        kept = [(_own(where), _own(gradient)) for where, gradient in gradients]
+        nbytes = sum(gradient.nbytes for _, gradient in kept)
         with self._lock:
             this = self._find(round_)
             if this is None:
@@ -101,7 +123,7 @@ class Rounds:
                     f"round {round_}: gradients of {staged} bytes are staged, {nbytes} more are "
                     f"over the server's limit of {self._max_bytes} (max_staged_bytes)"
                 )
-            this.staged.setdefault(number, []).append(kept)
+            this.staged.setdefault(number, []).extend(kept)
             this.nbytes += nbytes
         return OPEN
 
@@ -112,7 +134,7 @@ class Rounds:
         of: int,
         weight: float,
         lrs: dict[int, float | None],
-    ) -> str | Iterator[Sum]:
+    ) -> str | list[Sum]:
         """Note that a client has sent all it has for a round.
 
         Args:
@@ -191,22 +213,18 @@ class Rounds:
             self._finished.popitem(last=False)
 
 
-def _sums(this: _Round) -> Iterator[Sum]:
-    """One after the other, so that only one needs memory of its own."""
+def _sums(this: _Round) -> list[Sum]:
     scale = np.float32(1.0 / sum(this.weights.values()))
-    for number, lr in this.lrs.items():
-        staged = this.staged.pop(number, None)
-        if staged is None:
-            continue
-        ids = None
-        if len(staged[0]) == 2:
-            ids, gradient = (_joined(arrays) for arrays in zip(*staged, strict=True))
-        else:
-            gradient = staged[0][0]
-            for (other,) in staged[1:]:
-                gradient = gradient + other
-        yield Sum(number, gradient if scale == 1 else gradient * scale, ids, lr)
+    return [
+        Sum(number, lr, this.staged[number], scale)
+        for number, lr in this.lrs.items()
+        if number in this.staged
+    ]
 
 
-def _joined(arrays: tuple[Array, ...]) -> Array:
+def _joined(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _own(what: Any) -> Any:
+    return what.copy() if isinstance(what, np.ndarray) and what.nbytes < _SHARED_BYTES else what

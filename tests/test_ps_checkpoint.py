@@ -159,7 +159,15 @@ def test_a_slow_save_is_asked_for_again_and_done_once(
     client = stack.enter_context(Client([server.address], timeout_s=0.5, retry_s=0.1))
     pieces = RoundRobin(1).place((3,), 4)
     thing = ShardedVariable(client, DenseSpec("w", (3,), ADAM), pieces, np.ones(3))
-    save_checkpoint(client, tmp_path, [thing])
+    saving = threading.Thread(target=save_checkpoint, args=(client, tmp_path, [thing]))
+    saving.start()
+    with Client([server.address], timeout_s=0.5) as other:
+        while not calls:
+            other.hello(0)
+        begin = time.monotonic()
+        other.hello(0)
+        assert time.monotonic() - begin < 0.5
+    saving.join()
     assert len(calls) == 1
     assert server.stats()["repeated"] > 1
     thing.assign(np.zeros(3))

@@ -76,8 +76,14 @@ def test_variables_and_rows(keys: Keys | None) -> None:
                 assert len(client.hello(server)["objects"]) == 2
 
 
-def test_many_clients_at_once(server: Server) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_clients_at_once(threads: int) -> None:
     """Every push counts once, and what a thread reads is never half of one."""
+    with Server(threads=threads) as server:
+        push_from_many_clients(server)
+
+
+def push_from_many_clients(server: Server) -> None:
     clients, pushes, ids = 6, 40, np.arange(500)
 
     def work(seed: int) -> None:

@@ -171,6 +171,11 @@ class Header:
         return cls(kind, number, client, object_, floor, lr, round_, step, part)
 
 
+def kind_of(data: bytes | memoryview) -> int:
+    """The kind that a header names, without looking at the rest; 0 where there is none."""
+    return int.from_bytes(data[6:8], "little") if len(data) == HEADER_BYTES else 0
+
+
 def status_of(error: Exception) -> Status:
     """How a reply names an error."""
     if isinstance(error, RestartedError):

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist import _core
 from fastdist.ps.access import admit, is_local
 from fastdist.ps.applied import Applied, Progress
 from fastdist.ps.frames import floats_in, ids_in, keep_freed_memory
 from fastdist.ps.keys import Keys
+from fastdist.ps.listening import admit, listen, require_keys
 from fastdist.ps.objects import Objects
 from fastdist.ps.parts import OpenPushes, extent, extents, parts_of
 from fastdist.ps.protocol import (
@@ -34,6 +35,7 @@ from fastdist.ps.protocol import (
     ProtocolError,
     Status,
     VersionError,
+    kind_of,
     status_of,
 )
 from fastdist.ps.send_buffers import SendBuffers
@@ -42,18 +44,19 @@ from fastdist.ps.specs import RowsSpec, from_json, to_json
 from fastdist.ps.staging import APPLIED, DISCARDED, Rounds
 from fastdist.ps.staleness import Staleness
 
-_WORKERS = "inproc://workers"
+_DONE = "inproc://done-"
+_SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))
 
 
 class Server:
     """Keeps dense variables and tables of rows, and applies the gradients that clients push.
 
-    Answers until it is closed; requests of different clients are served at once.
+    Answers until it is closed. What takes long is done beside: making variables, files.
 
     Args:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
         keys: of the job. Without, only processes of this machine may be let in.
-        threads: that answer requests.
+        threads: that answer requests, each those of some of the clients; more than one need TCP.
         max_message_bytes: connections that send more are dropped.
         max_staged_bytes: of gradients that wait for their round.
 
@@ -71,15 +74,11 @@ class Server:
         address: str = "tcp://127.0.0.1:*",
         *,
         keys: Keys | None = None,
-        threads: int = 2,
+        threads: int = 1,
         max_message_bytes: int = 1 << 31,
         max_staged_bytes: int = 4 << 30,
     ) -> None:
-        if keys is None and not is_local(address):
-            raise ValueError(
-                f"{address} can be reached from other machines: give keys=Keys.make(), the same "
-                "to all clients, or listen on tcp://127.0.0.1:*"
-            )
+        require_keys(address, keys)
         keep_freed_memory()
         self._objects = Objects()
         self._max_staged_bytes = max_staged_bytes
@@ -92,27 +91,19 @@ class Server:
         self._began = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if keys is not None:
-            self._authenticator = admit(self._context, router, keys)
+        self._authenticator: Any = None
+        self._beside = ThreadPoolExecutor(2, "fastdist-ps")
         try:
-            router.bind(address)
-        except zmq.ZMQError:
-            router.close()
+            if keys is not None:
+                self._authenticator = admit(self._context, keys)
+            routers = listen(self._context, address, keys, threads, max_message_bytes)
+        except BaseException:
             self.close()
             raise
-        self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.bind(_WORKERS)
-        self._threads = [
-            threading.Thread(target=_pass_on, args=(router, dealer), daemon=True),
-            *(threading.Thread(target=self._serve, daemon=True) for _ in range(threads)),
-        ]
-        for thread in self._threads:
+        self.address: str = routers[0].getsockopt_string(zmq.LAST_ENDPOINT)
+        for number, router in enumerate(routers):
+            thread = threading.Thread(target=self._serve, args=(number, router), daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def __enter__(self) -> Server:
@@ -125,6 +116,7 @@ class Server:
         """Stop answering. What it kept is gone."""
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         self._context.term()
         for thread in self._threads:
             thread.join()
@@ -156,28 +148,49 @@ class Server:
 
     # --- threads --------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.connect(_WORKERS)
+    def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
+        """Answer what comes to one socket, until the context ends."""
         buffers = SendBuffers()
-        with socket:
+        with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
+            done.bind(f"{_DONE}{number}")
+            poller = zmq.Poller()
+            poller.register(router, zmq.POLLIN)
+            poller.register(done, zmq.POLLIN)
+            beside = 0
             while True:
-                try:
-                    identity, *frames = socket.recv_multipart(copy=False)
-                except zmq.ContextTerminated:
-                    return
-                answer = self._answer([frame.buffer for frame in frames], buffers)
-                del frames
-                if answer is None:
-                    continue
+                if beside:  # otherwise it is faster to wait for one socket alone
+                    ready = dict(poller.poll())
+                    if done in ready:
+                        beside -= 1
+                        _reply_to(router, done.recv_multipart())
+                    if router not in ready:
+                        continue
+                identity, *frames = router.recv_multipart(copy=False)
+                views = [frame.buffer for frame in frames]
+                if kind_of(views[0] if views else b"") in _SLOW:
+                    beside += 1
+                    self._beside.submit(self._answer_beside, number, identity.bytes, views)
+                else:
+                    answer = self._answer(views, buffers)
+                    if answer is not None:
+                        header, body = answer
+                        router.send(identity, zmq.SNDMORE, copy=False)
+                        router.send(header.pack(), zmq.SNDMORE if body is not None else 0)
+                        if body is not None:
+                            buffers.send(router, body)
+                del frames, views
+
+    def _answer_beside(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
+        """Hand the answer to the thread that has the connection; an empty one stands for none."""
+        answer = self._answer(frames, SendBuffers())
+        with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.connect(f"{_DONE}{number}")
+            parts = [b""]
+            if answer is not None:
                 header, body = answer
-                try:
-                    socket.send(identity, zmq.SNDMORE, copy=False)
-                    socket.send(header.pack(), zmq.SNDMORE if body is not None else 0)
-                    if body is not None:
-                        buffers.send(socket, body)
-                except zmq.ContextTerminated:
-                    return
+                parts = [identity, header.pack(), *([] if body is None else [body])]
+            socket.send_multipart(parts)
 
     def _answer(
         self, frames: Sequence[memoryview], buffers: SendBuffers
@@ -391,7 +404,6 @@ def _json(frame: memoryview, kind: type[Any], limit: int = MAX_META_BYTES) -> An
     return read
 
 
-def _pass_on(router: zmq.Socket[bytes], dealer: zmq.Socket[bytes]) -> None:
-    """Between clients and the threads that answer, until the context ends."""
-    with router, dealer, contextlib.suppress(zmq.ContextTerminated):
-        zmq.proxy(router, dealer)
+def _reply_to(router: zmq.Socket[bytes], parts: list[bytes]) -> None:
+    if len(parts) > 1:
+        router.send_multipart(parts)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from fastdist import _core
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.partition import (
     FixedShards,
@@ -19,6 +20,7 @@ from fastdist.ps.partition import (
     cut,
 )
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.spread import owner_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,7 +127,7 @@ def test_rows_come_in_the_order_asked(client: Client) -> None:
     assert table.pull([0, 3, 4]).tolist() == [[1, 2], [7, 8], [9, 10]]
     assert table.pull([4, 0, 4]).tolist() == [[9, 10], [1, 2], [9, 10]]
     for bad in (5, -1, 2**62):
-        with pytest.raises(IndexError, match=f"row {bad} of 'five', which has 5 rows"):
+        with pytest.raises(IndexError, match=f"'five': row {bad} of a table that has 5 rows"):
             table.pull([1, bad])
     with pytest.raises(ValueError, match=r"2 ids need values of shape \(2, 2\), got \(1, 2\)"):
         table.push([1, 2], [[1.0, 2.0]])
@@ -156,3 +158,44 @@ def test_a_table_on_several_servers(client: Client, limit: int | None, shards: i
         ]
         assert sum(counts) == (limit or len(kept))
         assert min(counts) > 0.5 * max(counts)
+
+
+@given(
+    st.lists(st.integers(0, 99) | st.integers(0, 5), max_size=200),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_routes(given_ids: list[int], owners: int, is_hashed: bool) -> None:
+    """Every id goes to its owner, under the number that it has there, and its row comes back."""
+    ids = np.array(given_ids, np.int64)
+    bounds = cut(100, owners)
+    if is_hashed:
+        route, begins, expected = _core.Owners(owners), [0] * owners, owner_of(ids, owners)
+    else:
+        begins = list(bounds[:-1])
+        route = _core.Owners(owners, begins, 100)
+        expected = np.searchsorted(bounds, ids, "right") - 1
+    for is_distinct in (False, True):
+        call = route.route_distinct if is_distinct else route.route
+        local, counts, places = call(ids)
+        assert (len(counts), sum(counts)) == (owners, local.size)
+        owner = np.repeat(np.arange(owners), counts)
+        whole = local.astype(np.int64) + np.take(begins, owner)
+        if places is None:
+            assert (whole == ids).all()
+        elif is_distinct:
+            assert (whole[places] == ids).all()
+            assert local.size == np.unique(ids).size
+            assert (owner[places] == expected).all()
+        else:
+            assert (whole == ids[places]).all()
+            assert sorted(places) == list(range(ids.size))
+            assert (owner == expected[places]).all()
+
+
+def test_equal_ids_are_fetched_once(client: Client) -> None:
+    table = ShardedRows(client, RowsSpec("once", 2, SGD), RoundRobin(3).place((1, 2), 4))
+    local, _, places = table._owners.route_distinct(np.array([7, 7, 8, 7]))
+    assert (local.tolist(), places.tolist()) == ([7, 8], [0, 0, 1, 0])
+    local, _, places = table._owners.route_distinct(np.arange(100) % 95)  # not worth a copy
+    assert (local.size, places) == (100, None)

@@ -15,6 +15,7 @@
 #include "bindings/caller.h"
 #include "core/error.h"
 #include "table/dense_variable.h"
+#include "table/routing.h"
 #include "table/row_snapshot.h"
 #include "table/row_table.h"
 
@@ -292,6 +293,36 @@ void bind_dense_variable(py::module_& m) {
       .def_property("step", &DenseVariable::step, &DenseVariable::set_step);
 }
 
+py::tuple arrays_of(const table::Routes& routes) {
+  const auto array = [](const auto& values) {
+    return py::array(static_cast<py::ssize_t>(values.size()), values.data());
+  };
+  py::object places = py::none();
+  if (!routes.places.empty()) places = array(routes.places);
+  return py::make_tuple(array(routes.ids), routes.counts, std::move(places));
+}
+
+template <table::Routes (*kRoute)(const table::Owners&, std::span<const std::uint64_t>)>
+py::tuple call_route(const table::Owners& owners, py::handle ids) {
+  const Ids from(ids);
+  table::Routes routes;
+  {
+    const GilRelease release;
+    routes = kRoute(owners, from.span());
+  }
+  return arrays_of(routes);
+}
+
+void bind_routing(py::module_& m) {
+  py::class_<table::Owners>(m, "Owners")
+      .def(py::init([](std::size_t count, std::vector<std::uint64_t> begins, std::uint64_t end) {
+             return table::Owners{count, std::move(begins), end};
+           }),
+           py::arg("count"), py::arg("begins") = std::vector<std::uint64_t>(), py::arg("end") = 0)
+      .def("route", &call_route<table::route>, py::arg("ids"))
+      .def("route_distinct", &call_route<table::route_distinct>, py::arg("ids"));
+}
+
 }  // namespace
 
 void bind_table(py::module_& m) {
@@ -299,6 +330,7 @@ void bind_table(py::module_& m) {
       .def(py::init(&make_rule), py::arg("name"))
       .def_property_readonly("name", [](const UpdateRule& r) { return std::string(r.name()); })
       .def_property_readonly("slots", &slot_names);
+  bind_routing(m);
   bind_row_table(m);
   bind_dense_variable(m);
 }

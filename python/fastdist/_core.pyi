@@ -164,6 +164,19 @@ class RowSnapshot:
         self,
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
 
+# Of ids: of ranges that begin so and end so, or of a part of their hashes each.
+class Owners:
+    def __init__(self, count: int, begins: list[int] = ..., end: int = 0) -> None: ...
+    # Ids by owner, local ones; how many each has; for each of these ids, where it was given. None:
+    # as they were given.
+    def route(
+        self, ids: Any
+    ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
+    # The same, equal ids once; for each id that was given, where it is now.
+    def route_distinct(
+        self, ids: Any
+    ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
+
 class DenseVariable:
     # storage: "float32" or "bfloat16"
     def __init__(self, initial: Any, rule: UpdateRule, storage: str = "float32") -> None: ...

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from fastdist import _core
 from fastdist.ps.client import Client, Ticket
-from fastdist.ps.frames import Array, floats_frame, floats_in, ids_frame
+from fastdist.ps.frames import Array, floats_frame, ids_frame
 from fastdist.ps.partition import Piece
 from fastdist.ps.pending import Pending
 from fastdist.ps.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.snapshot import Part
 from fastdist.ps.specs import DenseSpec, RowsSpec
-from fastdist.ps.spread import owner_of
 
 
 class ShardedVariable:
@@ -154,7 +155,11 @@ class ShardedRows:
         self.spec = spec
         self.pieces = tuple(pieces)
         self._client = client
-        self._begins = np.array([piece.begin for piece in self.pieces], np.int64)
+        if spec.rows is None:
+            self._owners = _core.Owners(len(self.pieces))
+        else:
+            begins = [piece.begin for piece in self.pieces]
+            self._owners = _core.Owners(len(self.pieces), begins, spec.rows)
         self._numbers = [
             client.create(piece.server, self._part_of(i)) for i, piece in enumerate(self.pieces)
         ]
@@ -188,18 +193,19 @@ class ShardedRows:
 
     def begin_pull(self, ids: Any) -> Pending[Array]:
         """As `pull`, without waiting."""
-        unique, inverse = np.unique(self._checked(ids), return_inverse=True)
-        parts = self._split(unique)
-        tickets: list[list[Ticket]] = [[] for _ in self.pieces]
-        for i, local, _ in parts:
-            tickets[i].append(self._send(Op.PULL_ROWS, i, [local]))
+        with self._named():
+            local, counts, places = self._owners.route_distinct(_flat(ids))
+        rows = np.empty((local.size, self.spec.dim), np.float32)
+        tickets: list[list[Ticket]] = []
+        for piece, part in enumerate(_slices(counts)):
+            frames = [local[part]]
+            asked = part.start < part.stop
+            tickets.append(
+                [self._send(Op.PULL_ROWS, piece, frames, out=rows[part])] if asked else []
+            )
 
         def finish(replies: list[memoryview]) -> Array:
-            rows = np.empty((unique.size, self.spec.dim), np.float32)
-            for reply, (_, local, places) in zip(replies, parts, strict=True):
-                rows[places] = floats_in(reply, (local.size, self.spec.dim))
-            asked: Array = rows[inverse.reshape(-1)]
-            return asked
+            return rows if places is None else rows.take(places, 0)
 
         return Pending(self._client, tickets, finish)
 
@@ -225,17 +231,22 @@ class ShardedRows:
         round: int = 0,
         steps: Sequence[int] | None = None,
     ) -> Pending[None]:
-        checked, rows = self._checked(ids), floats_frame(values)
-        if rows.size != checked.size * self.spec.dim:
+        given, rows = _flat(ids), floats_frame(values)
+        if rows.size != given.size * self.spec.dim:
             raise ValueError(
-                f"{self.spec.name!r}: {checked.size} ids need values of shape "
-                f"({checked.size}, {self.spec.dim}), got {rows.shape}"
+                f"{self.spec.name!r}: {given.size} ids need values of shape "
+                f"({given.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
         steps = steps or _steps(None, len(self.pieces))
+        with self._named():
+            local, counts, places = self._owners.route(given)
+        if places is not None:
+            rows = rows.take(places, 0)
         tickets = [
-            self._send(op, i, [local, rows[places]], lr, round, steps[i])
-            for i, local, places in self._split(checked)
+            self._send(op, piece, [local[part], rows[part]], lr, round, steps[piece])
+            for piece, part in enumerate(_slices(counts))
+            if part.start < part.stop
         ]
         return Pending(self._client, [tickets], _nothing)
 
@@ -247,33 +258,18 @@ class ShardedRows:
         lr: float | None = None,
         round: int = 0,
         step: int = UNKNOWN_STEP,
+        out: Array | None = None,
     ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
-        return self._client.submit(server, op, number, frames, lr, round=round, step=step)
+        return self._client.submit(server, op, number, frames, lr, round=round, step=step, out=out)
 
-    def _checked(self, ids: Any) -> Array:
-        array = ids_frame(ids).reshape(-1).view(np.int64)
-        limit = self.spec.rows
-        if limit is not None and array.size and (array.min() < 0 or array.max() >= limit):
-            bad = array[(array < 0) | (array >= limit)][0]
-            raise IndexError(f"row {bad} of {self.spec.name!r}, which has {limit} rows")
-        return array
-
-    def _split(self, ids: Array) -> list[tuple[int, Array, slice | Array]]:
-        """For each piece that has any: its number, ids as it knows them, their places among all."""
-        if len(self.pieces) == 1:
-            return [(0, ids, slice(None))] if ids.size else []
-        if self.spec.rows is None:
-            owner = owner_of(ids, len(self.pieces))
-        else:
-            owner = np.searchsorted(self._begins, ids, "right") - 1
-        parts: list[tuple[int, Array, slice | Array]] = []
-        for i, begin in enumerate(self._begins):
-            places = np.flatnonzero(owner == i)
-            if places.size:
-                local = ids[places] if self.spec.rows is None else ids[places] - begin
-                parts.append((i, local, places))
-        return parts
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors name the table."""
+        try:
+            yield
+        except IndexError as error:
+            raise IndexError(f"{self.spec.name!r}: {error}") from None
 
     def _part_of(self, number: int) -> RowsSpec:
         if len(self.pieces) == 1:
@@ -296,3 +292,14 @@ def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
 
 def _nothing(replies: list[memoryview]) -> None:
     """The result of what changes something."""
+
+
+def _flat(ids: Any) -> Array:
+    return ids_frame(ids).reshape(-1)
+
+
+def _slices(counts: Sequence[int]) -> Iterator[slice]:
+    begin = 0
+    for count in counts:
+        yield slice(begin, begin + count)
+        begin += count

@@ -1,0 +1,99 @@
+#include "table/routing.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "core/error.h"
+#include "table/mixing.h"
+
+namespace fastdist::table {
+namespace {
+
+void check_ids(const Owners& owners, std::span<const std::uint64_t> ids) {
+  if (owners.begins.empty()) return;
+  for (const std::uint64_t id : ids) {
+    if (id < owners.end) continue;
+    throw Error(ErrorCode::kIndex, "row " + std::to_string(static_cast<std::int64_t>(id)) +
+                                       " of a table that has " + std::to_string(owners.end) +
+                                       " rows");
+  }
+}
+
+// The first of each id, in the order in which they came, and for each given one its number.
+std::vector<std::uint64_t> distinct(std::span<const std::uint64_t> ids,
+                                    std::vector<std::int64_t>& numbers) {
+  std::vector<std::uint64_t> firsts;
+  firsts.reserve(ids.size());
+  numbers.resize(ids.size());
+  // A hash table of numbers, plus 1; at most half full.
+  const std::size_t capacity = std::bit_ceil(2 * ids.size() + 2);
+  std::vector<std::uint32_t> seen(capacity);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    std::size_t at = key_of(ids[i]) & (capacity - 1);
+    while (seen[at] != 0 && firsts[seen[at] - 1] != ids[i]) at = (at + 1) & (capacity - 1);
+    if (seen[at] == 0) {
+      firsts.push_back(ids[i]);
+      seen[at] = static_cast<std::uint32_t>(firsts.size());
+    }
+    numbers[i] = seen[at] - 1;
+  }
+  return firsts;
+}
+
+}  // namespace
+
+std::size_t Owners::of(std::uint64_t id) const {
+  if (begins.empty()) return mix(id) % count;
+  return static_cast<std::size_t>(std::ranges::upper_bound(begins, id) - begins.begin()) - 1;
+}
+
+Routes route(const Owners& owners, std::span<const std::uint64_t> ids) {
+  check_ids(owners, ids);
+  Routes routes;
+  routes.counts.assign(owners.count, 0);
+  if (owners.count == 1) {
+    routes.ids.assign(ids.begin(), ids.end());
+    routes.counts[0] = ids.size();
+    return routes;
+  }
+  std::vector<std::uint32_t> owner(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    owner[i] = static_cast<std::uint32_t>(owners.of(ids[i]));
+    ++routes.counts[owner[i]];
+  }
+  std::vector<std::size_t> next(owners.count);
+  for (std::size_t o = 1; o < owners.count; ++o) next[o] = next[o - 1] + routes.counts[o - 1];
+  routes.ids.resize(ids.size());
+  routes.places.resize(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::size_t at = next[owner[i]]++;
+    routes.ids[at] = owners.local(ids[i], owner[i]);
+    routes.places[at] = static_cast<std::int64_t>(i);
+  }
+  return routes;
+}
+
+Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids) {
+  if (ids.size() > UINT32_MAX / 2) {
+    throw Error(ErrorCode::kValue,
+                "one call takes at most 2^31 ids, got " + std::to_string(ids.size()));
+  }
+  std::vector<std::int64_t> numbers;
+  const std::vector<std::uint64_t> firsts = distinct(ids, numbers);
+  if (owners.count == 1 && ids.size() - firsts.size() <= ids.size() / 8) return route(owners, ids);
+  Routes routes = route(owners, firsts);
+  if (routes.places.empty()) {
+    routes.places = std::move(numbers);
+    return routes;
+  }
+  std::vector<std::int64_t> at(firsts.size());
+  for (std::size_t i = 0; i < at.size(); ++i) {
+    at[static_cast<std::size_t>(routes.places[i])] = static_cast<std::int64_t>(i);
+  }
+  for (std::int64_t& number : numbers) number = at[static_cast<std::size_t>(number)];
+  routes.places = std::move(numbers);
+  return routes;
+}
+
+}  // namespace fastdist::table

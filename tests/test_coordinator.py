@@ -275,6 +275,23 @@ def test_what_ends_every_worker_is_given_up(cluster: PsCluster) -> None:
     assert coordinator.schedule(os.getpid).fetch() > 0
 
 
+def test_the_last_coordinator_has_the_workers(
+    cluster: PsCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
+    first = fd.ClusterCoordinator(cluster.strategy())
+    wait_for(lambda: first.workers == [0, 1])
+    second = cluster.coordinator(cluster.strategy())
+    cluster.kill("worker", 0)
+    cluster.start("worker", 0)
+    wait_for(lambda: second.workers == [0, 1])
+    assert second.schedule(os.getpid).fetch() > 0
+    wait_for(lambda: first.workers == [])
+    first.schedule(os.getpid)
+    with pytest.raises(UnavailableError, match="a coordinator that began later has it"):
+        first.join()
+
+
 def test_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = PsCluster(workers=1, servers=1)
     try:

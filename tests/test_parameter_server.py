@@ -444,7 +444,7 @@ def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with pytest.raises(ValueError, match="is lazy"), strategy.scope():
         nn.LazyLinear(3)
-    with pytest.raises(ValueError, match="is of torch.float64"), strategy.scope():
+    with pytest.raises(ValueError, match=r"is of torch\.float64"), strategy.scope():
         nn.Linear(2, 2).double()
     with pytest.raises(ValueError, match="max_norm"), strategy.scope():
         nn.Embedding(3, 3, max_norm=1.0)
@@ -456,7 +456,7 @@ def test_ids_out_of_range(cluster: PsCluster) -> None:
     with strategy.scope():
         model = nn.Embedding(5, 2)
     coordinator.schedule(lambda: model(torch.tensor([1, 5])))
-    with pytest.raises(IndexError, match="row 5 of '0/weight', which has 5 rows"):
+    with pytest.raises(IndexError, match="row 5 of a table that has 5 rows"):
         coordinator.join()
 
 

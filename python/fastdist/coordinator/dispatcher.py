@@ -59,6 +59,7 @@ class Dispatcher:
         self._timeout_s = timeout_s
         self._seed = seed
         self._job = uuid.uuid4().bytes
+        self._began = time.time_ns()
         self._numbers = itertools.count(1)
         self._context = zmq.Context()
         self._links = [WorkerLink(self._context, address, keys) for address in addresses]
@@ -135,12 +136,15 @@ class Dispatcher:
         if lost:
             self._lose(link)
         if connected:
-            link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._seed, index))
+            link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._began, self._seed, index))
 
     def _take(self, link: WorkerLink, frames: list[bytes]) -> None:
         kind, number = unpack(frames[0])
         if kind is Kind.READY:
             link.is_ready = True
+        elif kind is Kind.TAKEN:
+            self._lose(link)
+            link.trouble = "a coordinator that began later has it"
         elif kind is Kind.RESULT:
             self._take_result(link, number, frames[1:])
         elif self._group is not None and kind is Kind.STEP:

@@ -17,7 +17,7 @@ _SILENCE_MS = 10_000
 
 
 CALL = struct.Struct("<QQI?")  # function, group of calls, how many are in it, whether it has state
-HELLO = struct.Struct("<QI")  # seed, the worker's index
+HELLO = struct.Struct("<QQI")  # when the coordinator began, seed, the worker's index
 WEIGHT = struct.Struct("<d")
 
 
@@ -25,7 +25,7 @@ class Kind(enum.IntEnum):
     """What a message is, what its number says, and its frames."""
 
     # To a worker.
-    HELLO = 1  # job, seed and index
+    HELLO = 1  # job; when it began, seed and index
     DEFINE = 2  # of the definition; what it is
     FORGET = 3  # of the definition
     CALL = 4  # of the call; number of the function's definition, arguments, news
@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     RESULT = 10  # of the call; outcome, what it returned or raised, news
     STEP = 11  # of the call; weight: its gradients of a step are staged
     LED = 12  # of the call: the step is committed for all
+    TAKEN = 13  # a later coordinator has this worker
 
 
 class Outcome(enum.IntEnum):

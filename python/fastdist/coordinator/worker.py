@@ -25,8 +25,9 @@ from fastdist.coordinator.messages import (
 )
 from fastdist.coordinator.shipping import Library
 from fastdist.errors import FastdistError
-from fastdist.ps.access import admit
+from fastdist.ps.access import guard
 from fastdist.ps.keys import Keys
+from fastdist.ps.listening import admit
 
 
 class StepAborted(BaseException):
@@ -75,7 +76,7 @@ class Host(Protocol):
 
 
 class Worker:
-    """Serves one coordinator at a time.
+    """Serves one coordinator at a time, the last that has begun.
 
     Args:
         address: where to listen, as ZeroMQ names it.
@@ -92,10 +93,12 @@ class Worker:
         self._inbox: deque[list[bytes]] = deque()
         self._coordinator = b""
         self._job = b""
+        self._began = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         set_options(self._socket)
-        self._authenticator = admit(self._context, self._socket, keys)
+        self._authenticator = admit(self._context, keys)
+        guard(self._socket, keys)
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -145,12 +148,17 @@ class Worker:
 
     def _greet(self, identity: bytes, frames: Sequence[bytes]) -> None:
         job, about = frames
-        self._coordinator = identity
+        began, seed, index = HELLO.unpack(about)
+        if began < self._began:
+            self._socket.send_multipart([identity, pack(Kind.TAKEN)])
+            return
         if job != self._job:
-            self._job = job
+            if self._job:
+                self._send(Kind.TAKEN)
+            self._job, self._began = job, began
             self._library.clear()
-            seed, index = HELLO.unpack(about)
             self._host.begin(index, seed)
+        self._coordinator = identity
         self._send(Kind.READY)
 
     def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> None:
@@ -161,8 +169,6 @@ class Worker:
         function, group, size, has_state = CALL.unpack(about)
 
         def call() -> Any:
-            if news:
-                self._host.take_news(news)
             fn = self._library.get((function, None))
             args, kwargs = self._library.loads(arguments)
             return fn(*args, **kwargs)
@@ -173,6 +179,8 @@ class Worker:
         turn = Turn(number, group, size, has_state, commit, self._is_last)
         outcome, content = Outcome.RETURNED, b""
         try:
+            if news:
+                self._host.take_news(news)
             content = cloudpickle.dumps(self._host.run(call, turn))
         except StepAborted:
             outcome = Outcome.ABORTED

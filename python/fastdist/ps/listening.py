@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from fastdist.ps.access import guard
 from fastdist.ps.keys import Keys
 
 
@@ -50,9 +51,7 @@ def listen(
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
-                router.curve_secretkey = keys.server_secret.encode()
-                router.curve_publickey = keys.server_public.encode()
-                router.curve_server = True
+                guard(router, keys)
             if sockets > 1:
                 router.setsockopt(zmq.USE_FD, _shared_listener(_split(address)))
             router.bind(address)

@@ -16,7 +16,6 @@ import numpy as np
 import zmq
 
 from fastdist import _core
-from fastdist.ps.access import admit, is_local
 from fastdist.ps.applied import Applied, Progress
 from fastdist.ps.frames import floats_in, ids_in, keep_freed_memory
 from fastdist.ps.keys import Keys
@@ -80,6 +79,7 @@ class Server:
     ) -> None:
         require_keys(address, keys)
         keep_freed_memory()
+        self.ended = threading.Event()
         self._objects = Objects()
         self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
@@ -293,6 +293,7 @@ class Server:
             dense, variable = self._objects.dense(header.object)
             variable.assign(floats_in(frames[0], dense.shape))
             return b""
+        rounds = self._rounds
         spec, table = self._objects.rows(header.object)
         ids = ids_in(frames[0])
         values = floats_in(frames[1], (ids.size, spec.dim))
@@ -301,11 +302,12 @@ class Server:
             return b""
         self._staleness.count(table.step, header.step)
         if header.round:
-            return _state(self._rounds.stage(header.round, header.object, [(ids, values)]))
+            return _state(rounds.stage(header.round, header.object, [(ids, values)]))
         table.push(ids, values, _lr(header))
         return b""
 
     def _push(self, header: Header, frame: memoryview) -> bytes:
+        rounds = self._rounds
         dense, variable = self._objects.dense(header.object)
         part = extent(header.part, dense.size)
         gradient = floats_in(frame, (part.stop - part.start,))
@@ -315,7 +317,7 @@ class Server:
             begin = part.start
             pieces = extents(dense.size) if header.part == 0 else [part]
             staged = [(p.start, gradient[p.start - begin : p.stop - begin]) for p in pieces]
-            return _state(self._rounds.stage(header.round, header.object, staged))
+            return _state(rounds.stage(header.round, header.object, staged))
         if header.part == 0:
             self._staleness.count(variable.step, header.step)
             variable.push(gradient, _lr(header))

@@ -18,6 +18,7 @@
 #include "table/routing.h"
 #include "table/row_snapshot.h"
 #include "table/row_table.h"
+#include "table/wire.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,17 @@ class Floats : public Array<const float> {
       : Array(object, Access::kRead, argument, {DType::kFloat32}) {}
 };
 
+class Bytes : public Array<const std::uint8_t> {
+ public:
+  explicit Bytes(py::handle object) : Array(object, Access::kRead, "message", {DType::kUInt8}) {}
+};
+
+class BytesOut : public Array<std::uint8_t> {
+ public:
+  explicit BytesOut(py::handle object)
+      : Array(object, Access::kWrite, "message", {DType::kUInt8}) {}
+};
+
 class FloatsOut : public Array<float> {
  public:
   explicit FloatsOut(py::handle object) : Array(object, Access::kWrite, "out", {DType::kFloat32}) {}
@@ -111,13 +123,16 @@ std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
                                          std::optional<std::uint64_t> rows,
                                          const std::tuple<std::string, double, double>& initializer,
                                          std::uint64_t seed, const std::string& storage,
+                                         const std::string& rounding,
                                          std::optional<std::uint64_t> max_rows,
                                          std::optional<std::uint32_t> max_age) {
   const auto& [distribution, first, second] = initializer;
-  table::RowTableOptions options{
-      dim,      rule,   table::Initializer(distribution, first, second, seed), {}, rows,
-      max_rows, max_age};
+  table::RowTableOptions options{dim, rule, table::Initializer(distribution, first, second, seed)};
+  options.rows = rows;
+  options.max_rows = max_rows;
+  options.max_age = max_age;
   options.storage = table::storage_of(storage);
+  options.rounding = table::rounding_of(rounding);
   const GilRelease release;
   return std::make_shared<RowTable>(std::move(options));
 }
@@ -156,8 +171,8 @@ void bind_row_table(py::module_& m) {
       .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
            py::arg("rows") = py::none(),
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
-           py::arg("storage") = "float32", py::arg("max_rows") = py::none(),
-           py::arg("max_age") = py::none())
+           py::arg("storage") = "float32", py::arg("rounding") = "nearest",
+           py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
       .def(
           "pull",
           [](RowTable& t, py::handle ids, py::handle out) {
@@ -231,12 +246,14 @@ void bind_row_table(py::module_& m) {
 
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
-      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage) {
+      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage,
+                       const std::string& rounding) {
              const Floats values(initial, "initial");
-             return std::make_unique<DenseVariable>(values.span(), rule,
-                                                    table::storage_of(storage));
+             return std::make_unique<DenseVariable>(values.span(), rule, table::storage_of(storage),
+                                                    table::rounding_of(rounding));
            }),
-           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32")
+           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32",
+           py::arg("rounding") = "nearest")
       .def(
           "pull",
           [](DenseVariable& v, py::handle out) {
@@ -323,6 +340,39 @@ void bind_routing(py::module_& m) {
       .def("route_distinct", &call_route<table::route_distinct>, py::arg("ids"));
 }
 
+void bind_wire(py::module_& m) {
+  using table::WireFormat;
+  py::class_<WireFormat>(m, "WireFormat")
+      .def(py::init<std::string_view, std::size_t>(), py::arg("name"), py::arg("dim"))
+      .def("nbytes", &WireFormat::bytes, py::arg("values"))
+      .def(
+          "encode",
+          [](const WireFormat& f, py::handle values, py::handle message) {
+            const Floats from(values, "values");
+            const BytesOut to(message);
+            const GilRelease release;
+            f.encode(from.span(), to.span());
+          },
+          py::arg("values"), py::arg("message"))
+      .def(
+          "decode",
+          [](const WireFormat& f, py::handle message, py::handle out) {
+            const Bytes from(message);
+            const FloatsOut to(out);
+            const GilRelease release;
+            f.decode(from.span(), to.span());
+          },
+          py::arg("message"), py::arg("out"));
+  m.def(
+      "count_nonfinite",
+      [](py::handle values) {
+        const Floats all(values, "values");
+        const GilRelease release;
+        return table::kernels().count_nonfinite(all.span().data(), all.span().size());
+      },
+      py::arg("values"));
+}
+
 }  // namespace
 
 void bind_table(py::module_& m) {
@@ -331,6 +381,7 @@ void bind_table(py::module_& m) {
       .def_property_readonly("name", [](const UpdateRule& r) { return std::string(r.name()); })
       .def_property_readonly("slots", &slot_names);
   bind_routing(m);
+  bind_wire(m);
   bind_row_table(m);
   bind_dense_variable(m);
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "table/mixing.h"
 
 namespace fastdist::table {
 namespace {
@@ -35,9 +36,11 @@ void check_count(const char* argument, std::size_t expected, std::size_t got) {
 
 }  // namespace
 
-DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage)
+DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage,
+                             Rounding rounding)
     : rule_(std::move(rule)),
       storage_(storage),
+      rounding_(rounding),
       size_(initial.size()),
       update_(kernels().update(rule_.kind())),
       mutexes_((size_ + kChunk - 1) / kChunk) {
@@ -94,7 +97,7 @@ void DenseVariable::write(const float* values, std::size_t begin, std::size_t co
 }
 
 void DenseVariable::update(const Coefficients& c, const float* gradient, std::size_t begin,
-                           std::size_t count) {
+                           std::size_t count, std::uint64_t step) {
   std::array<float*, kMaxSlots> slots{};
   for (std::size_t i = 0; i < rule_.slots().size(); ++i) slots[i] = slot(i) + begin;
   if (storage_ == Storage::kFloat32) {
@@ -106,7 +109,12 @@ void DenseVariable::update(const Coefficients& c, const float* gradient, std::si
     const std::size_t part = std::min(values.size(), count - done);
     read(values.data(), begin + done, part);
     update_(c, values.data(), gradient + done, slots.data(), part);
-    write(values.data(), begin + done, part);
+    if (rounding_ == Rounding::kStochastic) {
+      auto* to = reinterpret_cast<std::uint16_t*>(values_.get()) + begin + done;
+      kernels().round_bfloat16(to, values.data(), part, mix(mix(step) ^ (begin + done)));
+    } else {
+      write(values.data(), begin + done, part);
+    }
     for (float*& slot : slots) {
       if (slot != nullptr) slot += part;
     }
@@ -138,7 +146,7 @@ void DenseVariable::push_part(std::span<const float> gradient, std::size_t begin
   const double lr = rule_.learning_rate(learning_rate);
   const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
   for_each_chunk(begin, begin + gradient.size(), [&](std::size_t at, std::size_t count) {
-    update(c, gradient.data() + (at - begin), at, count);
+    update(c, gradient.data() + (at - begin), at, count, step);
   });
 }
 

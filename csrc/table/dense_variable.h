@@ -25,8 +25,9 @@ class DenseVariable {
   static constexpr std::size_t kChunk = 16384;
 
   // Storage is float32 or bfloat16; with the latter, steps are computed in float32 and their
-  // results rounded once, to nearest even.
-  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage);
+  // results rounded once.
+  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage,
+                Rounding rounding = Rounding::kNearest);
 
   void pull(std::span<float> values);
   // One step.
@@ -59,7 +60,8 @@ class DenseVariable {
   void check_range(const char* argument, std::size_t begin, std::size_t count) const;
   void read(float* values, std::size_t begin, std::size_t count) const;
   void write(const float* values, std::size_t begin, std::size_t count);
-  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count);
+  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count,
+              std::uint64_t step);
 
   [[nodiscard]] float* slot(std::size_t i) const noexcept {
     return reinterpret_cast<float*>(slots_.get()) + i * size_;
@@ -67,6 +69,7 @@ class DenseVariable {
 
   UpdateRule rule_;
   Storage storage_;
+  Rounding rounding_;
   std::size_t size_;
   UpdateFunction update_;
   Memory values_;

@@ -137,6 +137,17 @@ void add(float* __restrict dst, const float* __restrict src, std::size_t count) 
   for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
 }
 
+// The finalizer of MurmurHash3 (Appleby, public domain).
+inline std::uint32_t scramble(std::uint32_t x) {
+  x = (x ^ x >> 16) * 0x85EBCA6BU;
+  x = (x ^ x >> 13) * 0xC2B2AE35U;
+  return x ^ x >> 16;
+}
+inline std::uint32_t random_bits(std::uint64_t key, std::uint32_t i) {
+  return scramble(scramble(static_cast<std::uint32_t>(key) + i * 0x9E3779B9U) ^
+                  static_cast<std::uint32_t>(key >> 32));
+}
+
 // --- narrow storage
 // -------------------------------------------------------------------------------
 
@@ -159,20 +170,28 @@ void widen_int8(float* __restrict dst, const std::int8_t* __restrict src, float 
   for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<float>(src[i]) * scale;
 }
 
-float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count) {
+// The scale for values of which the largest magnitude is given by its bits; NaN where that is not
+// finite, and 0 where it is too small for a scale. It has up to 16 significant bits, so that no
+// value is more than 127 times the scale.
+inline float int8_scale(const float* __restrict src, std::size_t count) {
   std::uint32_t largest = 0;  // magnitudes are ordered as their bits are
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t magnitude = bits_of(src[i]) & 0x7FFFFFFFU;
     largest = magnitude > largest ? magnitude : largest;
   }
   constexpr float kSmallestNormal = 0x1p-126F;
-  if (largest >= 0x7F800000U || float_of(largest) < 128 * kSmallestNormal) {
-    __builtin_memset(dst, 0, count);
-    return largest >= 0x7F800000U ? float_of(0x7FC00000U) : 0.0F;
-  }
-  // Up to 16 significant bits, so that no value is more than 127 times the scale.
+  if (largest >= 0x7F800000U) return float_of(0x7FC00000U);
+  if (float_of(largest) < 128 * kSmallestNormal) return 0;
   const float exact = float_of(largest) / 127.0F;
-  const float scale = float_of((bits_of(exact) + 0xFFU) & ~0xFFU);
+  return float_of((bits_of(exact) + 0xFFU) & ~0xFFU);
+}
+
+float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count) {
+  const float scale = int8_scale(src, count);
+  if (!(scale > 0)) {
+    __builtin_memset(dst, 0, count);
+    return scale;
+  }
   // Adding and taking away 1.5 × 2²³ rounds to a whole number, ties to even.
   constexpr float kRound = 12582912.0F;
   for (std::size_t i = 0; i < count; ++i) {
@@ -181,19 +200,81 @@ float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std:
   return scale;
 }
 
+float round_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count,
+                 std::uint64_t key) {
+  const float scale = int8_scale(src, count);
+  if (!(scale > 0)) {
+    __builtin_memset(dst, 0, count);
+    return scale;
+  }
+  const auto end = static_cast<std::uint32_t>(count);
+  for (std::uint32_t i = 0; i < end; ++i) {
+    // Positive, so that the conversion rounds down; of 15 bits, which the sum has room for.
+    const float chance = static_cast<float>(static_cast<std::int32_t>(random_bits(key, i) >> 17));
+    const float shifted = src[i] / scale + 256.0F + chance * 0x1p-15F;
+    dst[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(shifted) - 256);
+  }
+  return scale;
+}
+
+void round_bfloat16(std::uint16_t* __restrict dst, const float* __restrict src, std::size_t count,
+                    std::uint64_t key) {
+  const auto end = static_cast<std::uint32_t>(count);
+  for (std::uint32_t i = 0; i < end; ++i) {
+    const std::uint32_t u = bits_of(src[i]);
+    const std::uint32_t rounded = (u + (random_bits(key, i) >> 16)) >> 16;
+    const bool is_finite = (u & 0x7FFFFFFFU) < 0x7F800000U;
+    const bool is_nan = (u & 0x7FFFFFFFU) > 0x7F800000U;
+    dst[i] = static_cast<std::uint16_t>(is_finite ? rounded : (u >> 16 | (is_nan ? 0x40U : 0U)));
+  }
+}
+
+// --- narrow messages
+// ------------------------------------------------------------------------------
+
+// A half has 10 bits of mantissa and exponents from -14 to 15, a float 23 and -126 to 127.
+void widen_float16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t sign = (src[i] & 0x8000U) << 16;
+    const std::uint32_t magnitude = src[i] & 0x7FFFU;
+    // Multiplying moves the exponent, of subnormals too.
+    const float finite = float_of(magnitude << 13) * 0x1p112F;
+    const std::uint32_t special = magnitude << 13 | 0x7F800000U;
+    dst[i] = float_of((magnitude < 0x7C00U ? bits_of(finite) : special) | sign);
+  }
+}
+
+void narrow_float16(std::uint16_t* __restrict dst, const float* __restrict src, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t sign = bits_of(src[i]) >> 16 & 0x8000U;
+    const std::uint32_t u = bits_of(src[i]) & 0x7FFFFFFFU;
+    const std::uint32_t normal = (u + 0xFFFU + (u >> 13 & 1U) - (112U << 23)) >> 13;
+    // A half's smallest step is that of floats from ½ to 1: the addition rounds.
+    const std::uint32_t subnormal = bits_of(float_of(u) + 0.5F) - 0x3F000000U;
+    const std::uint32_t finite = u < 0x38800000U ? subnormal : normal;
+    const std::uint32_t special = u > 0x7F800000U ? 0x7E00U : 0x7C00U;
+    dst[i] = static_cast<std::uint16_t>((u < 0x47800000U ? finite : special) | sign);
+  }
+}
+
+std::size_t count_nonfinite(const float* __restrict src, std::size_t count) {
+  std::size_t found = 0;
+  while (count != 0) {
+    const auto part = static_cast<std::uint32_t>(count < 65536 ? count : 65536);
+    std::uint32_t here = 0;
+    for (std::uint32_t i = 0; i < part; ++i) {
+      here += (bits_of(src[i]) & 0x7F800000U) == 0x7F800000U ? 1U : 0U;
+    }
+    found += here;
+    src += part;
+    count -= part;
+  }
+  return found;
+}
+
 // --- initial values
 // -------------------------------------------------------------------------------
 
-// The finalizer of MurmurHash3 (Appleby, public domain).
-inline std::uint32_t scramble(std::uint32_t x) {
-  x = (x ^ x >> 16) * 0x85EBCA6BU;
-  x = (x ^ x >> 13) * 0xC2B2AE35U;
-  return x ^ x >> 16;
-}
-inline std::uint32_t random_bits(std::uint64_t key, std::uint32_t i) {
-  return scramble(scramble(static_cast<std::uint32_t>(key) + i * 0x9E3779B9U) ^
-                  static_cast<std::uint32_t>(key >> 32));
-}
 // From 0 to below 1, in steps of 2⁻²⁴. By way of a signed number, which vectors convert faster.
 inline float random_unit(std::uint64_t key, std::uint32_t i) {
   return static_cast<float>(static_cast<std::int32_t>(random_bits(key, i) >> 8)) * 0x1p-24F;
@@ -244,7 +325,8 @@ void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float m
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels{find_update, add,         widen_bfloat16, narrow_bfloat16,
-                       widen_int8,  narrow_int8, uniform,        normal};
+const Kernels kKernels{find_update,     add,        widen_bfloat16, narrow_bfloat16, widen_float16,
+                       narrow_float16,  widen_int8, narrow_int8,    round_bfloat16,  round_int8,
+                       count_nonfinite, uniform,    normal};
 
 }  // namespace fastdist::table::FASTDIST_ISA

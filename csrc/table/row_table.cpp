@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "table/lock_window.h"
+#include "table/mixing.h"
 
 namespace fastdist::table {
 namespace {
@@ -67,7 +68,7 @@ void prefetch(const std::byte* row, std::size_t bytes) {
 
 RowTable::RowTable(RowTableOptions options)
     : options_((check_options(options), std::move(options))),
-      layout_(options_.dim, options_.storage, options_.rule),
+      layout_(options_.dim, options_.storage, options_.rounding, options_.rule),
       striping_(striping_of(options_)),
       update_(kernels().update(options_.rule.kind())),
       arena_(layout_.stride()),
@@ -212,19 +213,19 @@ void RowTable::push(std::span<const std::uint64_t> ids, std::span<const float> g
 
   const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
   const Coefficients c = options_.rule.coefficients(step, lr, Gradients::kRows);
-  visit<Access::kCreate>(distinct.items(), static_cast<std::uint32_t>(step),
-                         [&](const Item& item, std::byte* row) {
-                           const float* gradient = gradients.data() + item.position * dim();
-                           std::size_t next = distinct.next(item.position);
-                           if (next != DistinctIds::kNone) {
-                             std::copy_n(gradient, dim(), sum.data());
-                             for (; next != DistinctIds::kNone; next = distinct.next(next)) {
-                               kernels().add(sum.data(), gradients.data() + next * dim(), dim());
-                             }
-                             gradient = sum.data();
-                           }
-                           layout_.update(row, update_, c, gradient, scratch.data());
-                         });
+  visit<Access::kCreate>(
+      distinct.items(), static_cast<std::uint32_t>(step), [&](const Item& item, std::byte* row) {
+        const float* gradient = gradients.data() + item.position * dim();
+        std::size_t next = distinct.next(item.position);
+        if (next != DistinctIds::kNone) {
+          std::copy_n(gradient, dim(), sum.data());
+          for (; next != DistinctIds::kNone; next = distinct.next(next)) {
+            kernels().add(sum.data(), gradients.data() + next * dim(), dim());
+          }
+          gradient = sum.data();
+        }
+        layout_.update(row, update_, c, gradient, scratch.data(), mix(item.key ^ mix(step)));
+      });
   if (options_.max_age) sweep(step);
 }
 

@@ -26,11 +26,12 @@ struct RowTableOptions {
   Initializer initializer;
   Storage storage = Storage::kFloat32;
   // How many rows a fixed table has, with ids from 0; nothing for a hashed table, with any ids.
-  std::optional<std::uint64_t> rows;
+  std::optional<std::uint64_t> rows = {};
   // Limits of a hashed table. Where there are more than max_rows, those go that were touched the
   // longest ago; and so do rows that more than max_age pushes have not touched.
-  std::optional<std::uint64_t> max_rows;
-  std::optional<std::uint32_t> max_age;
+  std::optional<std::uint64_t> max_rows = {};
+  std::optional<std::uint32_t> max_age = {};
+  Rounding rounding = Rounding::kNearest;
 };
 
 // Any number of threads may call anything at the same time. Each row is read and changed as a

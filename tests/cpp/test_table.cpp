@@ -21,9 +21,11 @@
 #include "table/dense_variable.h"
 #include "table/kernels.h"
 #include "table/mixing.h"
+#include "table/routing.h"
 #include "table/row_index.h"
 #include "table/row_snapshot.h"
 #include "table/row_table.h"
+#include "table/wire.h"
 
 namespace fastdist::test {
 namespace {
@@ -155,6 +157,19 @@ CASE(every_instruction_set_gives_the_same_bits) {
       set->narrow_bfloat16(halves.data(), made.data(), count);
       set->widen_bfloat16(made.data(), halves.data(), count);
       result.insert(result.end(), made.begin(), made.end());
+      set->normal(made.data(), count, 77, 0, 1e-5F);
+      set->narrow_float16(halves.data(), made.data(), count);
+      set->widen_float16(made.data(), halves.data(), count);
+      result.insert(result.end(), made.begin(), made.end());
+      set->normal(made.data(), count, 78, 0, 1);
+      result.push_back(set->round_int8(narrow.data(), made.data(), count, 5));
+      set->widen_int8(made.data(), narrow.data(), scale, count);
+      result.insert(result.end(), made.begin(), made.end());
+      set->round_bfloat16(halves.data(), made.data(), count, 6);
+      set->widen_bfloat16(made.data(), halves.data(), count);
+      result.insert(result.end(), made.begin(), made.end());
+      made[count / 2] = std::numeric_limits<float>::infinity();
+      result.push_back(static_cast<float>(set->count_nonfinite(made.data(), count)));
       results.push_back(std::move(result));
     }
     for (const Floats& result : results) {
@@ -192,6 +207,8 @@ CASE(int8_rows_come_back_the_same_for_every_scale) {
     const float scale = kernels().narrow_int8(first.data(), values.data(), 3);
     kernels().widen_int8(values.data(), first.data(), scale, 3);
     CHECK(kernels().narrow_int8(second.data(), values.data(), 3) == scale);
+    CHECK(first == second);
+    CHECK(kernels().round_int8(second.data(), values.data(), 3, bits) == scale);
     CHECK(first == second);
   }
 }
@@ -345,6 +362,70 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
 
 // --- the edges
 // ------------------------------------------------------------------------------------
+
+CASE(parts_of_a_step_come_from_many_threads) {
+  constexpr std::size_t kPart = DenseVariable::kChunk / 2 + 3;
+  constexpr std::size_t kParts = 8;
+  for (const Storage storage : {Storage::kFloat32, Storage::kBFloat16}) {
+    DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}), storage,
+                           Rounding::kStochastic);
+    const Floats gradient(kPart, -1);
+    const Work work = [&](std::mt19937& random) {
+      Floats seen(kPart);
+      const std::uint64_t step = variable.begin_step();
+      const std::size_t first = random() % kParts;
+      for (std::size_t part = 0; part < kParts; ++part) {
+        const std::size_t begin = (part + first) % kParts * kPart;
+        variable.push_part(gradient, begin, step, std::nullopt);
+        variable.pull_part(seen, begin);
+      }
+    };
+    run_together(std::vector<Work>(8, work), 50);
+    Floats values(kParts * kPart);
+    variable.pull(values);
+    for (const float value : values) {
+      // By chance, bfloat16's steps above 256 are of 2.
+      CHECK(storage == Storage::kFloat32 ? value == 400 : std::fabs(value - 400) < 120);
+    }
+    CHECK(variable.step() == 400);
+  }
+}
+
+CASE(routes_and_messages_of_any_size) {
+  std::mt19937_64 random(4);
+  for (const std::size_t count : {0, 1, 3, 100, 1000}) {
+    std::vector<std::uint64_t> ids(count);
+    for (std::uint64_t& id : ids) id = random() % 300;
+    for (const Owners& owners :
+         {Owners{1, {}}, Owners{3, {}}, Owners{1, {0}, 300}, Owners{3, {0, 7, 200}, 300}}) {
+      const Routes some = route_distinct(owners, ids);
+      const Routes all = route(owners, ids);
+      CHECK(all.ids.size() == count);
+      std::vector<std::uint64_t> given;
+      for (std::size_t o = 0; o < owners.count; ++o) {
+        for (std::size_t i = 0; i < some.counts[o]; ++i) {
+          const std::uint64_t local = some.ids[given.size()];
+          given.push_back(owners.begins.empty() ? local : local + owners.begins[o]);
+          CHECK(owners.of(given.back()) == o);
+        }
+      }
+      for (std::size_t i = 0; i < count; ++i) {
+        CHECK(given[some.places.empty() ? i : static_cast<std::size_t>(some.places[i])] == ids[i]);
+      }
+    }
+    const Floats values(count, 3);
+    for (const char* name : {"float32", "bfloat16", "float16", "int8"}) {
+      for (const std::size_t dim : {1, 5, 64}) {
+        const WireFormat format(name, dim);
+        std::vector<std::uint8_t> message(format.bytes(count));
+        Floats back(count);
+        format.encode(values, message);
+        format.decode(message, back);
+        for (const float value : back) CHECK(std::fabs(value - 3) < 1e-3);
+      }
+    }
+  }
+}
 
 CASE(empty_calls_and_empty_tables) {
   RowTableOptions o = options();

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import zmq
 
+from fastdist import _core
 from fastdist.errors import UnavailableError
 from fastdist.ps.connection import Connection
 from fastdist.ps.frames import (
     Array,
+    encoded,
     fill,
     floats_frame,
     floats_in,
@@ -55,6 +57,7 @@ class Ticket:
     deadline: float
     resend_at: float
     out: Array | None = None
+    wire: _core.WireFormat | None = None
     sent: int = 1
     step: int = UNKNOWN_STEP
     reply: memoryview | None = None
@@ -139,6 +142,7 @@ class Client:
         step: int = UNKNOWN_STEP,
         part: int = 0,
         out: Array | None = None,
+        wire: _core.WireFormat | None = None,
     ) -> Ticket:
         """Send a request; several may be under way, to all servers.
 
@@ -153,6 +157,7 @@ class Client:
             step: of the value that the gradient of a push was computed from.
             part: of a dense value.
             out: contiguous float32, to which the reply's body is copied when it comes.
+            wire: how that is encoded; None for float32.
 
         Returns:
             What `wait` takes. What frames refer to must not change before that.
@@ -178,7 +183,7 @@ class Client:
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(
-            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, out
+            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, out, wire
         )
         under_way[header.number] = ticket
         self._send(ticket)
@@ -277,7 +282,7 @@ class Client:
             ticket.error = error_of(header.kind, text, server)
         elif ticket.out is not None and ticket.reply is not None:
             try:
-                fill(ticket.out, ticket.reply)
+                fill(ticket.out, ticket.reply, ticket.wire)
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -333,19 +338,23 @@ class Client:
         for ticket in self.begin_push(server, number, floats_frame(gradient), lr):
             self.wait(ticket)
 
-    def begin_pull(self, server: int, number: int, out: Array) -> list[Ticket]:
+    def begin_pull(
+        self, server: int, number: int, out: Array, wire: _core.WireFormat | None = None
+    ) -> list[Ticket]:
         """Ask for a dense variable's value.
 
         Args:
             server: where it is.
             number: of it.
             out: contiguous float32, where the value will be when all tickets have been waited for.
+            wire: how the variable's values travel; None for float32.
         """
         flat = out.reshape(-1)
-        return [
-            self.submit(server, Op.PULL, number, part=part, out=flat[extent(part, flat.size)])
-            for part in parts_of(flat.size)
-        ]
+        tickets = []
+        for part in parts_of(flat.size):
+            into = flat[extent(part, flat.size)]
+            tickets.append(self.submit(server, Op.PULL, number, part=part, out=into, wire=wire))
+        return tickets
 
     def begin_push(
         self,
@@ -356,12 +365,25 @@ class Client:
         *,
         round: int = 0,
         step: int = UNKNOWN_STEP,
+        wire: _core.WireFormat | None = None,
+        in_parts: bool = True,
     ) -> list[Ticket]:
-        """Send a gradient, contiguous float32, to a dense variable; arguments as of `submit`."""
+        """Send a gradient to a dense variable.
+
+        Args:
+            server: where it is.
+            number: of it.
+            gradient: contiguous float32.
+            lr: as of `submit`, as are `round` and `step`.
+            round: likewise.
+            step: likewise.
+            wire: how the variable's gradients travel; None for float32.
+            in_parts: if it is large; otherwise it is applied as a whole or not at all.
+        """
         flat = gradient.reshape(-1)
         tickets = []
-        for part in parts_of(flat.size):
-            frames = [flat[extent(part, flat.size)]]
+        for part in parts_of(flat.size) if in_parts else (0,):
+            frames = [encoded(flat[extent(part, flat.size)], wire)]
             ticket = self.submit(
                 server, Op.PUSH, number, frames, lr, round=round, step=step, part=part
             )

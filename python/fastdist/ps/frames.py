@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdist import _core
+
 Array = np.ndarray[Any, Any]
 
 
@@ -22,30 +24,54 @@ def ids_in(frame: memoryview) -> Array:
     return _aligned(np.frombuffer(frame, np.uint64))
 
 
-def floats_in(frame: memoryview, shape: Sequence[int]) -> Array:
-    """The float32 values of a known shape that a frame holds.
+def floats_in(
+    frame: memoryview, shape: Sequence[int], wire: _core.WireFormat | None = None
+) -> Array:
+    """The values of a known shape that a frame holds, as float32.
+
+    Args:
+        frame: of a message.
+        shape: of the values.
+        wire: how they are encoded; None for float32.
 
     Raises:
         ValueError: its size is another.
     """
+    if wire is not None:
+        values = np.empty(shape, np.float32)
+        fill(values, frame, wire)
+        return values
     if frame.nbytes != 4 * math.prod(shape):
         raise ValueError(f"expected float32 of shape {tuple(shape)}, got {frame.nbytes} bytes")
     return _aligned(np.frombuffer(frame, np.float32)).reshape(shape)
 
 
-def fill(out: Array, frame: memoryview) -> None:
+def fill(out: Array, frame: memoryview, wire: _core.WireFormat | None = None) -> None:
     """Copy the values that a frame holds.
 
     Args:
         out: contiguous float32.
         frame: as many.
+        wire: how they are encoded; None for float32.
 
     Raises:
         ValueError: its size is another.
     """
+    if wire is not None:
+        wire.decode(np.frombuffer(frame, np.uint8), out)
+        return
     if frame.nbytes != out.nbytes:
         raise ValueError(f"expected float32 of shape {out.shape}, got {frame.nbytes} bytes")
     out.reshape(-1).view(np.uint8)[...] = np.frombuffer(frame, np.uint8)
+
+
+def encoded(values: Array, wire: _core.WireFormat | None) -> Array:
+    """Values to send: contiguous float32, or what encodes them."""
+    if wire is None:
+        return values
+    message = np.empty(wire.nbytes(values.size), np.uint8)
+    wire.encode(values, message)
+    return message
 
 
 def keep_freed_memory() -> None:

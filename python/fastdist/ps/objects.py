@@ -32,9 +32,10 @@ class Objects:
             self._kept: list[tuple[Spec, Any]] = []
             self._numbers: dict[str, int] = {}
 
-    def all(self) -> list[tuple[Spec, Any]]:
-        """Specs, and what was made of them."""
-        return list(self._kept)
+    def all(self) -> list[tuple[int, Spec, Any]]:
+        """Numbers, specs, and what was made of them."""
+        first = self._incarnation << _INDEX_BITS
+        return [(first | i, spec, kept) for i, (spec, kept) in enumerate(list(self._kept))]
 
     def create(self, spec: Spec, make: Callable[[], _core.DenseVariable | _core.RowTable]) -> int:
         """Make what does not exist yet.

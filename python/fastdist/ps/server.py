@@ -17,7 +17,7 @@ import zmq
 
 from fastdist import _core
 from fastdist.ps.applied import Applied, Progress
-from fastdist.ps.frames import floats_in, ids_in, keep_freed_memory
+from fastdist.ps.frames import Array, floats_in, ids_in, keep_freed_memory
 from fastdist.ps.keys import Keys
 from fastdist.ps.listening import admit, listen, require_keys
 from fastdist.ps.objects import Objects
@@ -39,7 +39,7 @@ from fastdist.ps.protocol import (
 )
 from fastdist.ps.send_buffers import SendBuffers
 from fastdist.ps.snapshot import Part, restore, save
-from fastdist.ps.specs import RowsSpec, from_json, to_json
+from fastdist.ps.specs import RowsSpec, Spec, from_json, to_json
 from fastdist.ps.staging import APPLIED, DISCARDED, Rounds
 from fastdist.ps.staleness import Staleness
 
@@ -87,6 +87,7 @@ class Server:
         self._pushes = OpenPushes()
         self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
+        self._nonfinite: dict[int, int] = {}
         self._counting = threading.Lock()
         self._began = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -127,12 +128,14 @@ class Server:
         Returns:
             requests, repeated, malformed: counts; uptime_s; staleness: of pushes, by how many
             others came between the pull and them ("0", "1", "2-3", "4-7", …); rounds: open, nbytes;
-            objects: for each its name, kind, nbytes, steps (pushes), and rows of a table.
+            objects: for each its name, kind, nbytes, steps (pushes), nonfinite (elements of
+            gradients that were NaN or infinite), and rows of a table.
         """
         objects = []
-        for spec, kept in self._objects.all():
+        for number, spec, kept in self._objects.all():
             entry = {"name": spec.name, "kind": type(spec).__name__, "nbytes": kept.nbytes}
             entry["steps"] = kept.step
+            entry["nonfinite"] = self._nonfinite.get(number, 0)
             if isinstance(spec, RowsSpec):
                 entry["rows"] = len(kept)
             objects.append(entry)
@@ -233,7 +236,7 @@ class Server:
             return self._pull(op, header, frames, buffers)
         answer: Any
         if op is Op.HELLO:
-            objects = [json.loads(to_json(spec)) for spec, _ in self._objects.all()]
+            objects = [json.loads(to_json(spec)) for _, spec, _ in self._objects.all()]
             answer = {"version": VERSION, "objects": objects}
         elif op is Op.STATS:
             answer = self.stats()
@@ -257,15 +260,17 @@ class Server:
             dense, variable = self._objects.dense(header.object)
             step = variable.step
             part = extent(header.part, dense.size)
-            out = buffers.take(4 * (part.stop - part.start)).view(np.float32)
+            out, reply = _room(buffers, (part.stop - part.start,), wire := dense.wire_format())
             variable.pull_part(out, part.start)
         else:
             rows, table = self._objects.rows(header.object)
             step = table.step
             ids = ids_in(frames[0])
-            out = buffers.take(4 * rows.dim * ids.size).view(np.float32)
-            table.pull(ids, out.reshape(ids.size, rows.dim))
-        return _reply(header, step=step), out
+            out, reply = _room(buffers, (ids.size, rows.dim), wire := rows.wire_format())
+            table.pull(ids, out)
+        if wire is not None:
+            wire.encode(out, reply)
+        return _reply(header, step=step), reply
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
@@ -296,10 +301,11 @@ class Server:
         rounds = self._rounds
         spec, table = self._objects.rows(header.object)
         ids = ids_in(frames[0])
-        values = floats_in(frames[1], (ids.size, spec.dim))
         if op is Op.ASSIGN_ROWS:
-            table.assign(ids, values)
+            table.assign(ids, floats_in(frames[1], (ids.size, spec.dim)))
             return b""
+        values = floats_in(frames[1], (ids.size, spec.dim), spec.wire_format())
+        self._check_finite(header, spec, values)
         self._staleness.count(table.step, header.step)
         if header.round:
             return _state(rounds.stage(header.round, header.object, [(ids, values)]))
@@ -310,7 +316,8 @@ class Server:
         rounds = self._rounds
         dense, variable = self._objects.dense(header.object)
         part = extent(header.part, dense.size)
-        gradient = floats_in(frame, (part.stop - part.start,))
+        gradient = floats_in(frame, (part.stop - part.start,), dense.wire_format())
+        self._check_finite(header, dense, gradient)
         if header.round:
             if header.part <= 1:
                 self._staleness.count(variable.step, header.step)
@@ -329,6 +336,19 @@ class Server:
             self._staleness.count(step - 1, header.step)
         variable.push_part(gradient, part.start, step, _lr(header))
         return b""
+
+    def _check_finite(self, header: Header, spec: Spec, gradient: Array) -> None:
+        """Count what is not finite, and refuse it where that is wanted."""
+        found = _core.count_nonfinite(gradient)
+        if not found:
+            return
+        with self._counting:
+            self._nonfinite[header.object] = self._nonfinite.get(header.object, 0) + found
+        if spec.refuse_nonfinite:
+            raise ValueError(
+                f"{spec.name!r}: {found} of {gradient.size} elements of the gradient are NaN or "
+                "infinite; nothing has been changed"
+            )
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
         rounds = self._rounds
@@ -383,6 +403,17 @@ class Server:
 
 def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP) -> Header:
     return Header(status, request.number, request.client, request.object, step=step)
+
+
+def _room(
+    buffers: SendBuffers, shape: tuple[int, ...], wire: _core.WireFormat | None
+) -> tuple[Array, Array]:
+    """Where values are to be written, and the body of the reply, which may be the same."""
+    size = math.prod(shape)
+    if wire is None:
+        out = buffers.take(4 * size).view(np.float32).reshape(shape)
+        return out, out
+    return np.empty(shape, np.float32), buffers.take(wire.nbytes(size))
 
 
 def _lr(header: Header) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdist import _core
 from fastdist.ps.client import Client, Ticket
-from fastdist.ps.frames import Array, floats_frame, ids_frame
+from fastdist.ps.frames import Array, encoded, floats_frame, ids_frame
 from fastdist.ps.partition import Piece
 from fastdist.ps.pending import Pending
 from fastdist.ps.protocol import UNKNOWN_STEP, Op
@@ -35,6 +35,7 @@ class ShardedVariable:
         self.spec = spec
         self.pieces = tuple(pieces)
         self._client = client
+        self._wire = spec.wire_format()
         value = None if initial is None else self._whole(initial)
         self._numbers = [
             client.create(
@@ -80,7 +81,7 @@ class ShardedVariable:
             )
         rows = out.reshape(self._length, *self.spec.shape[1:])
         tickets = [
-            self._client.begin_pull(piece.server, number, rows[piece.begin : piece.end])
+            self._client.begin_pull(piece.server, number, self._rows(rows, piece), self._wire)
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
         return Pending(self._client, tickets, lambda replies: out)
@@ -106,7 +107,14 @@ class ShardedVariable:
         whole = self._whole(gradient)
         tickets = [
             self._client.begin_push(
-                piece.server, number, self._rows(whole, piece), lr, round=round, step=seen
+                piece.server,
+                number,
+                self._rows(whole, piece),
+                lr,
+                round=round,
+                step=seen,
+                wire=self._wire,
+                in_parts=not self.spec.refuse_nonfinite,
             )
             for piece, number, seen in zip(self.pieces, self._numbers, steps, strict=True)
         ]
@@ -155,6 +163,7 @@ class ShardedRows:
         self.spec = spec
         self.pieces = tuple(pieces)
         self._client = client
+        self._wire = spec.wire_format()
         if spec.rows is None:
             self._owners = _core.Owners(len(self.pieces))
         else:
@@ -243,8 +252,9 @@ class ShardedRows:
             local, counts, places = self._owners.route(given)
         if places is not None:
             rows = rows.take(places, 0)
+        wire = self._wire if op is Op.PUSH_ROWS else None
         tickets = [
-            self._send(op, piece, [local[part], rows[part]], lr, round, steps[piece])
+            self._send(op, piece, [local[part], encoded(rows[part], wire)], lr, round, steps[piece])
             for piece, part in enumerate(_slices(counts))
             if part.start < part.stop
         ]
@@ -261,7 +271,9 @@ class ShardedRows:
         out: Array | None = None,
     ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
-        return self._client.submit(server, op, number, frames, lr, round=round, step=step, out=out)
+        return self._client.submit(
+            server, op, number, frames, lr, round=round, step=step, out=out, wire=self._wire
+        )
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -13,6 +13,9 @@ import numpy as np
 from fastdist import _core
 from fastdist.ps.protocol import MAX_META_BYTES
 
+# Elements of a dense variable that share a scale.
+_BLOCK = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class RuleSpec:
@@ -45,12 +48,20 @@ class DenseSpec:
         shape: of its value.
         rule: how gradients change it.
         storage: "float32" or "bfloat16".
+        rounding: of steps to narrower storage: "nearest", or "stochastic", by chance, such that
+            small steps are not lost.
+        wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
+            scale for every 1024 elements. Initial and assigned values are float32.
+        refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
     """
 
     name: str
     shape: tuple[int, ...]
     rule: RuleSpec
     storage: str = "float32"
+    rounding: str = "nearest"
+    wire: str = "float32"
+    refuse_nonfinite: bool = False
 
     @property
     def size(self) -> int:
@@ -63,7 +74,11 @@ class DenseSpec:
         Args:
             initial: float32, of `shape`.
         """
-        return _core.DenseVariable(initial, self.rule.make(), self.storage)
+        return _core.DenseVariable(initial, self.rule.make(), self.storage, self.rounding)
+
+    def wire_format(self) -> _core.WireFormat | None:
+        """What encodes gradients and values; None for float32."""
+        return _wire_format(self.wire, _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,11 @@ class RowsSpec:
         storage: "float32", "bfloat16" or "int8".
         max_rows: the rows touched the longest ago are dropped over this number.
         max_age: rows that so many pushes have not touched are dropped.
+        rounding: of steps to narrower storage: "nearest", or "stochastic", by chance, such that
+            small steps are not lost.
+        wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
+            scale for every row. Assigned values are float32.
+        refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
     """
 
     name: str
@@ -91,6 +111,9 @@ class RowsSpec:
     storage: str = "float32"
     max_rows: int | None = None
     max_age: int | None = None
+    rounding: str = "nearest"
+    wire: str = "float32"
+    refuse_nonfinite: bool = False
 
     def make(self) -> _core.RowTable:
         """The table, empty."""
@@ -101,12 +124,21 @@ class RowsSpec:
             initializer=self.initializer,
             seed=self.seed,
             storage=self.storage,
+            rounding=self.rounding,
             max_rows=self.max_rows,
             max_age=self.max_age,
         )
 
+    def wire_format(self) -> _core.WireFormat | None:
+        """What encodes gradients and rows; None for float32."""
+        return _wire_format(self.wire, self.dim)
+
 
 Spec = DenseSpec | RowsSpec
+
+
+def _wire_format(name: str, dim: int) -> _core.WireFormat | None:
+    return None if name == "float32" else _core.WireFormat(name, dim)
 
 
 def to_json(spec: Spec) -> bytes:

@@ -1,0 +1,32 @@
+// Values as messages carry them: float32, or fewer bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+namespace fastdist::table {
+
+// A format, and how many values make a row: int8 has a scale for each row. The last row may be
+// shorter. An int8 row is a float32 scale, a byte for each value, and zeros up to a multiple of 4.
+class WireFormat {
+ public:
+  // "float32", "bfloat16", "float16" or "int8"; throws kValue.
+  WireFormat(std::string_view name, std::size_t dim);
+
+  [[nodiscard]] std::size_t bytes(std::size_t values) const noexcept;
+  // Rounds to the nearest. Throw kValue where sizes differ.
+  void encode(std::span<const float> values, std::span<std::uint8_t> message) const;
+  void decode(std::span<const std::uint8_t> message, std::span<float> values) const;
+
+ private:
+  enum class Kind : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+
+  void check_size(std::size_t values, std::size_t bytes) const;
+
+  Kind kind_;
+  std::size_t dim_;
+};
+
+}  // namespace fastdist::table

@@ -1,0 +1,69 @@
+"""Rows that are served from a worker's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fastdist.ps import Client, RowsSpec, RuleSpec, Server
+from fastdist.ps.partition import RoundRobin
+from fastdist.ps.row_cache import RowCache
+from fastdist.ps.sharded import ShardedRows
+from hypothesis import given
+from hypothesis import strategies as st
+
+SGD = RuleSpec("SGD", {"lr": 1.0})
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[ShardedRows]:
+    with Server() as server, Client([server.address]) as client:
+        yield ShardedRows(client, RowsSpec("r", 3, SGD), RoundRobin(1).place((1, 3), 4))
+
+
+def test_rows_are_served_until_they_are_too_old(table: ShardedRows) -> None:
+    table.assign([1, 2, 3], np.zeros((3, 3)))
+    cache = RowCache(table, max_rows=1000, max_age=2)
+    assert (cache.pull([1, 2, 2]) == 0).all()
+    table.assign([1, 2, 3], np.ones((3, 3)))  # by somebody else
+    assert cache.pull([3, 1])[:, 0].tolist() == [1, 0]
+    assert cache.pull([2, 3])[:, 0].tolist() == [0, 1]
+    assert (cache.hits, cache.misses) == (3, 4)
+    assert cache.pull([1, 2, 3])[:, 0].tolist() == [1, 1, 1]
+    assert (cache.hits, cache.misses) == (4, 6)
+
+
+def test_own_changes_are_seen_at_once(table: ShardedRows) -> None:
+    cache = RowCache(table, max_rows=1000, max_age=100)
+    cache.assign([1, 2], np.zeros((2, 3)))
+    assert (cache.pull([1, 2]) == 0).all()
+    cache.push([2, 2], np.ones((2, 3)), lr=0.5)
+    assert cache.pull([1, 2])[:, 0].tolist() == [0, -1]
+    table.push([1, 2], np.ones((2, 3)))
+    cache.forget([1, 77])
+    assert cache.pull([1, 2])[:, 0].tolist() == [-1, -1]
+
+
+@given(
+    st.lists(st.lists(st.integers(-5, 30), max_size=12), max_size=20),
+    st.integers(1, 9),
+    st.integers(0, 3),
+)
+def test_few_places(
+    table: ShardedRows, pulls: list[list[int]], max_rows: int, max_age: int
+) -> None:
+    """Whatever shares a place, a row is the one of its id."""
+    everything = np.arange(-5, 31)
+    table.assign(everything, np.repeat(everything[:, None], 3, 1))
+    cache = RowCache(table, max_rows=max_rows, max_age=max_age)
+    for ids in pulls:
+        assert (cache.pull(np.array(ids, np.int64)) == np.array(ids).reshape(-1, 1)).all()
+    assert cache.hits + cache.misses == sum(map(len, pulls))
+    assert max_age or cache.hits == 0
+
+
+def test_limits_that_make_no_sense(table: ShardedRows) -> None:
+    for limits in ({"max_rows": 0, "max_age": 1}, {"max_rows": 1, "max_age": -1}):
+        with pytest.raises(ValueError, match="max_rows must be at least 1 and max_age 0"):
+            RowCache(table, **limits)

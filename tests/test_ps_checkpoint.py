@@ -154,7 +154,7 @@ def test_a_slow_save_is_asked_for_again_and_done_once(
         time.sleep(1)
         return save(*args)
 
-    monkeypatch.setattr("fastdist.ps.server.save", slow)
+    monkeypatch.setattr("fastdist.ps.service.save", slow)
     server = stack.enter_context(Server())
     client = stack.enter_context(Client([server.address], timeout_s=0.5, retry_s=0.1))
     pieces = RoundRobin(1).place((3,), 4)

@@ -374,9 +374,7 @@ class Client:
             server: where it is.
             number: of it.
             gradient: contiguous float32.
-            lr: as of `submit`, as are `round` and `step`.
-            round: likewise.
-            step: likewise.
+            lr, round, step: as of `submit`.
             wire: how the variable's gradients travel; None for float32.
             in_parts: if it is large; otherwise it is applied as a whole or not at all.
         """

@@ -15,13 +15,14 @@ from fastdist.cluster import ClusterSpec, SimpleClusterResolver
 from fastdist.cluster.ports import reserve_port
 from fastdist.ps import Keys
 
-_TASK = "import fastdist as fd; fd.ParameterServerStrategy()"
+_TASK = "import fastdist as fd; fd.ParameterServerStrategy(devices={!r})"
 
 
 class PsCluster:
     """Tasks that serve until they are killed, or until a coordinator ends the job."""
 
-    def __init__(self, workers: int, servers: int) -> None:
+    def __init__(self, workers: int, servers: int, devices: list[str] | None = None) -> None:
+        self._code = _TASK.format(devices)
         self._ports: list[socket.socket] = []
 
         def addresses(count: int) -> list[str]:
@@ -49,7 +50,9 @@ class PsCluster:
             ),
             "OMP_NUM_THREADS": "1",
         }
-        self.tasks[job, index] = subprocess.Popen([sys.executable, "-c", _TASK], env=environment)
+        self.tasks[job, index] = subprocess.Popen(
+            [sys.executable, "-c", self._code], env=environment
+        )
 
     def kill(self, job: str, index: int) -> None:
         """Kill a task; it has no time for anything."""

@@ -26,6 +26,7 @@ class Replicas(Protocol):
     num_replicas_in_sync: int
     local_replica_ids: tuple[int, ...]
     devices: tuple[torch.device, ...]
+    has_servers: bool
 
 
 class ReplicaContext:

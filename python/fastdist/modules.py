@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from fastdist.communicator import Communicator
 from fastdist.errors import FastdistError
+from fastdist.served.rows import Lookup
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -110,7 +111,7 @@ def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
         id(module.weight)
         for root in roots
         for module in root.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag, Lookup)) and module.sparse
     }
 
 

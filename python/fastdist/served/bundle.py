@@ -12,7 +12,7 @@ from torch import nn
 
 from fastdist.coordinator.shipping import Definition, Definitions
 from fastdist.served.plan import Place, tensors_in
-from fastdist.served.rows import stand_in
+from fastdist.served.rows import TableWeight, table_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +71,11 @@ def _make(adopt: Callable[[Bundle], Bundle], fields: Sequence[Any]) -> Bundle:
 
 def _hollow(parameter: torch.Tensor) -> tuple[Any, ...]:
     """How to make a parameter like it, without its values."""
-    is_stand_in = parameter.numel() > 1 and not any(parameter.stride())
-    return _make_hollow, (tuple(parameter.shape), parameter.dtype, is_stand_in)
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    if isinstance(parameter, TableWeight):
+        return table_weight, (*shape, dtype)
+    return _zeros, (shape, dtype)
 
 
-def _make_hollow(shape: tuple[int, ...], dtype: torch.dtype, is_stand_in: bool) -> nn.Parameter:
-    if is_stand_in:
-        return nn.Parameter(stand_in(torch.Size(shape), dtype, torch.device("cpu")))
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.zeros(shape, dtype=dtype))

@@ -47,7 +47,9 @@ class ServedTensor:
         value = self._pulling.result()
         self._steps = self._pulling.steps
         self._pulling = None
-        if not self.is_in_place:
+        if self.is_in_place:
+            torch.autograd.graph.increment_version(self.tensor)
+        else:
             with torch.no_grad():
                 self.tensor.copy_(torch.from_numpy(value))
         self.note()

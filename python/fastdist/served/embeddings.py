@@ -19,7 +19,7 @@ from fastdist.served.rows import (
     ServedEmbedding,
     ServedEmbeddingBag,
     place_of,
-    stand_in,
+    table_weight,
 )
 
 # As many rows as a weight can stand for; ids of such tables are not its indices.
@@ -66,8 +66,9 @@ class Table(Lookup, nn.Module):
             max_rows=max_rows,
             max_age=max_age,
         )
-        if state.scopes and getattr(state.scopes[-1], "has_servers", False):
-            weight = stand_in(torch.Size((rows, embedding_dim)), torch.float32, _CPU)
+        self.sparse = bool(state.scopes) and state.scopes[-1].has_servers
+        if self.sparse:
+            self.weight: nn.Parameter = table_weight(rows, embedding_dim)
         elif num_embeddings is None:
             raise UnsupportedError(
                 "an embedding without a limit of rows needs parameter servers: make it in the "
@@ -76,7 +77,7 @@ class Table(Lookup, nn.Module):
         else:
             weight = torch.empty((rows, embedding_dim))
             table.pull(np.arange(rows), weight.numpy())
-        self.weight = nn.Parameter(weight)
+            self.weight = nn.Parameter(weight)
 
     def extra_repr(self) -> str:
         """For `repr`."""
@@ -175,7 +176,8 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in modules:
         if not isinstance(module, Table):
-            is_exact = type(module) in (*_SERVED, *_SERVED.values())
+            # Of modules that have twins, `__class__` is what users see.
+            is_exact = module.__class__ in (*_SERVED, *_SERVED.values())
             if not is_exact or users[id(module.weight)] > 1:
                 continue
             if module.max_norm is not None:
@@ -189,10 +191,8 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def serve(module: nn.Module, rows: Rows) -> None:
-    """From now on the module's rows are those of a table."""
+    """From now on the module's rows are those of a table, and its gradients are sparse."""
     module.__dict__["_rows"] = rows
-    if type(module) in _SERVED:
-        module.__class__ = _SERVED[type(module)]
-
-
-_CPU = torch.device("cpu")
+    module.__dict__["sparse"] = True
+    if module.__class__ in _SERVED:
+        module.__class__ = _SERVED[module.__class__]

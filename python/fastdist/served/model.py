@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class ServedModel:
         places: where their values are.
         initialize: whether servers are to take the values that are here.
         lock: of the client.
+        twins_of: the copies of a module that other replicas of this task use.
 
     Attributes:
         live: names of buffers that some worker has changed; the others stay as they are.
@@ -44,6 +45,7 @@ class ServedModel:
         *,
         initialize: bool,
         lock: threading.RLock,
+        twins_of: Callable[[nn.Module], Sequence[nn.Module]],
     ) -> None:
         self.roots = tuple(roots)
         self.optimizers = tuple(optimizers)
@@ -51,6 +53,7 @@ class ServedModel:
         self.live: set[str] = set()
         self._client = client
         self._lock = lock
+        self._twins_of = twins_of
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._buffers: dict[str, ServedTensor] = {}
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
@@ -81,7 +84,9 @@ class ServedModel:
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, place.spec, place.pieces)
             self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock)
-            serve(modules[id(tensor)], self._tables[id(tensor)])
+            module = modules[id(tensor)]
+            for one in (module, *self._twins_of(module)):
+                serve(one, self._tables[id(tensor)])
 
     @property
     def sharded(self) -> list[ShardedVariable | ShardedRows]:
@@ -166,6 +171,14 @@ class ServedModel:
         array = gradient.detach().float().cpu().numpy()
         array = array if weight == 1.0 else array * weight
         return self._parameters[id(parameter)].begin_push(array, lr, round)
+
+    def clear_gradients(self) -> None:
+        """Parameters have no gradients any more, of whatever function they were."""
+        for table in self._tables.values():
+            table.weight.grad = None
+            table.forget()
+        for served in self._parameters.values():
+            served.tensor.grad = None
 
     def forget_rows(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients of these have been applied, or given up."""

@@ -14,7 +14,7 @@ class Rows(Protocol):
     """A table, as an embedding sees it."""
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [ids, dim] on the device of the embedding; ids are unique."""
+        """Rows [ids, dim] on the device of the ids, which are unique."""
 
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Where in the gradient of the weight the rows of these ids are."""
@@ -50,13 +50,14 @@ class _PullRows(torch.autograd.Function):
 class Lookup:
     """What an embedding needs, whose weight may be a table on servers."""
 
-    _rows: Rows
+    _rows: Rows | None
     weight: torch.Tensor
+    sparse: bool
 
     @property
     def is_served(self) -> bool:
         """Whether it is."""
-        return "_rows" in self.__dict__
+        return self.__dict__.get("_rows") is not None
 
     def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Each id once, their rows, and where the rows of `ids` are among those."""
@@ -64,13 +65,11 @@ class Lookup:
         rows = _PullRows.apply(self.weight, unique, self._rows)  # type: ignore[no-untyped-call]
         return unique, rows, places
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_rows"}
-
     def _save_to_state_dict(self, values: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(values, prefix, keep_vars)  # type: ignore[misc]
-        if self.is_served:
-            rows = self._rows.value()
+        table = self.__dict__.get("_rows")
+        if table is not None:
+            rows = table.value()
             del values[f"{prefix}weight"]
             if rows is not None:
                 values[f"{prefix}weight"] = rows
@@ -85,7 +84,7 @@ class Lookup:
                     f"{key} has shape {tuple(values[key].shape)}, expected "
                     f"{tuple(self.weight.shape)}"
                 )
-            self._rows.assign(values[key])
+            self.__dict__["_rows"].assign(values[key])
 
 
 class ServedEmbedding(Lookup, nn.Embedding):
@@ -121,9 +120,55 @@ class ServedEmbeddingBag(Lookup, nn.EmbeddingBag):
         )
 
 
-def stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of any size that has the memory of one element."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+class TableWeight(nn.Parameter):
+    """A parameter of any size that has the memory of one element, and holds nothing.
+
+    Copies of it, and tensors like it (an optimizer may make such for its state), are of its kind.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
+        if id(self) not in memo:
+            one = self.detach()[:1, :1].clone().expand(self.shape)
+            memo[id(self)] = TableWeight(one, self.requires_grad)
+        copied: TableWeight = memo[id(self)]
+        return copied
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Let what makes a tensor of its size make one element instead."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if function not in _OF_ITS_SIZE or not isinstance(args[0], TableWeight):
+                return function(*args, **(kwargs or {}))
+            weight = args[0].detach()
+            one = function(weight[:1, :1], *args[1:], **(kwargs or {}))
+            return one.expand(weight.shape)
+
+
+_OF_ITS_SIZE = frozenset(
+    (
+        torch.empty_like,
+        torch.full_like,
+        torch.ones_like,
+        torch.zeros_like,
+        torch.clone,
+        torch.Tensor.clone,
+        torch.Tensor.to,
+        torch.Tensor.cpu,
+        torch.Tensor.cuda,
+        torch.Tensor.float,
+        torch.Tensor.half,
+        torch.Tensor.bfloat16,
+    )
+)
+
+
+def table_weight(
+    rows: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> TableWeight:
+    """The weight of an embedding whose rows are on servers."""
+    return TableWeight(torch.zeros((), dtype=dtype, device=device).expand(rows, dim))
 
 
 def gradient_of(weight: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastdist.context import ReplicaContext, state
 from fastdist.coordinator.worker import Turn
 from fastdist.errors import FastdistError
 from fastdist.ps.pending import Pending
@@ -28,6 +29,19 @@ class _Staged:
     round: int
 
 
+def _examples(replica: ReplicaContext | None) -> float:
+    """Of the batch that `run` was given on this worker; 1 where there is none."""
+    if replica is None or replica.examples is None:
+        return 1.0
+    return float(sum(replica.examples))
+
+
+def _merged(strategy: object, steps: ServedSteps, *args: Any) -> None:
+    """In cross-replica context, once for all replicas."""
+    del strategy
+    steps._step(*args)
+
+
 class ServedSteps:
     """Makes `step` of a model's optimizers send gradients to the servers, and fetch what they give.
 
@@ -35,35 +49,39 @@ class ServedSteps:
     changes them in between (clipping, a second backward), they are sent again by the step, and
     from then on by steps alone.
 
+    Where a task has several replicas, they have reduced their gradients; all of them call `step`,
+    which is taken once.
+
     Args:
         model: what the optimizers train.
+        twins_of: the copies of an optimizer that other replicas of this task use.
     """
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        twins_of: Callable[[torch.optim.Optimizer], Sequence[torch.optim.Optimizer]],
+    ) -> None:
         self._model = model
         self._turn: Turn | None = None
-        self._weight_of: Callable[[], float] = lambda: 1.0
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
         self._steps = [0] * len(model.optimizers)  # in this turn
-        self._is_early = [True] * len(model.optimizers)
+        self._is_early: list[bool] = []
         for number, optimizer in enumerate(model.optimizers):
-            optimizer.__dict__["step"] = self._step_of(number, optimizer)
-            for group in optimizer.param_groups:
+            replicas = [optimizer, *twins_of(optimizer)]
+            self._is_early.append(len(replicas) == 1)
+            for one in replicas:
+                one.__dict__["step"] = self._step_of(number, optimizer, one)
+            for group in optimizer.param_groups if self._is_early[number] else ():
                 for parameter in group["params"]:
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
 
-    def begin(self, turn: Turn, weight_of: Callable[[], float]) -> None:
-        """A function is called.
-
-        Args:
-            turn: the call.
-            weight_of: what the gradients count for now, where several workers step together.
-        """
+    def begin(self, turn: Turn) -> None:
+        """A function is called."""
         self._turn = turn
-        self._weight_of = weight_of
         self._steps = [0] * len(self._steps)
         self._staged.clear()
-        self._model.forget_rows(p for p, _ in self._everything())
+        self._model.clear_gradients()
 
     def end(self) -> None:
         """The function has ended; gradients that no step has taken are not applied."""
@@ -71,10 +89,6 @@ class ServedSteps:
         for round in {staged.round for staged in self._staged.values()}:
             self._model.discard(round)
         self._staged.clear()
-
-    def _everything(self) -> list[tuple[nn.Parameter, float]]:
-        model = self._model
-        return [pair for optimizer in model.optimizers for pair in model.served_by(optimizer)]
 
     def _round(self, turn: Turn, number: int) -> int:
         """Of this step of this optimizer; no other step of the job has it."""
@@ -101,20 +115,26 @@ class ServedSteps:
 
     # --- step -----------------------------------------------------------------------------------
 
-    def _step_of(self, number: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    def _step_of(
+        self, number: int, optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer
+    ) -> Callable[..., Any]:
         def step(self_: torch.optim.Optimizer, closure: Any = None) -> Any:
             self_.__dict__["_opt_called"] = True  # which schedulers look for
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._step(number, self_)
+            replica = state.replica
+            if replica is None or len(replica.strategy.devices) == 1:
+                self._step(number, optimizer, _examples(replica))
+            else:
+                replica.merge_call(_merged, (self, number, optimizer, _examples(replica)))
             return loss
 
         step.__dict__["_wrapped_by_lr_sched"] = True
-        return types.MethodType(step, optimizer)
+        return types.MethodType(step, one)
 
-    def _step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, number: int, optimizer: torch.optim.Optimizer, weight: float) -> None:
         turn = self._turn
         if turn is None:
             raise FastdistError(
@@ -125,7 +145,7 @@ class ServedSteps:
         rates = self._model.served_by(optimizer)
         given = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
         if turn.size > 1:
-            self._step_together(turn, self._round(turn, number), rates)
+            self._step_together(turn, self._round(turn, number), rates, weight)
         elif self._is_early[number] and self._take_staged(number, given):
             self._model.commit(self._round(turn, number), given, 1.0)
         else:
@@ -138,10 +158,13 @@ class ServedSteps:
         self._model.end_pull()
 
     def _step_together(
-        self, turn: Turn, round: int, rates: Sequence[tuple[nn.Parameter, float]]
+        self,
+        turn: Turn,
+        round: int,
+        rates: Sequence[tuple[nn.Parameter, float]],
+        weight: float,
     ) -> None:
         """The mean of all workers' gradients, weighted."""
-        weight = self._weight_of()
         pushes = [
             self._model.begin_push(parameter, None, round, weight)
             for parameter, _ in rates

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastdist.ps.frames import Array
 from fastdist.ps.sharded import ShardedRows
-from fastdist.served.rows import gradient_of, stand_in
+from fastdist.served.rows import TableWeight, gradient_of, table_weight
 
 _CHUNK_ROWS = 65536
 
@@ -21,7 +21,7 @@ class ServedTable:
     Args:
         weight: the parameter that stands for them.
         rows: where they are.
-        lock: of the client; replicas of one process share it.
+        lock: of the client; replicas of one process share it, and this.
     """
 
     def __init__(self, weight: nn.Parameter, rows: ShardedRows, lock: threading.RLock) -> None:
@@ -32,11 +32,19 @@ class ServedTable:
         self._ids: list[Array] = []  # of a table without a limit: those that have gradients
         self._count = 0
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ServedTable:
+        """Copies of a module have their rows in the same place."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled modules find it where they arrive, if they do."""
+        return type(None), ()
+
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [ids, dim] on the device of the weight."""
+        """Rows [ids, dim] on the device of the ids."""
         with self._lock:
             rows = self.sharded.pull(ids.cpu().numpy())
-        return torch.from_numpy(rows).to(self.weight.device)
+        return torch.from_numpy(rows).to(ids.device)
 
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Where in the gradient of the weight the rows of these ids are.
@@ -65,9 +73,11 @@ class ServedTable:
     def take_weight(self) -> None:
         """Give the servers what the weight holds, and keep nothing here."""
         weight = self.weight
-        if weight.untyped_storage().nbytes() > weight.element_size():
+        if not isinstance(weight, TableWeight):
             self.assign(weight)
-            weight.data = stand_in(weight.shape, weight.dtype, weight.device)
+            rows, dim = weight.shape
+            weight.data = table_weight(rows, dim, weight.dtype, weight.device).data
+            weight.__class__ = TableWeight
 
     def assign(self, values: torch.Tensor) -> None:
         """Set all rows of a table with a limit."""

@@ -224,6 +224,10 @@ class Members:
             return [thing]
         return [thing, *self._routing.twin_tensors(thing)]
 
+    def twins_of(self, thing: Any) -> list[Any]:
+        """The copies of a module or optimizer that other replicas of this process use."""
+        return [] if self._routing is None else self._routing.twins_of(thing)
+
     def twin_index(self, replica: int) -> int | None:
         """Which of the twins a local replica uses; None: the users' own objects."""
         return None if self._routing is None else self._routing.twin_index(replica)

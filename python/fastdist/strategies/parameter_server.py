@@ -138,16 +138,28 @@ class ParameterServerStrategy(Strategy):
         places = plan(roots, optimizers, self._servers, prefix)
         bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places))
         model = ServedModel(
-            self.client, roots, optimizers, places, initialize=True, lock=threading.RLock()
+            self.client,
+            roots,
+            optimizers,
+            places,
+            initialize=True,
+            lock=threading.RLock(),
+            twins_of=self.twins_of,
         )
         model.take_tables()
-        ServedSteps(model)
+        for optimizer in optimizers:
+            optimizer.state.clear()  # it is on the servers
+        ServedSteps(model, self.twins_of)
         self._bundles.append((bundle, model))
         define_bundle(self.definitions, bundle, adopt_here)
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """On a worker: modules and optimizers have come from the chief."""
         super()._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
+
+    def twins_of(self, thing: Any) -> list[Any]:
+        """What replicas of this task besides the first use in place of something from a scope."""
+        return self._members.twins_of(thing)
 
     def in_function(self) -> AbstractContextManager[None]:
         """On a worker: what functions run in, cross-replica context."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastdist.context import state
 from fastdist.coordinator.per_worker import set_worker_index
 from fastdist.coordinator.worker import Turn
 from fastdist.ps.client import Client
@@ -79,14 +78,15 @@ class ServedWorker:
             bundle.places,
             initialize=False,
             lock=threading.RLock(),
+            twins_of=self.strategy.twins_of,
         )
-        steps = ServedSteps(model)
+        steps = ServedSteps(model, self.strategy.twins_of)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)
         model.begin_pull()
         model.end_pull()
         if self._turn is not None:
-            steps.begin(self._turn, self._weight)
+            steps.begin(self._turn)
 
     def take_news(self, news: bytes) -> None:
         """Learning rates, live buffers, or servers that were started again."""
@@ -108,7 +108,7 @@ class ServedWorker:
         self._turn = turn
         models = list(self._models.values()) if turn.has_state else []
         for model, steps in models:
-            steps.begin(turn, self._weight)
+            steps.begin(turn)
             model.begin_pull()
         for model, _ in models:
             model.end_pull()
@@ -128,10 +128,3 @@ class ServedWorker:
             return b""
         self._told = {prefix: set(names) for prefix, names in live.items()}
         return pickle.dumps(live)
-
-    def _weight(self) -> float:
-        """Examples of the batch that `run` was given here; 1 where there is none."""
-        replica = state.replica
-        if replica is None or replica.examples is None:
-            return 1.0
-        return float(sum(replica.examples))

@@ -4,8 +4,8 @@
 
 A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
 the same rows. The two servers take turns, a few requests each, in one run. Rows per second are of
-the median request; p99 is of all. Results are checked against what was sent. Dense values of 100 MB
-are pulled into fresh memory, as rpc does it, and into the same again, as a worker does each step.
+the median request; p99 is of all. Results are checked against what was sent. Dense values, 100 MB, are
+pulled into fresh memory, as rpc does it, and into the same again, as a worker does each step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A parameter server: answers requests from any number of clients with a few threads."""
+"""A parameter server: takes requests from any number of clients, and sends replies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ import zmq
 from fastdist.ps.frames import keep_freed_memory
 from fastdist.ps.keys import Keys
 from fastdist.ps.listening import admit, listen, require_keys
-from fastdist.ps.protocol import (
-    Op,
-    kind_of,
-)
+from fastdist.ps.protocol import Op, kind_of
 from fastdist.ps.send_buffers import SendBuffers
 from fastdist.ps.service import Service
 
@@ -117,7 +114,8 @@ class Server:
                 views = [frame.buffer for frame in frames]
                 if kind_of(views[0] if views else b"") in _SLOW:
                     beside += 1
-                    self._beside.submit(self._answer_beside, number, identity.bytes, views)
+                    with suppress(RuntimeError):  # it is being closed
+                        self._beside.submit(self._answer_beside, number, identity.bytes, views)
                 else:
                     answer = self._service.answer(views, buffers)
                     if answer is not None:

@@ -59,6 +59,7 @@ void WireFormat::check_size(std::size_t values, std::size_t size) const {
 
 void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> message) const {
   check_size(values.size(), message.size());
+  if (values.empty()) return;
   auto* to = message.data();
   switch (kind_) {
     case Kind::kFloat32:
@@ -85,6 +86,7 @@ void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> m
 
 void WireFormat::decode(std::span<const std::uint8_t> message, std::span<float> values) const {
   check_size(values.size(), message.size());
+  if (values.empty()) return;
   const auto* from = message.data();
   switch (kind_) {
     case Kind::kFloat32:

@@ -91,8 +91,8 @@ class Dispatcher:
         self._is_end = is_end
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
+        if is_end:  # else the garbage collector calls, in any thread
+            self._thread.join()
 
     @property
     def workers(self) -> list[int]:
@@ -115,6 +115,7 @@ class Dispatcher:
                     link.send(Kind.END)
                 link.close()
             self._context.term()
+            os.close(self._wake)
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(int(1000 * _LOOK_S)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -161,15 +162,13 @@ class ServedModel:
         """Send a parameter's gradient."""
         table = self._tables.get(id(parameter))
         if table is not None:
-            ids, values = table.gradient()
-            values = values if weight == 1.0 else values * weight
-            return table.sharded.begin_push(ids, values, lr, round=round)
+            return table.begin_push(lr, round, weight)
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         array = gradient.detach().float().cpu().numpy()
-        array = array if weight == 1.0 else array * weight
+        array = array if weight == 1.0 else array * np.float32(weight)
         return self._parameters[id(parameter)].begin_push(array, lr, round)
 
     def clear_gradients(self) -> None:

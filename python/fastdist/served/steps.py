@@ -55,6 +55,10 @@ class ServedSteps:
     Args:
         model: what the optimizers train.
         twins_of: the copies of an optimizer that other replicas of this task use.
+
+    Attributes:
+        is_fresh: whether the model has values that are new enough for the next function: it was
+            there already when the last step asked for them.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class ServedSteps:
         model: ServedModel,
         twins_of: Callable[[torch.optim.Optimizer], Sequence[torch.optim.Optimizer]],
     ) -> None:
+        self.is_fresh = False
         self._model = model
         self._turn: Turn | None = None
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
@@ -79,6 +84,7 @@ class ServedSteps:
     def begin(self, turn: Turn) -> None:
         """A function is called."""
         self._turn = turn
+        self.is_fresh = False
         self._steps = [0] * len(self._steps)
         self._staged.clear()
         self._model.clear_gradients()
@@ -154,6 +160,7 @@ class ServedSteps:
         self._steps[number] += 1
         self._model.forget_rows(parameter for parameter, _ in rates)
         self._model.add_buffers()
+        self.is_fresh = not turn.is_last()
         self._model.begin_pull()
         self._model.end_pull()
 

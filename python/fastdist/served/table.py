@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastdist.ps.frames import Array
+from fastdist.ps.pending import Pending
 from fastdist.ps.sharded import ShardedRows
 from fastdist.served.rows import TableWeight, gradient_of, table_weight
 
@@ -31,6 +32,7 @@ class ServedTable:
         self._is_hashed = rows.spec.rows is None
         self._ids: list[Array] = []  # of a table without a limit: those that have gradients
         self._count = 0
+        self._steps: tuple[int, ...] = ()  # of the values that were pulled, the oldest
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServedTable:
         """Copies of a module have their rows in the same place."""
@@ -43,7 +45,9 @@ class ServedTable:
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [ids, dim] on the device of the ids."""
         with self._lock:
-            rows = self.sharded.pull(ids.cpu().numpy())
+            pending = self.sharded.begin_pull(ids.cpu().numpy())
+            rows = pending.result()
+            self._steps = tuple(map(min, self._steps or pending.steps, pending.steps))
         return torch.from_numpy(rows).to(ids.device)
 
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
@@ -58,17 +62,18 @@ class ServedTable:
             self._ids.append(ids.cpu().numpy())
         return torch.arange(begin, self._count, device=ids.device)
 
-    def gradient(self) -> tuple[Array, Array]:
-        """Ids and gradients [ids, dim] of the weight's gradient."""
+    def begin_push(self, lr: float | None, round: int, weight: float) -> Pending[None]:
+        """Send the weight's gradient, times `weight`."""
         indices, values = gradient_of(self.weight)
-        if not self._is_hashed:
-            return indices, values
-        return np.concatenate(self._ids)[indices], values
+        ids = np.concatenate(self._ids)[indices] if self._is_hashed else indices
+        values = values if weight == 1.0 else values * np.float32(weight)
+        return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
 
     def forget(self) -> None:
         """There is no gradient any more."""
         self._ids.clear()
         self._count = 0
+        self._steps = ()
 
     def take_weight(self) -> None:
         """Give the servers what the weight holds, and keep nothing here."""

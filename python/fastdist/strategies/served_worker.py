@@ -91,9 +91,10 @@ class ServedWorker:
     def take_news(self, news: bytes) -> None:
         """Learning rates, live buffers, or servers that were started again."""
         before, self._news = self._news["generation"], pickle.loads(news)
-        for prefix, (model, _) in self._models.items():
+        for prefix, (model, steps) in self._models.items():
             if self._news["generation"] != before:
                 model.connect(initialize=False)
+                steps.is_fresh = False
             self._apply(prefix)
 
     def _apply(self, prefix: str) -> None:
@@ -107,17 +108,19 @@ class ServedWorker:
         """Call it in cross-replica context, with the servers' values."""
         self._turn = turn
         models = list(self._models.values()) if turn.has_state else []
-        for model, steps in models:
-            steps.begin(turn)
+        stale = [model for model, steps in models if not steps.is_fresh]
+        for model in stale:
             model.begin_pull()
-        for model, _ in models:
+        for _, steps in self._models.values():
+            steps.begin(turn)
+        for model in stale:
             model.end_pull()
         try:
             with self.strategy.in_function():
                 return call()
         finally:
             self._turn = None
-            for model, steps in self._models.values():
+            for model, steps in self._models.values() if turn.has_state else ():
                 steps.end()
                 model.add_buffers()
 

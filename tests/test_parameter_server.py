@@ -377,6 +377,70 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert sum(kept) == 6
 
 
+def test_cached_rows(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(
+            None, 4, initializer=("constant", 0.0, 0.0), cached_rows=64, cache_age=3
+        )
+        optimizer = sgd(table.parameters())
+
+    def requests() -> int:
+        return int(sum(strategy.client.stats(i)["requests"] for i in range(3)))
+
+    def look(times: int) -> list[float]:
+        return [float(table(torch.tensor([5, 6])).detach()[0, 0]) for _ in range(times)]
+
+    def train() -> list[float]:
+        before = look(1)
+        table(torch.tensor([5])).sum().backward()
+        optimizer.step()
+        return before + look(1)
+
+    before, after = coordinator.schedule(train).fetch()
+    np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)  # its own push, at once
+    look(1)  # the chief has a cache of its own
+    begun = requests()
+    seen = look(9)
+    assert requests() - begun - 3 <= 3 * 4  # of nine lookups of two rows, every fourth asks
+    np.testing.assert_allclose(seen[-1], -0.1, rtol=1e-5)
+
+
+def test_narrow_wires(cluster: PsCluster) -> None:
+    for wire in ("bfloat16", "float16", "int8"):
+        strategy = cluster.strategy(wire=wire, max_staleness=0)
+        coordinator = cluster.coordinator(strategy)
+        model, optimizer = make(strategy, sgd)
+        other, other_optimizer = reference(sgd)
+        for batch in batches(4):
+            coordinator.schedule(step, (model, optimizer, *batch))
+            step(other, other_optimizer, *batch)
+        coordinator.join()
+        same(model, other, 0.05)
+    with pytest.raises(ValueError, match="wire must be one of float32"):
+        cluster.strategy(wire="int4")
+
+
+def test_gradients_that_are_not_finite(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(refuse_nonfinite=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model.parameters())
+    before = model.weight.detach().clone()
+
+    def train(x: Any) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    coordinator.schedule(train, (torch.tensor([[float("nan"), 1.0]]),))
+    with pytest.raises(ValueError, match="'0/weight': 2 of 4 elements of the gradient are NaN"):
+        coordinator.join()
+    coordinator.join()
+    assert torch.equal(model.weight, before)
+
+
 def test_embeddings_without_servers() -> None:
     plain = fd.nn.Embedding(5, 3, seed=1)
     assert torch.equal(plain(torch.tensor([1, 1, 4])), plain.weight[[1, 1, 4]])

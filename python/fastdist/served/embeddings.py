@@ -44,8 +44,14 @@ class Table(Lookup, nn.Module):
         max_rows: int | None = None,
         max_age: int | None = None,
         padding_idx: int | None = None,
+        cached_rows: int = 0,
+        cache_age: int = 16,
     ) -> None:
         super().__init__()
+        if cached_rows < 0 or cache_age < 0:
+            raise ValueError(
+                f"cached_rows and cache_age must be at least 0, got {cached_rows} and {cache_age}"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.initializer = initializer
@@ -54,6 +60,8 @@ class Table(Lookup, nn.Module):
         self.max_rows = max_rows
         self.max_age = max_age
         self.padding_idx = padding_idx
+        self.cached_rows = cached_rows
+        self.cache_age = cache_age
         rows = UNLIMITED if num_embeddings is None else num_embeddings
         # Also where there are no servers, this says what is wrong with the arguments.
         table = _core.RowTable(
@@ -99,6 +107,9 @@ class Embedding(Table):
         max_rows: servers drop rows that were touched the longest ago over this number.
         max_age: servers drop rows that so many pushes have not touched.
         padding_idx: an id whose row does not learn.
+        cached_rows: so many rows a worker keeps, and need not pull again; its own pushes are seen
+            at once, those of others when a row is too old.
+        cache_age: lookups after which a row is too old.
 
     Raises:
         UnsupportedError: no limit, and no parameter servers.

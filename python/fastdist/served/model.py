@@ -13,10 +13,11 @@ from fastdist.errors import FastdistError
 from fastdist.ps.client import Client
 from fastdist.ps.pending import Pending
 from fastdist.ps.rounds import commit_round, discard_rounds
+from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.specs import DenseSpec
 from fastdist.served.dense import ServedTensor
-from fastdist.served.embeddings import serve, tables_in
+from fastdist.served.embeddings import Table, serve, tables_in
 from fastdist.served.plan import Place, tensors_in
 from fastdist.served.table import ServedTable
 
@@ -84,8 +85,11 @@ class ServedModel:
                 continue
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, place.spec, place.pieces)
-            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock)
             module = modules[id(tensor)]
+            cache = None
+            if isinstance(module, Table) and module.cached_rows:
+                cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
+            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache)
             for one in (module, *self._twins_of(module)):
                 serve(one, self._tables[id(tensor)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,19 @@ from fastdist.served.rules import rule_of
 _ADD = RuleSpec("SGD", {"lr": 1.0})
 _STAY = RuleSpec("SGD", {"lr": 0.0})
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What holds for all values of a job.
+
+    Attributes:
+        wire: how they travel: "float32", "bfloat16", "float16" or "int8".
+        refuse_nonfinite: whether gradients with NaN or infinity are errors.
+    """
+
+    wire: str = "float32"
+    refuse_nonfinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,7 @@ def plan(
     optimizers: Sequence[torch.optim.Optimizer],
     servers: RoundRobin,
     prefix: str,
+    wishes: Wishes,
 ) -> list[Place]:
     """Where everything that is trained, and what BatchNorm and its like count, is to be.
 
@@ -68,6 +83,11 @@ def plan(
             spec = _rows_spec(tables[id(tensor)], prefix + name, rule)
         else:
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
+        # Buffers are added up, and must not lose what is small.
+        travels = wishes if is_parameter else Wishes()
+        spec = dataclasses.replace(
+            spec, wire=travels.wire, refuse_nonfinite=travels.refuse_nonfinite
+        )
         if isinstance(spec, RowsSpec) and spec.rows is None:
             pieces = servers.everywhere()
         else:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastdist.ps.frames import Array
 from fastdist.ps.pending import Pending
+from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows
 from fastdist.served.rows import TableWeight, gradient_of, table_weight
 
@@ -23,15 +24,24 @@ class ServedTable:
         weight: the parameter that stands for them.
         rows: where they are.
         lock: of the client; replicas of one process share it, and this.
+        cache: of rows; None: all are pulled each time.
     """
 
-    def __init__(self, weight: nn.Parameter, rows: ShardedRows, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        rows: ShardedRows,
+        lock: threading.RLock,
+        cache: RowCache | None = None,
+    ) -> None:
         self.weight = weight
         self.sharded = rows
+        self._cache = cache
         self._lock = lock
         self._is_hashed = rows.spec.rows is None
         self._ids: list[Array] = []  # of a table without a limit: those that have gradients
         self._count = 0
+        self._pushed: list[Array] = []
         self._steps: tuple[int, ...] = ()  # of the values that were pulled, the oldest
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServedTable:
@@ -45,10 +55,16 @@ class ServedTable:
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [ids, dim] on the device of the ids."""
         with self._lock:
-            pending = self.sharded.begin_pull(ids.cpu().numpy())
-            rows = pending.result()
-            self._steps = tuple(map(min, self._steps or pending.steps, pending.steps))
+            rows = self._pull(ids.cpu().numpy())
         return torch.from_numpy(rows).to(ids.device)
+
+    def _pull(self, ids: Array) -> Array:
+        if self._cache is not None:
+            return self._cache.pull(ids)
+        pending = self.sharded.begin_pull(ids)
+        rows = pending.result()
+        self._steps = tuple(map(min, self._steps or pending.steps, pending.steps))
+        return rows
 
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Where in the gradient of the weight the rows of these ids are.
@@ -67,10 +83,15 @@ class ServedTable:
         indices, values = gradient_of(self.weight)
         ids = np.concatenate(self._ids)[indices] if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
+        self._pushed.append(ids)
         return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
 
     def forget(self) -> None:
-        """There is no gradient any more."""
+        """The gradient has been applied, or given up: pull its rows again."""
+        if self._cache is not None:
+            for ids in self._pushed:
+                self._cache.forget(ids)
+        self._pushed.clear()
         self._ids.clear()
         self._count = 0
         self._steps = ()

@@ -28,7 +28,7 @@ from fastdist.ps.job_keys import job_keys
 from fastdist.ps.partition import Partitioner, RoundRobin
 from fastdist.served.bundle import Bundle, define_bundle
 from fastdist.served.model import ServedModel
-from fastdist.served.plan import plan
+from fastdist.served.plan import Wishes, plan
 from fastdist.served.steps import ServedSteps
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.devices import every_device, physical_device
@@ -42,6 +42,7 @@ from fastdist.strategies.served_worker import (
 )
 
 _END_S = 2.0
+_WIRES = ("float32", "bfloat16", "float16", "int8")
 
 
 class ParameterServerStrategy(Strategy):
@@ -67,6 +68,10 @@ class ParameterServerStrategy(Strategy):
             ended (stale synchronous parallel; Ho et al., NIPS 2013); None: any time.
         synchronous: functions run in groups, one on each worker; their optimizer steps are taken
             together, with the mean of the gradients, weighted by examples.
+        wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
+            scale for each row, or for each few elements of dense values.
+        refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing; else
+            servers count them.
         keys: of the job; by default FASTDIST_PS_KEYS, which `fastdist run` sets.
         options: how a worker's replicas communicate.
 
@@ -85,6 +90,8 @@ class ParameterServerStrategy(Strategy):
         devices: Sequence[str | torch.device] | None = None,
         max_staleness: int | None = None,
         synchronous: bool = False,
+        wire: str = "float32",
+        refuse_nonfinite: bool = False,
         keys: Keys | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
@@ -93,6 +100,8 @@ class ParameterServerStrategy(Strategy):
                 f"max_staleness must be at least 0, and goes without synchronous=True; got "
                 f"{max_staleness} and synchronous={synchronous}"
             )
+        if wire not in _WIRES:
+            raise ValueError(f"wire must be one of {', '.join(_WIRES)}, got {wire!r}")
         resolver = cluster_resolver or TFConfigClusterResolver()
         spec = resolver.cluster_spec()
         spec.require_parameter_servers()
@@ -122,6 +131,7 @@ class ParameterServerStrategy(Strategy):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
         self.definitions.name(self, self.definitions.define(strategy_here))
+        self._wishes = Wishes(wire, refuse_nonfinite)
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self._bundles: list[tuple[Bundle, ServedModel]] = []
         self._generation = 0
@@ -135,7 +145,7 @@ class ParameterServerStrategy(Strategy):
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._bundles)}/"
-        places = plan(roots, optimizers, self._servers, prefix)
+        places = plan(roots, optimizers, self._servers, prefix, self._wishes)
         bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places))
         model = ServedModel(
             self.client,

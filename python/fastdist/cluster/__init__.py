@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastdist.cluster.spec import ClusterSpec
     from fastdist.cluster.tf_config import TFConfigClusterResolver
     from fastdist.cluster.torchrun import TorchrunClusterResolver
+    from fastdist.cluster.tpu import TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -29,6 +30,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
     "TorchrunClusterResolver",
     "detect_launch",
     "detect_resolver",
@@ -45,6 +47,7 @@ _MODULES = {
     "SimpleClusterResolver": "resolver",
     "SlurmClusterResolver": "slurm",
     "TFConfigClusterResolver": "tf_config",
+    "TPUClusterResolver": "tpu",
     "TorchrunClusterResolver": "torchrun",
     "detect_resolver": "detection",
     "join_address": "address",

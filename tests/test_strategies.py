@@ -11,6 +11,7 @@ import fastdist as fd
 import pytest
 import torch
 from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import thread_links
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
@@ -194,7 +195,7 @@ class TestCentralStorageApart(Contract):
     def make(size: int) -> OneProcess:
         cpu, other = torch.device("cpu"), torch.device("cpu:1")
         return OneProcess(
-            lambda options: fd.Strategy(
+            lambda options: LinkedStrategy(
                 [cpu] * size,
                 lambda: thread_links(size, options),
                 parameter_device=other,

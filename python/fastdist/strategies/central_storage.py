@@ -8,13 +8,13 @@ import torch
 
 from fastdist.cluster import detect_launch
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.base import Strategy
 from fastdist.strategies.devices import every_device, physical_device
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import thread_links
 from fastdist.strategies.options import CommunicationOptions
 
 
-class CentralStorageStrategy(Strategy):
+class CentralStorageStrategy(LinkedStrategy):
     """Keeps parameters and optimizer states in one place (tf.distribute's of that name).
 
     Replicas compute on the compute devices, each in a thread of its own. Their gradients are

@@ -9,10 +9,11 @@ import torch
 
 from fastdist.context import ReplicaContext, state
 from fastdist.strategies.base import Strategy
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import Links
 
 
-class DefaultStrategy(Strategy):
+class DefaultStrategy(LinkedStrategy):
     """Passes everything through; what `get_strategy` gives outside a scope.
 
     It lets code that is written for strategies run without one.

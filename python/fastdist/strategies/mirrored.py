@@ -8,14 +8,14 @@ import torch
 
 from fastdist.cluster import detect_launch
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.base import Strategy
 from fastdist.strategies.devices import every_device, physical_device
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import process_links, thread_links
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.world import init
 
 
-class MirroredStrategy(Strategy):
+class MirroredStrategy(LinkedStrategy):
     """Trains on all devices of this machine at once (tf.distribute.MirroredStrategy).
 
     Started by `fastdist run` or another launcher, each process is one replica. Started alone, the

@@ -10,14 +10,14 @@ import torch
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
 from fastdist.communicator import Communicator
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.base import Strategy
 from fastdist.strategies.devices import every_device, physical_device
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import worker_links
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.world import init
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(LinkedStrategy):
     """Trains on all workers' devices at once (tf.distribute.MultiWorkerMirroredStrategy).
 
     Every worker is a process that runs the same script; all must have as many devices. Initial

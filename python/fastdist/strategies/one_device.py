@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fastdist.strategies.base import Strategy
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import Links
 
 
-class OneDeviceStrategy(Strategy):
+class OneDeviceStrategy(LinkedStrategy):
     """Puts modules and data on one device (tf.distribute.OneDeviceStrategy).
 
     Args:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from fastdist.data.batches import join
 from fastdist.data.pipelines import Part
 from fastdist.values import leaves, map_structure
 
@@ -22,6 +23,23 @@ class Shipment:
 
     part: Part
     arrivals: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
+
+
+class BatchCopy(Protocol):
+    """What brings parts to where the replicas compute."""
+
+    @property
+    def to_cpu_only(self) -> bool:
+        """Whether that is CPU memory, so that there is nothing to do ahead of time."""
+
+    def send(self, part: Part) -> Shipment:
+        """Start the copies; from any thread."""
+
+    def receive(self, shipment: Shipment) -> Part:
+        """The part, ready for use by the calling thread."""
+
+    def join(self, part: Part) -> Any:
+        """What the training loop gets of a part."""
 
 
 class DeviceCopy:
@@ -64,6 +82,10 @@ class DeviceCopy:
                     # Its memory came from the copy's stream, and must not return to that early.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return shipment.part
+
+    def join(self, part: Part) -> Any:
+        """One structure of per-replica values."""
+        return join(part.batches, part.sizes, part.examples)
 
     def _send_batch(self, batch: Any, device: torch.device) -> Any:
         if device.type != "cuda":

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastdist.data.agreement import Agreement
-from fastdist.data.batches import join
-from fastdist.data.devices import DeviceCopy
+from fastdist.data.devices import BatchCopy, DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
@@ -50,7 +49,13 @@ class DistributedDataset:
         identity: Mapping[str, Any],
     ) -> None:
         self._pipeline = pipeline
-        self._copy = DeviceCopy(layout.devices)
+        self._copy: BatchCopy = DeviceCopy(layout.devices)
+        if layout.make_copy is not None:
+            sizes = pipeline.batch_sizes
+            is_even = sizes is not None and len(sizes) == 1
+            self._copy = layout.make_copy(
+                is_even and not any(size % layout.num_replicas for size in sizes or ())
+            )
         self._agreement = agreement
         self._prefetch = prefetch
         # Rows are copied sooner than another thread hands them over.
@@ -131,7 +136,7 @@ class DistributedDataset:
         parts = self._parts(position.epoch, position.step)
         try:
             for part in self._agreement(parts, self._spare):
-                batch = join(part.batches, part.sizes, part.examples)
+                batch = self._copy.join(part)
                 position.step += 1
                 yield batch
         finally:

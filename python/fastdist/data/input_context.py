@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fastdist.data.devices import BatchCopy
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputLayout:
@@ -24,6 +26,8 @@ class InputLayout:
             called by all workers, each with as many ints. Called only where the number of steps
             cannot be known or the workers' data may differ, always from the thread that iterates,
             and never when there is one worker.
+        make_copy: makes what brings batches to the replicas, for one dataset; it is told whether
+            all replicas have as many examples in all batches. None: copies to the devices.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -35,6 +39,7 @@ class InputLayout:
     worker: int
     devices: tuple[torch.device, ...]
     all_gather_ints: Callable[[Sequence[int]], list[list[int]]]
+    make_copy: Callable[[bool], BatchCopy] | None = None
 
     def __post_init__(self) -> None:
         first = self.local_replicas[0] if self.local_replicas else -1

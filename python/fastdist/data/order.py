@@ -18,6 +18,10 @@ class IndexOrder(Protocol):
     def steps(self) -> int | None:
         """Batches per epoch; None where it cannot be known."""
 
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """The sizes that batches have; None where they cannot be known."""
+
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """An epoch's batches of indices without the first `skip`."""
 
@@ -44,6 +48,15 @@ class RangeOrder:
         """Batches per epoch."""
         whole, rest = divmod(self.length, self.batch_size)
         return whole + (1 if rest and not self.drop_remainder else 0)
+
+    @property
+    def batch_sizes(self) -> frozenset[int]:
+        """The batch size, and that of the last batch."""
+        last = self.length % self.batch_size
+        sizes = {self.batch_size}
+        if last and not self.drop_remainder:
+            sizes = {last} if self.length < self.batch_size else {self.batch_size, last}
+        return frozenset(sizes)
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """Ranges when in order, else slices of the permutation (int64)."""
@@ -75,6 +88,11 @@ class SampledOrder:
             return len(self.batch_sampler)  # type: ignore[arg-type]
         except TypeError:
             return None
+
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """Not known."""
+        return None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """The sampler's batches."""

@@ -58,6 +58,10 @@ class Pipeline(Protocol):
     def steps(self) -> int | None:
         """Parts per epoch; None where it cannot be known."""
 
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """The sizes that the batches to be cut have; None where they cannot be known."""
+
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """An epoch's parts without the first `skip`. Worker processes start here, not later."""
 
@@ -85,6 +89,11 @@ class ArrayPipeline:
     def steps(self) -> int | None:
         """Parts per epoch."""
         return self._order.steps
+
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """Those of the order."""
+        return self._order.batch_sizes
 
     @property
     def reads_cpu_memory(self) -> bool:
@@ -143,6 +152,11 @@ class ExamplePipeline:
     def steps(self) -> int | None:
         """Parts per epoch."""
         return self._order.steps
+
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """Those of the order."""
+        return self._order.batch_sizes
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """The parts; nothing is loaded for those that are skipped."""
@@ -209,6 +223,11 @@ class StreamPipeline:
         whole, rest = divmod(self._length, self._batch_size)
         return whole + (1 if rest and not self._drop_remainder else 0)
 
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """Known where a remainder is dropped."""
+        return frozenset({self._batch_size}) if self._drop_remainder else None
+
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """The parts, of which the first `skip` are read and dropped."""
         parts = load(
@@ -248,6 +267,11 @@ class FunctionPipeline:
     def steps(self) -> int | None:
         """Parts per epoch, if the iterable has a length."""
         return None if self._length is None else -(-self._length // self._replicas)
+
+    @property
+    def batch_sizes(self) -> frozenset[int] | None:
+        """Not known."""
+        return None
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """The parts, of which the first `skip` are read and dropped."""

@@ -36,9 +36,7 @@ class BufferSync:
 
     def keep(self) -> None:
         """Until `restore`, what is written does not count: this replica has no examples."""
-        self._kept = [
-            (buffer, buffer.clone()) for module in self._modules for buffer in _floating(module)
-        ]
+        self._kept = [(buffer, buffer.clone()) for buffer in self.floating()]
 
     def restore(self) -> None:
         """Put back what `keep` found, if it was called."""
@@ -53,14 +51,23 @@ class BufferSync:
 
     def send(self) -> Work | None:
         """Start to average what was written since the last time. Every replica must call."""
-        self._note_written()
-        self.restore()
-        written = [buffer for i in sorted(self._written) for buffer in _floating(self._modules[i])]
-        self._written.clear()
+        written = self.take_written()
         if not written:
             return None
         work: Work = self._communicator.all_reduce(written, "mean", async_op=True)
         return work
+
+    def take_written(self) -> list[torch.Tensor]:
+        """What was written since the last time; it is up to the caller to make it alike."""
+        self._note_written()
+        self.restore()
+        written = [buffer for i in sorted(self._written) for buffer in _floating(self._modules[i])]
+        self._written.clear()
+        return written
+
+    def floating(self) -> list[torch.Tensor]:
+        """All buffers that may be averaged."""
+        return [buffer for module in self._modules for buffer in _floating(module)]
 
     def _note_written(self) -> None:
         # Torch's batch_norm writes its statistics without a trace; the count beside them has one.

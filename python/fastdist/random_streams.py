@@ -133,7 +133,10 @@ class _OwnState(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _RANDOM or kwargs.get("generator") is not None:
+        if (
+            getattr(func, "__name__", "") not in RANDOM_FUNCTIONS
+            or kwargs.get("generator") is not None
+        ):
             return func(*args, **kwargs)
         return self._draw(func, args, kwargs)
 
@@ -152,7 +155,7 @@ class _OwnState(TorchFunctionMode):
 
 _thread = _Thread()
 detours = _Detours()
-_RANDOM = frozenset(
+RANDOM_FUNCTIONS = frozenset(
     f"{name}{suffix}"
     for name in (
         *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),

@@ -1,0 +1,375 @@
+"""The engines for XLA tensors: collectives that become part of the program that is being traced.
+
+`SpmdEngine`: one program for all devices of a process, each of which is a rank; for code between
+`XlaMesh.enter` and `leave`. It is traced once, so that ranks cannot call different things, and what
+the host knows (a number, a numpy array) is the same on all ranks. `ProcessEngine`: torch_xla's mode
+of one process for each device, by the functions of `torch_xla.core.xla_model`; there processes
+compare what they call, on the host and while they trace, where they can reach each other.
+
+Lists are reduced as one: all tensors of one dtype in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdist.arguments import to_rank
+from fastdist.arrays import DTYPES
+from fastdist.engines.checked import source_line
+from fastdist.engines.engine import Bytes, Calls, Engine
+from fastdist.engines.signature import (
+    OPS,
+    RECORD_BYTES,
+    REDUCE_OPS,
+    Signature,
+    mismatch,
+    pack_site,
+    unpack_site,
+)
+from fastdist.engines.xla_mesh import XlaMesh, load_torch_xla
+from fastdist.errors import UnsupportedError
+
+_XLA_OPS = ("sum", "mean", "min", "max")
+
+
+class XlaEngine(Engine):
+    """What both modes share: arguments are checked, lists are fused. Subclasses move the data."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def calls(self) -> Calls:
+        """The collectives; their work is part of the traced program, and so never asynchronous."""
+        return {op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
+
+    def trusted_calls(self) -> Calls:
+        """The same."""
+        return self.calls()
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Memory of the host: that of the devices is XLA's own affair."""
+        return np.empty(nbytes, np.uint8)
+
+    def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
+        """Not there.
+
+        Raises:
+            UnsupportedError: always, but for a group of all ranks in order.
+        """
+        if [list(group) for group in groups] == [list(range(self.size))]:
+            return self
+        raise UnsupportedError(
+            f"XLA engines have no groups, got {list(map(list, groups))} of {self.size} ranks"
+        )
+
+    def set_phase(self, phase: int) -> None:
+        """Nothing to do: what is traced has an order already."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        *own, _, async_op = args
+        if async_op:
+            raise UnsupportedError(
+                f"{name}: async_op=True has no meaning for XLA tensors; XLA runs the collectives "
+                "of a traced program beside its computations by itself"
+            )
+        return method(*own)
+
+    # --- what is called -------------------------------------------------------------------------
+
+    def _all_reduce(self, arrays: Any, op: str, out: Any, compress: str | None) -> Any:
+        if compress is not None:
+            raise UnsupportedError(
+                f"compress={compress!r} is not there for XLA tensors; convert them, as in "
+                "x.to(torch.bfloat16)"
+            )
+        sources = _tensors(arrays)
+        targets = sources if out is None else _tensors(out)
+        _require_fit("all_reduce", sources, targets)
+        _require_op(op, sources)
+        self._agree("all_reduce", sources, op)
+        for target, result in zip(targets, self._reduced(sources, op), strict=True):
+            _put(target, result)
+        return arrays if out is None else out
+
+    def _reduce(self, arrays: Any, op: str, root: int, out: Any) -> Any:
+        to_rank(root, "root", self.size)
+        return self._all_reduce(arrays, op, out, None)  # others' result is one more copy
+
+    def _broadcast(self, arrays: Any, root: int, out: Any) -> Any:
+        to_rank(root, "root", self.size)
+        sources = _tensors(arrays)
+        targets = sources if out is None else _tensors(out)
+        _require_fit("broadcast", sources, targets)
+        self._agree("broadcast", sources, root=root)
+        for source, target in zip(sources, targets, strict=True):
+            row = source if source.dim() else source[None]
+            everyone = self._joined(row).reshape(self.size, *source.shape)
+            _put(target, everyone[root])
+        return arrays if out is None else out
+
+    def _all_gather(self, arrays: Any, out: Any) -> Any:
+        sources, targets = _tensors(arrays), _tensors(out)
+        self._agree("all_gather", sources)
+        for source, target in zip(sources, targets, strict=True):
+            _put(target, self._joined(source if source.dim() else source[None]))
+        return out
+
+    def _gather(self, arrays: Any, root: int, out: Any) -> Any:
+        to_rank(root, "root", self.size)
+        return None if out is None else self._all_gather(arrays, out)
+
+    def _scatter(self, arrays: Any, root: int, out: Any) -> Any:
+        to_rank(root, "root", self.size)
+        sources, targets = _tensors(arrays), _tensors(out)
+        self._agree("scatter", sources, root=root)
+        for source, target in zip(sources, targets, strict=True):
+            given = self._joined(source).reshape(self.size, *source.shape)[root]
+            _put(target, self._part(given))
+        return out
+
+    def _reduce_scatter(self, arrays: Any, op: str, out: Any) -> Any:
+        sources, targets = _tensors(arrays), _tensors(out)
+        _require_op(op, sources)
+        self._agree("reduce_scatter", sources, op)
+        for target, result in zip(targets, self._reduced(sources, op), strict=True):
+            _put(target, self._part(result))
+        return out
+
+    def _all_to_all(self, arrays: Any, out: Any, counts: Sequence[int]) -> Any:
+        if len(counts):
+            raise UnsupportedError("all_to_all: XLA has equal parts alone; leave splits out")
+        sources, targets = _tensors(arrays), _tensors(out)
+        self._agree("all_to_all", sources)
+        for source, target in zip(sources, targets, strict=True):
+            _put(target, self._exchanged(source))
+        return out
+
+    def _send(self, *_: object) -> Any:
+        raise UnsupportedError("send is not there for XLA tensors; use all_to_all or scatter")
+
+    def _recv(self, *_: object) -> Any:
+        raise UnsupportedError("recv is not there for XLA tensors; use all_to_all or scatter")
+
+    def _barrier(self) -> None:
+        self._agree("barrier", [])
+
+    def _agree(
+        self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
+    ) -> None:
+        """Compare a call with other processes'; nothing to do where there is one trace."""
+
+    def _reduced(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
+        results: list[Any] = [None] * len(tensors)
+        together: dict[torch.dtype, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            together.setdefault(tensor.dtype, []).append(i)
+        for places in together.values():
+            reduced = self._reduced_alike([tensors[i].detach() for i in places], op)
+            for i, result in zip(places, reduced, strict=True):
+                results[i] = result
+        return results
+
+    # --- what subclasses do ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
+        """Tensors of one dtype, reduced over all ranks by one operation."""
+
+    @abstractmethod
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, along axis 0."""
+
+    @abstractmethod
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part, along axis 0, of a tensor that all ranks have."""
+
+    @abstractmethod
+    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Part i of the result is this rank's part of rank i's tensor, along axis 0."""
+
+
+class SpmdEngine(XlaEngine):
+    """The devices of a mesh, inside `XlaMesh.enter` and `leave`.
+
+    Its rank is 0, whichever device runs: the program is one. Which one runs, in the program, is
+    `ReplicaContext.replica_id_in_sync_group`.
+    """
+
+    def __init__(self, mesh: XlaMesh) -> None:
+        super().__init__(0, mesh.size)
+        self._mesh = mesh
+
+    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
+        on_host = [tensor.device.type != "xla" for tensor in tensors]
+        if any(on_host):  # the same on all ranks
+            if not all(on_host):
+                raise ValueError("all_reduce of a list: some tensors are on XLA devices, some not")
+            adds = op == "sum" and tensors[0].dtype != torch.bool
+            return [tensor * self.size if adds else tensor for tensor in tensors]
+        dtype = tensors[0].dtype
+        flat = tensors[0].reshape(-1) if len(tensors) == 1 else None
+        if flat is None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if dtype == torch.bool:
+            op, flat = ("max" if op == "sum" else op), flat.to(torch.int32)
+        scale = 1.0 / self.size if op == "mean" else 1.0
+        reduced = self._mesh.all_reduce("sum" if op == "mean" else op, flat, scale).to(dtype)
+        if len(tensors) == 1:
+            return [reduced.view(tensors[0].shape)]
+        parts = torch.split(reduced, [tensor.numel() for tensor in tensors])
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "xla":
+            return torch.cat([tensor] * self.size)
+        return self._mesh.enter(self._mesh.leave_joined(tensor))
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        _require_xla(tensor)
+        return self._mesh.enter_part(self._mesh.leave(tensor))
+
+    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
+        _require_xla(tensor)
+        n = self.size
+        rows = tensor.shape[0] // n
+        table = self._mesh.leave_joined(tensor).reshape(n, n, rows, *tensor.shape[1:])
+        turned = table.transpose(0, 1).reshape(n * n * rows, *tensor.shape[1:])
+        return self._mesh.enter_part(turned)
+
+
+class ProcessEngine(XlaEngine):
+    """torch_xla's mode of one process for each device (`torch_xla.launch`).
+
+    Args:
+        peers: of the same processes on the host, in the same order; with it, what they call is
+            compared before it is traced. None: XLA itself fails, or hangs, where they differ.
+    """
+
+    def __init__(self, peers: Engine | None = None) -> None:
+        runtime: Any = load_torch_xla().runtime
+        super().__init__(runtime.global_ordinal(), runtime.world_size())
+        if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
+            raise ValueError(
+                f"peers is rank {peers.rank} of {peers.size}, this process is {self.rank} of "
+                f"{self.size}"
+            )
+        self._model: Any = import_module("torch_xla.core.xla_model")
+        self._comparison = None if peers is None else Comparison(peers)
+
+    def _agree(
+        self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
+    ) -> None:
+        if self._comparison is not None:
+            self._comparison.require_same(signature_of(name, tensors, op, root), source_line())
+
+    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
+        copies = [tensor.clone() for tensor in tensors]
+        scale = 1.0 / self.size if op == "mean" else 1.0
+        reduced: Sequence[torch.Tensor] = self._model.all_reduce(
+            "sum" if op == "mean" else op, copies, scale=scale
+        )
+        return reduced
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        joined: torch.Tensor = self._model.all_gather(tensor, dim=0)
+        return joined
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.tensor_split(self.size)[self.rank]
+
+    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
+        exchanged: torch.Tensor = self._model.all_to_all(tensor, 0, 0, self.size)
+        return exchanged
+
+
+class Comparison:
+    """Lets processes that trace say what they call; `peers` connects them on the host."""
+
+    def __init__(self, peers: Engine) -> None:
+        self._peers = peers
+        self._gather = peers.calls()["all_gather"]
+        self._sequence = 0
+
+    def require_same(self, signature: Signature, site: str, timeout_s: float = 600.0) -> None:
+        """Check a call against that of every other process, which must call this too.
+
+        Raises:
+            CollectiveMismatchError: they differ; with every process's call and line.
+        """
+        self._sequence += 1
+        record = signature.pack(self._sequence)
+        records = self._everyone(record, RECORD_BYTES, timeout_s)
+        if records.count(records[0]) != len(records):
+            packed = pack_site(site)
+            sites = self._everyone(packed, len(packed), timeout_s)
+            raise mismatch(self._peers.rank, records, [unpack_site(text) for text in sites])
+
+    def _everyone(self, own: bytes, length: int, timeout_s: float) -> list[bytes]:
+        rows = np.empty(length * self._peers.size, np.uint8)
+        self._gather(np.frombuffer(own, np.uint8), rows, timeout_s, False)
+        return [row.tobytes() for row in rows.reshape(self._peers.size, length)]
+
+
+def signature_of(name: str, tensors: Sequence[torch.Tensor], op: str, root: int) -> Signature:
+    """The signature of a call on XLA tensors, whose memory nobody sees."""
+    words = [(prod(t.shape), DTYPES.index(_dtype(t))) for t in tensors]
+    count = sum(word[0] for word in words)
+    dtype = _dtype(tensors[0]) if tensors else "bool"
+    several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
+    return Signature(name, dtype, op, root, 0, count, several)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _tensors(arrays: Any) -> list[torch.Tensor]:
+    listed = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+    return [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in listed]
+
+
+def _require_fit(
+    name: str, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> None:
+    ours = [(tuple(t.shape), t.dtype) for t in sources]
+    theirs = [(tuple(t.shape), t.dtype) for t in targets]
+    if ours != theirs:
+        raise ValueError(f"{name}: out must be as the array, {ours}; got {theirs}")
+
+
+def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
+    if op not in REDUCE_OPS:
+        raise ValueError(f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}")
+    if op not in _XLA_OPS:
+        raise UnsupportedError(f"XLA tensors are reduced by sum, mean, min and max, got op={op!r}")
+    for tensor in tensors:
+        is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+        wrong = is_exact if op == "mean" else op in ("min", "max") and tensor.is_complex()
+        if wrong:
+            hint = '; cast to a floating dtype, or use op="sum"' if op == "mean" else ""
+            raise TypeError(f'op="{op}" is not defined for dtype {_dtype(tensor)}{hint}')
+
+
+def _require_xla(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "xla":
+        raise ValueError(
+            f"expected a tensor on XLA devices, got one on {tensor.device}, which all ranks share"
+        )
+
+
+def _put(target: torch.Tensor, result: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(result.reshape(target.shape))

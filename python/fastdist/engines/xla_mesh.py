@@ -1,0 +1,208 @@
+"""The devices of an XLA program, and tensors as each of them sees its own.
+
+torch_xla traces one program for all devices. Outside of what it calls manual sharding a tensor is
+one, laid over the devices in some way: here either replicated, or *stacked*, where row i is what
+device i has. `enter` gives what each device has as a tensor of its own, of the same shape on all,
+and what is computed from it is computed by every device alone; `leave` makes one tensor of that
+again. Each pair costs two operations that move nothing. Between them, XLA's partitioner inserts
+whatever collective brings one layout into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdist.errors import UnsupportedError
+
+_AXIS = "replica"
+
+
+def load_torch_xla() -> ModuleType:
+    """torch_xla.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import_module("torch_xla.runtime")
+        return import_module("torch_xla")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "torch_xla":
+            raise
+        raise ImportError(
+            "TPUs need torch_xla: pip install 'fastdist[tpu]' (torch 2.9 and torch_xla 2.9); "
+            "on a machine without a TPU use fd.MirroredStrategy() instead",
+            name="torch_xla",
+        ) from error
+
+
+class XlaMesh:
+    """All devices of the process's XLA runtime, in a row.
+
+    With one device nothing is partitioned, and `enter` and `leave` are no operations.
+
+    Args:
+        is_manual: False leaves partitioning to XLA: `enter` gives the tensor as it is, and what
+            `leave` is given becomes replicated.
+
+    Attributes:
+        size: how many devices.
+        device: torch's one name for all of them.
+        kind: "TPU", "CPU", ….
+
+    Raises:
+        ImportError: torch_xla is not installed.
+        UnsupportedError: the runtime cannot start; or it spans several hosts.
+    """
+
+    def __init__(self, is_manual: bool = True) -> None:
+        self._is_manual = is_manual
+        xla = load_torch_xla()
+        runtime: Any = xla.runtime
+        try:
+            self.size: int = runtime.global_runtime_device_count()
+            local: int = runtime.addressable_runtime_device_count()
+            self.kind: str = runtime.device_type()
+        except Exception as error:  # whatever a plugin of PJRT raises
+            raise UnsupportedError(str(error).partition("\n")[0]) from error
+        if local != self.size:
+            raise UnsupportedError(
+                f"the XLA runtime has {self.size} devices, of which {local} are this host's: "
+                "slices of several hosts are not supported yet"
+            )
+        if self.size > 1 and not runtime.is_spmd():
+            runtime.use_spmd()
+        self.device: torch.device = xla.device()
+        self._bindings: Any = xla._XLAC
+        self._metrics: Any = None
+        self.groups = [list(range(self.size))]
+        self._shardings: dict[tuple[int, bool], Any] = {}
+        self._manual: Any = None
+        if self.size > 1:
+            spmd: Any = import_module("torch_xla.distributed.spmd")
+            self._mesh: Any = spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
+            self._manual = self._bindings.OpSharding([], [], [], spmd.ShardingType.MANUAL)
+
+    def __repr__(self) -> str:
+        return f"<{self.size} {self.kind} devices of XLA>"
+
+    # --- placing --------------------------------------------------------------------------------
+
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor on every device."""
+        return self._placed(tensor.detach().to(self.device), stacked=False)
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of shape (size, …) whose row i is on device i."""
+        return self._placed(tensor.detach().to(self.device), stacked=True)
+
+    def split(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor cut among the devices along axis 0 where they divide it, else replicated."""
+        stacked = tensor.dim() > 0 and tensor.shape[0] % self.size == 0
+        return self._placed(tensor.detach().to(self.device), stacked=stacked)
+
+    def _placed(self, tensor: torch.Tensor, stacked: bool) -> torch.Tensor:
+        if self.size > 1:
+            self._bindings._xla_mark_sharding(tensor, self._sharding(tensor.dim(), stacked))
+        return tensor
+
+    def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What each device holds of a tensor, on the CPU; for a replicated one, of the whole."""
+        if self.size == 1:
+            return [tensor.detach().cpu()]
+        self._bindings._xla_sync_multi([tensor], [], True, True)
+        shards = self._bindings._get_local_shards([tensor.detach()])[0]
+        return [shard for shard, _ in shards]
+
+    # --- in the view of each device -------------------------------------------------------------
+
+    def enter(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
+        """What each device has of a tensor: its row of a stacked one, all of another."""
+        if self.size > 1 and self._is_manual:
+            tensor = self._placed(tensor.detach(), stacked)
+            tensor = self._bindings._spmd_full_to_shard_shape(tensor)
+        else:  # a tensor apart, or XLA would reuse the memory of one that is still needed
+            tensor = tensor.detach().clone()
+        return tensor.squeeze(0) if stacked else tensor
+
+    def leave(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
+        """One tensor of what each device has: shape (size, …) if stacked.
+
+        Otherwise devices must hold the same; nobody looks whether they do.
+        """
+        tensor = tensor.detach()
+        if stacked:
+            tensor = tensor.unsqueeze(0)
+        if self.size == 1:
+            return tensor
+        if not self._is_manual:
+            return self._placed(tensor, stacked=False)
+        shape = list(tensor.shape)
+        if stacked:
+            shape[0] = self.size
+        return self._left(tensor, stacked, shape)
+
+    def leave_joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One tensor of what each device has, joined along axis 0."""
+        if self.size == 1:
+            return tensor.detach()
+        shape = [self.size * tensor.shape[0], *tensor.shape[1:]]
+        return self._left(tensor.detach(), True, shape)
+
+    def enter_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Each device's part of a tensor along axis 0, which the devices divide."""
+        if self.size == 1:
+            return tensor
+        tensor = self._placed(tensor.detach(), True)
+        part: torch.Tensor = self._bindings._spmd_full_to_shard_shape(tensor)
+        return part
+
+    def _left(self, tensor: torch.Tensor, stacked: bool, shape: Sequence[int]) -> torch.Tensor:
+        self._bindings._mark_manual_sharding(tensor, self._manual)
+        full: torch.Tensor = self._bindings._spmd_shard_to_full_shape(
+            tensor, self._sharding(tensor.dim(), stacked), shape, tensor.dtype
+        )
+        return full
+
+    def all_reduce(self, op: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Reduce what each device has, of XLA's "sum", "min" and "max", and multiply."""
+        if self.size == 1:
+            return tensor.clone() if scale == 1.0 else tensor * scale
+        reduced: torch.Tensor = self._bindings._xla_spmd_all_reduce(op, tensor, scale, self.groups)
+        return reduced
+
+    # --- running --------------------------------------------------------------------------------
+
+    def sync(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compile what these tensors are made of, where it is new, and start to compute them."""
+        own = [tensor for tensor in tensors if tensor.device.type == "xla"]
+        if own:
+            self._bindings._xla_sync_multi(own, [], False, True)
+
+    def seed(self, seed: int) -> None:
+        """Of the random numbers that are drawn outside of `enter`; a value, not a constant."""
+        self._bindings._xla_set_rng_seed(seed & (2**63 - 1), str(self.device))
+
+    def compiles(self) -> int:
+        """How many programs were compiled in this process until now."""
+        if self._metrics is None:
+            self._metrics = import_module("torch_xla.debug.metrics")
+        return self._metrics.counter_value("UncachedCompile") or 0
+
+    def program_of(self, tensors: Sequence[torch.Tensor]) -> str:
+        """The HLO that `sync` of these tensors would compile, before XLA optimizes it."""
+        text: str = self._bindings._get_xla_tensors_hlo(list(tensors))
+        return text
+
+    def _sharding(self, axes: int, stacked: bool) -> Any:
+        key = axes, stacked
+        if key not in self._shardings:
+            spec = (_AXIS if stacked else None, *(None,) * (axes - 1)) if axes else ()
+            self._shardings[key] = self._mesh.get_op_sharding(spec)
+        return self._shardings[key]

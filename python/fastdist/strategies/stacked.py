@@ -1,0 +1,142 @@
+"""Values of all replicas of a mesh as one tensor, and batches on their way to become such."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdist.data.batches import join
+from fastdist.data.devices import Shipment
+from fastdist.data.pipelines import Part
+from fastdist.engines.xla_mesh import XlaMesh
+from fastdist.values import PerReplica, map_structure
+
+
+class Stacked:
+    """What every replica of a mesh holds of one value; the content of a `PerReplica`.
+
+    Args:
+        tensor: shape (replicas, …), row i on device i.
+        sizes: where axis 0 of each replica's value is filled up to a common length, how much of it
+            each really has; None where nothing is filled up.
+    """
+
+    __slots__ = ("sizes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, sizes: tuple[int, ...] | None = None) -> None:
+        self.tensor = tensor
+        self.sizes = sizes
+
+    def __repr__(self) -> str:
+        shape = tuple(self.tensor.shape[1:])
+        filled = "" if self.sizes is None else f", of which {self.sizes} rows count"
+        return f"<{self.tensor.shape[0]} tensors of shape {shape}, {self.tensor.dtype}{filled}>"
+
+    def parts(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The replicas' own values, of rows (1, …) or (…)."""
+        if self.sizes is None:
+            return list(rows)
+        return [row[:size] for row, size in zip(rows, self.sizes, strict=True)]
+
+
+def is_stacked(value: Any) -> bool:
+    """Whether a leaf is a per-replica value whose content is one `Stacked`."""
+    return type(value) is PerReplica and type(value.values[0]) is Stacked
+
+
+def stack(mesh: XlaMesh, value: PerReplica[Any], rows: int = 0) -> PerReplica[Any]:
+    """Per-replica tensors, arrays or numbers, brought to the devices.
+
+    Args:
+        mesh: the replicas' devices, as many as the value has parts.
+        value: of it, tensors that are a batch's (`examples` is known) may differ in length.
+        rows: fill them up to this length at least.
+
+    Raises:
+        ValueError: shapes or dtypes differ; on all devices runs one program.
+        TypeError: the parts are of a kind that has no tensor.
+    """
+    try:
+        tensors = [torch.as_tensor(part) for part in value.values]
+    except (TypeError, ValueError, RuntimeError) as error:
+        kinds = sorted({type(part).__name__ for part in value.values})
+        raise TypeError(
+            f"replicas of one XLA program have tensors and numbers of their own, got {kinds}"
+        ) from error
+    lengths = tuple(tensor.shape[0] if tensor.dim() else -1 for tensor in tensors)
+    sizes = None
+    if value.examples is not None and lengths == value.examples:
+        longest = max(rows, *lengths)
+        if any(length != longest for length in lengths):
+            tensors = [_filled(tensor, longest, tensors) for tensor in tensors]
+        sizes = lengths
+    kinds_of = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
+    if len(kinds_of) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(
+            f"replicas' values differ in shape or dtype, {shapes}: one XLA program runs on all "
+            "devices, where only batches of distribute_dataset may differ in length"
+        )
+    return PerReplica((Stacked(mesh.stack(torch.stack(tensors)), sizes),), value.examples)
+
+
+def _filled(tensor: torch.Tensor, length: int, everyone: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Examples, then copies of a real one: nothing that a model has not seen."""
+    missing = length - tensor.shape[0]
+    if not missing:
+        return tensor
+    model = next((one for one in (tensor, *everyone) if one.shape[0]), None)
+    if model is None:
+        filler = tensor.new_zeros((missing, *tensor.shape[1:]))
+    else:
+        filler = model[:1].expand(missing, *model.shape[1:])
+    return torch.cat([tensor, filler])
+
+
+class MeshCopy:
+    """Brings the parts of one dataset to the devices of a mesh (a `fastdist.data` BatchCopy).
+
+    All batches get the length of the longest part so far, so that one program serves them all.
+
+    Args:
+        mesh: of the replicas; each has a part of every batch.
+        is_even: all replicas have as many examples in all batches, and nothing will be filled up.
+        together: replicas are XLA's affair: give out the global batch as one tensor.
+    """
+
+    to_cpu_only = False
+
+    def __init__(self, mesh: XlaMesh, is_even: bool, together: bool) -> None:
+        self._mesh = mesh
+        self._is_even = is_even
+        self._together = together
+        self._rows = 0
+
+    def send(self, part: Part) -> Shipment:
+        """Fill up and copy; from any thread."""
+        self._rows = max(self._rows, *part.examples)
+        batch = join(part.batches, part.sizes, part.examples)
+        placed = map_structure(self._place, batch)
+        return Shipment(Part((placed,), part.sizes, part.examples, part.token))
+
+    def receive(self, shipment: Shipment) -> Part:
+        """The part: what uses it waits for the copies by itself."""
+        return shipment.part
+
+    def join(self, part: Part) -> Any:
+        """The structure that `send` made."""
+        return part.batches[0]
+
+    def _place(self, value: PerReplica[Any]) -> Any:
+        if not isinstance(value.values[0], (torch.Tensor, np.ndarray)):
+            return value
+        if self._together:
+            (whole,) = value.values
+            return PerReplica((self._mesh.split(torch.as_tensor(whole)),), value.examples)
+        placed = stack(self._mesh, value, self._rows)
+        if self._is_even:
+            placed.values[0].sizes = None
+        return placed

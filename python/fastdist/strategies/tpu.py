@@ -1,0 +1,416 @@
+"""Replicas on the cores of a TPU, by torch_xla: one program for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fastdist.cluster.tpu import TPUClusterResolver
+from fastdist.collective_functions import check_joinable
+from fastdist.communicator import Communicator
+from fastdist.context import ReplicaContext, state
+from fastdist.data import InputLayout
+from fastdist.engines.xla import SpmdEngine
+from fastdist.engines.xla_mesh import XlaMesh
+from fastdist.errors import UnsupportedError
+from fastdist.gradients import GradientReduction
+from fastdist.random_streams import draw_seed
+from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
+from fastdist.strategies.base import Strategy
+from fastdist.strategies.compilations import Compilations
+from fastdist.strategies.stacked import MeshCopy, Stacked, is_stacked, stack
+from fastdist.strategies.xla_functions import ReplicaFunctions
+from fastdist.strategies.xla_gradients import XlaGradients
+from fastdist.strategies.xla_members import XlaMembers
+from fastdist.strategies.xla_padding import Padding
+from fastdist.values import PerReplica, leaves, map_structure, regroup
+from fastdist.variables import Variable
+
+_NO_TIMEOUT_S = 1e9
+
+
+class TPUStrategy(Strategy):
+    """Trains on every core of a TPU (tf.distribute.TPUStrategy).
+
+    `run` calls its function once, traces what it does to tensors, and runs that as one program on
+    all cores, each with its own part of the batch. What differs between replicas is therefore a
+    tensor, `replica_id_in_sync_group` too, and Python's own `if` and `print` happen once, for all.
+
+    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four of a CPU.
+
+    Args:
+        resolver: says who the hosts of the slice are; by default what PJRT finds.
+        spmd: "manual": each core is a replica with its own part of the batch, as under any
+            other strategy. "auto": there is one replica, whose function sees the global batch,
+            and XLA's partitioner spreads over the cores what follows from the batch.
+        steps_per_execution: so many runs are traced into one program, which is run with the last
+            of them; results can be read then (earlier, they are computed for themselves).
+        gradient_reduction: as in `CommunicationOptions`.
+
+    Attributes:
+        compilations: how many programs were compiled for runs, and how many of them again.
+
+    Raises:
+        ImportError: torch_xla is not installed.
+        UnsupportedError: no TPU can be initialised, or the slice has several hosts.
+    """
+
+    def __init__(
+        self,
+        resolver: TPUClusterResolver | None = None,
+        *,
+        spmd: Literal["manual", "auto"] = "manual",
+        steps_per_execution: int = 1,
+        gradient_reduction: GradientReduction = "mean",
+    ) -> None:
+        if spmd not in ("manual", "auto"):
+            raise ValueError(f'spmd must be "manual" or "auto", got {spmd!r}')
+        if steps_per_execution < 1:
+            raise ValueError(f"steps_per_execution must be positive, got {steps_per_execution}")
+        if gradient_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
+            )
+        self._is_auto = spmd == "auto"
+        self._mesh = _find_mesh(resolver, not self._is_auto)
+        replicas = 1 if self._is_auto else self._mesh.size
+        super().__init__([self._mesh.device] * replicas)
+        self.compilations = Compilations()
+        self._members = XlaMembers(self._mesh, replicas)
+        self._communicator: Communicator | None = None
+        self._gradients: XlaGradients | None = None
+        if replicas > 1:
+            self._communicator = Communicator(SpmdEngine(self._mesh), _NO_TIMEOUT_S)
+            self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
+            self._ids = self._mesh.stack(torch.arange(replicas))
+        self._functions: ReplicaFunctions | None = None  # of the run that is traced
+        self._steps = steps_per_execution
+        self._traced = 0  # runs that wait to be executed
+        self._results: list[weakref.ref[torch.Tensor]] = []  # theirs
+        self._counts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"<fastdist.TPUStrategy {self.num_replicas_in_sync} replicas, "
+            f"{self._mesh.size} {self._mesh.kind} devices>"
+        )
+
+    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        self._members.adopt(roots, made)
+
+    def _input_layout(self) -> InputLayout:
+        return InputLayout(
+            num_replicas=self.num_replicas_in_sync,
+            local_replicas=self.local_replica_ids,
+            num_workers=1,
+            worker=0,
+            devices=self.devices,
+            all_gather_ints=lambda values: [list(values)],
+            make_copy=lambda is_even: MeshCopy(self._mesh, is_even, self._is_auto),
+        )
+
+    # --- running --------------------------------------------------------------------------------
+
+    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+        self._members.refresh()
+        placed = map_structure(self._place, given)
+        restore = self._members.snapshot()
+        self._mesh.seed(draw_seed())
+        outputs: list[torch.Tensor] = []
+
+        def collected(leaf: Any) -> Any:
+            stacked = self._left(leaf, functions)
+            if is_stacked(stacked):
+                outputs.append(stacked.values[0].tensor)
+                return PerReplica(stacked.values, examples)
+            if isinstance(stacked, torch.Tensor) and stacked.device.type == "xla":
+                outputs.append(stacked)
+            return stacked
+
+        self._members.enter()
+        made: list[torch.Tensor] = []
+        try:
+            padding = self._padding(placed, examples)
+            functions = self._functions = ReplicaFunctions(
+                self._mesh, padding, self._communicator is None
+            )
+            args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
+            with self._replica(examples, padding), self._traces(padding):
+                result = fn(*args, **kwargs)
+            result = map_structure(collected, result)
+        finally:
+            made = self._members.leave()
+            if self._functions is not None and self._gradients is not None:
+                self._functions.release(self._members.tensor_ids())
+            self._functions = None
+            self._execute(fn, placed, [*outputs, *made], restore)
+        return result
+
+    @contextlib.contextmanager
+    def _replica(self, examples: tuple[int, ...] | None, padding: Padding | None) -> Iterator[None]:
+        context = ReplicaContext(self, self._communicator, self._merge, 0, examples)
+        if self._communicator is not None:
+            traced: Any = self._watched(self._mesh.enter(self._ids, True))
+            context.replica_id_in_sync_group = traced
+        if padding is not None:
+            weight: Any = padding.weight
+            context.weight = weight
+        state.replica = context
+        try:
+            yield
+        finally:
+            state.replica = None
+
+    @contextlib.contextmanager
+    def _traces(self, padding: Padding | None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._gradients is not None:
+                stack.enter_context(self._gradients.tracing(padding))
+            has_to = self._members.has_batch_norm or padding is not None
+            if self._gradients is not None or has_to:
+                assert self._functions is not None
+                stack.enter_context(self._functions)
+            yield
+
+    def _execute(
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        tensors: list[torch.Tensor],
+        restore: Callable[[], None],
+    ) -> None:
+        self._traced += 1
+        self._results += [weakref.ref(tensor) for tensor in tensors]
+        if self._traced < self._steps:
+            return
+        before = self._mesh.compiles()
+        living = {id(t): t for ref in self._results if (t := ref()) is not None}
+        self._traced, self._results = 0, []
+        try:
+            self._mesh.sync([*living.values()])
+        except BaseException:
+            restore()
+            raise
+        self.compilations.note(fn, given, self._mesh.compiles() - before)
+
+    def synchronize(self) -> None:
+        """Execute the runs that `steps_per_execution` keeps waiting."""
+        living = [tensor for ref in self._results if (tensor := ref()) is not None]
+        self._traced, self._results = 0, []
+        self._mesh.sync(living)
+
+    def _place(self, leaf: Any) -> Any:
+        """An argument of `run`, on the devices."""
+        if type(leaf) is PerReplica:
+            if is_stacked(leaf):
+                return leaf
+            if len(leaf.values) == 1:
+                return self._place(leaf.values[0])
+            return stack(self._mesh, leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
+            return self._mesh.replicate(leaf)
+        return leaf
+
+    def _entered(self, leaf: Any, padding: Padding | None) -> Any:
+        """An argument as the replica that runs has it."""
+        if is_stacked(leaf):
+            stacked = leaf.values[0]
+            own = self._watched(self._mesh.enter(stacked.tensor, True))
+            if padding is not None and stacked.sizes is not None:
+                padding.follow(own)
+            return own
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+            return self._watched(self._mesh.enter(leaf))
+        return leaf
+
+    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._functions is not None:
+            self._functions.watch(tensor)
+        return tensor
+
+    def _left(self, leaf: Any, functions: ReplicaFunctions | None) -> Any:
+        """What the replicas have returned, as one value."""
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla":
+            return leaf
+        sizes = None if functions is None else functions.sizes_of(leaf)
+        if self._communicator is None and sizes is None:
+            return self._mesh.leave(leaf)
+        return PerReplica((Stacked(self._mesh.leave(leaf, True), sizes),))
+
+    def _padding(self, given: Any, examples: tuple[int, ...] | None) -> Padding | None:
+        filled = [
+            leaf.values[0]
+            for leaf in leaves(given)
+            if is_stacked(leaf) and leaf.values[0].sizes is not None
+        ]
+        if not filled:
+            return None
+        sizes = examples or filled[0].sizes
+        rows = filled[0].tensor.shape[1]
+        # Runs of one execution that shared an input would be another program than if they did not.
+        key = self._traced, sizes
+        if key not in self._counts:
+            counts = torch.tensor(sizes, dtype=torch.float32)
+            weights = counts * (len(sizes) / max(1, sum(sizes)))
+            self._counts[key] = self._mesh.stack(counts), self._mesh.stack(weights)
+        count, weight = (self._mesh.enter(tensor, True) for tensor in self._counts[key])
+        return Padding(rows, count, weight, sizes)
+
+    def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `merge_call` does: leaves the view of one replica while `fn` is called."""
+        functions, gradients = self._functions, self._gradients
+        outer = map_structure(lambda leaf: self._left(leaf, functions), (args, kwargs))
+        with contextlib.ExitStack() as stack:
+            for tracer in (functions, gradients):
+                if tracer is not None:
+                    tracer.is_suspended = True
+                    stack.callback(setattr, tracer, "is_suspended", False)
+            self._members.leave()
+            stack.callback(self._members.enter)
+            stack.enter_context(self._cross_replica())
+            result = map_structure(self._place, fn(self, *outer[0], **outer[1]))
+        return map_structure(lambda leaf: self._entered(leaf, None), result)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A `with` statement: gradients of backward inside stay with their replica."""
+        if self._gradients is None:
+            yield
+            return
+        before, self._gradients.is_enabled = self._gradients.is_enabled, False
+        try:
+            yield
+        finally:
+            self._gradients.is_enabled = before
+
+    # --- values of all replicas -----------------------------------------------------------------
+
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+        if isinstance(value, Variable):
+            value = PerReplica(tuple(self._members.components(value)))
+        if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
+            values: list[Any] = list(self.local_results(value))
+            if len(values) != len(self.devices):
+                values = values * len(self.devices)
+            reduced = reduce_values(None, op, values, axis, self._weights(op, value, axis))
+            return self._computed(reduced)
+        tensor = value.values[0].tensor
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        weights = self._weights(op, value, axis)
+        if weights is not None:
+            shape = (-1, *(1,) * (tensor.dim() - 1))
+            share = torch.tensor(weights, dtype=tensor.dtype).view(shape).to(tensor.device)
+            return self._computed(torch.where(share > 0, tensor * share, 0).sum(0))
+        along = 0 if axis is None else (0, axis % (tensor.dim() - 1) + 1)
+        reductions: dict[str, Callable[..., torch.Tensor]] = {
+            "sum": torch.sum,
+            "mean": torch.mean,
+            "min": torch.amin,
+            "max": torch.amax,
+        }
+        return self._computed(reductions[op](tensor, along))
+
+    def _weights(self, op: str, value: Any, axis: int | None) -> list[float] | None:
+        examples = value.examples if type(value) is PerReplica else None
+        if op != "mean" or axis is not None or examples is None:
+            return None
+        is_even = examples.count(examples[0]) == len(examples)
+        if (
+            is_even and self._steps == 1
+        ):  # else it is part of a program, of which there is to be one
+            return None
+        return [count / sum(examples) for count in examples]
+
+    def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
+        if not is_stacked(value) or value.values[0].sizes is not None:
+            return gather_values(None, self.local_results(value), axis)
+        tensor = value.values[0].tensor
+        axis = check_joinable([tuple(tensor.shape[1:])] * len(self.devices), axis)
+        return self._computed(torch.cat(list(tensor), axis))
+
+    def _computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Starts the computation, unless it is to be part of a later one."""
+        if self._traced:
+            self._results.append(weakref.ref(tensor))
+        else:
+            self._mesh.sync([tensor])
+        return tensor
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of all replicas, in order; what they returned of `run` comes to the CPU.
+
+        Args:
+            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+        """
+        if isinstance(value, Variable):
+            return tuple(self._members.components(value))
+        if is_stacked(value):
+            stacked = value.values[0]
+            rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
+            return tuple(stacked.parts(rows))
+        return value.values if type(value) is PerReplica else (value,)
+
+    def update(
+        self,
+        variable: nn.Parameter | Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)`, traced once for all replicas.
+
+        A parameter has one component, which all replicas change alike.
+        """
+
+        def call(*own_args: Any, **own_kwargs: Any) -> Any:
+            component = variable.component if isinstance(variable, Variable) else variable
+            with torch.no_grad():
+                return fn(component, *own_args, **own_kwargs)
+
+        return self._run(call, (tuple(args), kwargs or {}), None)
+
+    def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
+        """Per-replica values made by `fn(context)`, called once for each replica in turn."""
+        made = [
+            fn(ReplicaContext(self, None, self._merge, replica))
+            for replica in range(len(self.devices))
+        ]
+        return made[0] if len(made) == 1 else regroup(made)
+
+    def check_in_sync(self) -> None:
+        """Check that parameters and buffers are the same bits on every device."""
+        self._members.require_in_sync()
+
+
+def _find_mesh(resolver: TPUClusterResolver | None, is_manual: bool) -> XlaMesh:
+    asked = os.environ.get("PJRT_DEVICE")
+    if resolver is not None and resolver.num_hosts > 1:
+        raise UnsupportedError(
+            f"TPU slices of several hosts are not supported yet; {resolver.source} names "
+            f"{resolver.num_hosts}"
+        )
+    said = "" if resolver is None else f", {resolver.source}"
+    try:
+        mesh = XlaMesh(is_manual)
+    except UnsupportedError as error:
+        raise UnsupportedError(_not_found(asked, said, str(error))) from error
+    if mesh.kind == "CPU" and not asked:
+        raise UnsupportedError(_not_found(asked, said, "PJRT fell back to the CPU"))
+    return mesh
+
+
+def _not_found(asked: str | None, said: str, why: str) -> str:
+    devices = [path for path in ("/dev/accel0", "/dev/vfio/0") if os.path.exists(path)]
+    return (
+        f"no TPU could be initialised: {why}. Looked for PJRT_DEVICE (found {asked!r}), "
+        f"the device files of TPUs (found {devices or 'none'}){said}. On a TPU VM: pip install "
+        "'fastdist[tpu]' 'torch_xla[tpu]' and PJRT_DEVICE=TPU. Without a TPU use "
+        "fd.MirroredStrategy() instead, or virtual devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=4"
+    )

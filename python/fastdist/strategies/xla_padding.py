@@ -1,0 +1,256 @@
+"""Batches that are filled up to a common length, whose filling must not count.
+
+One program with fixed shapes serves full and uneven batches. Each replica's batch has as many rows
+as the longest, and a count, a value and no constant, says how many of them are examples. While a
+run is traced, the axis of examples is followed from the batch through torch's functions, and what
+sums or averages over it (losses, `sum`, `mean`; batch normalization too) is traced without it.
+A function that joins examples in another way is refused, for batches that are uneven.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastdist.errors import UnsupportedError
+
+
+class Padding:
+    """How much of the running replica's batch is real, as traced values.
+
+    Args:
+        rows: of each replica's batch.
+        count: of them, how many are examples; a float tensor without axes.
+        weight: the replica's share of all examples, 1 being the average.
+        sizes: of this very batch, how many examples each replica has.
+    """
+
+    def __init__(
+        self, rows: int, count: torch.Tensor, weight: torch.Tensor, sizes: tuple[int, ...]
+    ) -> None:
+        self.rows = rows
+        self.count = count
+        self.weight = weight
+        self.sizes = sizes
+        self.is_uneven = any(size != rows for size in sizes)
+        self.mask = torch.arange(rows, device=count.device) < count
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+
+    def follow(self, tensor: torch.Tensor, axis: int = 0, repeats: int = 1) -> None:
+        """Note which axis of a tensor is that of examples, each of them `repeats` rows."""
+        self._known[id(tensor)] = weakref.ref(tensor), axis, repeats
+
+    def place_in(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The axis of examples and the rows of each; None where there is none."""
+        known = self._known.get(id(tensor))
+        return None if known is None or known[0]() is not tensor else known[1:]
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch gives, its filling left out."""
+        source = next((t for t in _tensors((args, kwargs)) if self.place_in(t) is not None), None)
+        if source is None:
+            return func(*args, **kwargs)
+        place = self.place_in(source)
+        assert place is not None
+        name = getattr(func, "__name__", "")
+        handler = _HANDLERS.get(name)
+        if handler is not None:
+            return handler(self, func, source, place, args, kwargs)
+        if name == "__len__" and self.is_uneven:
+            warnings.warn(
+                "len() of an uneven batch on XLA devices counts its filling too; "
+                "fd.get_replica_context().examples has the numbers of examples",
+                stacklevel=4,
+            )
+        result = func(*args, **kwargs)
+        self._follow_results(name, result, place, args, kwargs)
+        return result
+
+    def _follow_results(
+        self, name: str, result: Any, place: tuple[int, int], args: Any, kwargs: Any
+    ) -> None:
+        made = _tensors(result)
+        for tensor in made:
+            axis, repeats = self._axis_after(name, tensor, place, args, kwargs)
+            if axis is not None:
+                self.follow(tensor, axis, repeats)
+            elif self.is_uneven and name not in _HARMLESS and tensor.is_floating_point():
+                raise UnsupportedError(
+                    f"{name} joins the examples of an uneven batch, of which some rows are filling "
+                    f"(result of shape {tuple(tensor.shape)}): sum or average over examples with "
+                    "torch's sum, mean or losses, or use drop_remainder=True"
+                )
+
+    def _axis_after(
+        self, name: str, result: torch.Tensor, place: tuple[int, int], args: Any, kwargs: Any
+    ) -> tuple[int | None, int]:
+        axis, repeats = place
+        mover = _MOVERS.get(name)
+        if mover is not None:
+            moved = mover(axis, result.dim(), args, kwargs)
+            if moved is None:
+                return None, 1
+            axis = moved
+        length = self.rows * repeats
+        if result.dim() > axis and result.shape[axis] == length:
+            return axis, repeats
+        reshaped = name in ("reshape", "view", "flatten", "contiguous", "unflatten")
+        if reshaped and axis == 0 and result.dim() and result.shape[0] % self.rows == 0:
+            return 0, result.shape[0] // self.rows
+        return None, 1
+
+    def mask_for(self, tensor: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
+        """Of a shape that broadcasts to the tensor's."""
+        axis, repeats = place
+        mask = self.mask if repeats == 1 else self.mask.repeat_interleave(repeats)
+        shape = [1] * tensor.dim()
+        shape[axis] = mask.shape[0]
+        return mask.view(shape)
+
+
+def _tensors(structure: Any) -> list[torch.Tensor]:
+    if isinstance(structure, torch.Tensor):
+        return [structure]
+    if isinstance(structure, dict):
+        structure = tuple(structure.values())
+    if isinstance(structure, (tuple, list)):
+        return [tensor for inner in structure for tensor in _tensors(inner)]
+    return []
+
+
+# --- what is traced otherwise -------------------------------------------------------------------
+
+
+def _sum_or_mean(
+    padding: Padding,
+    func: Callable[..., Any],
+    source: torch.Tensor,
+    place: tuple[int, int],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    value = given.get("input", source)
+    dims = given.get("dim", given.get("axis"))
+    axes = range(value.dim()) if dims is None or dims == () else dims
+    axes = [a % value.dim() for a in ([axes] if isinstance(axes, int) else axes)]
+    keep = bool(given.get("keepdim", given.get("keepdims", False)))
+    if value is not source or place[0] not in axes:
+        result = func(*args, **kwargs)
+        if value is source:
+            left = place[0] if keep else place[0] - sum(a < place[0] for a in axes)
+            padding.follow(result, left, place[1])
+        return result
+    dtype = given.get("dtype")
+    mask = padding.mask_for(value, place)
+    kept = torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
+    total = kept.sum(axes, keepdim=keep, dtype=dtype)
+    if getattr(func, "__name__", "") == "sum":
+        return total
+    others = 1
+    for axis in axes:
+        others *= value.shape[axis]
+    return total / (padding.count.clamp(min=1) * (others / padding.rows)).to(total.dtype)
+
+
+def _loss(
+    padding: Padding,
+    func: Callable[..., Any],
+    source: torch.Tensor,
+    place: tuple[int, int],
+    args: Any,
+    kwargs: Any,
+) -> torch.Tensor:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        raise UnsupportedError("size_average and reduce are old; use reduction=")
+    reduction = given["reduction"]
+    given["reduction"] = "none"
+    if given.get("log_target") is None:
+        given.pop("log_target", None)
+    losses: torch.Tensor = func(*bound.args, **bound.kwargs)
+    axis, repeats = place
+    if losses.dim() <= axis or losses.shape[axis] != padding.rows * repeats:
+        raise UnsupportedError(
+            f"{func.__name__}: the axis of examples is lost in losses of shape "
+            f"{tuple(losses.shape)}"
+        )
+    if reduction == "none":
+        padding.follow(losses, axis, repeats)
+        return losses
+    mask = padding.mask_for(losses, place)
+    total = torch.where(
+        mask, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
+    ).sum()
+    if reduction == "sum":
+        return total
+    if reduction == "batchmean":
+        return total / (padding.count.clamp(min=1) * repeats)
+    target = given.get("target")
+    if "ignore_index" in given and target is not None and not target.is_floating_point():
+        counted = (target != given["ignore_index"]) & mask
+        weights = counted.to(losses.dtype)
+        if given.get("weight") is not None:
+            weights = weights * given["weight"][target.clamp(min=0)]
+        whole = weights.sum()
+        return total / torch.where(whole == 0, torch.ones_like(whole), whole)
+    others = losses.numel() / padding.rows
+    mean: torch.Tensor = total / (padding.count.clamp(min=1) * others)
+    return mean
+
+
+_Handler = Callable[[Padding, Callable[..., Any], torch.Tensor, tuple[int, int], Any, Any], Any]
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
+    *("gaussian_nll_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"),
+    *("cosine_embedding_loss", "multi_margin_loss", "multilabel_margin_loss"),
+    *("multilabel_soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss"),
+)
+assert all(hasattr(F, name) for name in _LOSSES)
+_HANDLERS: dict[str, _Handler] = {
+    "sum": _sum_or_mean,
+    "mean": _sum_or_mean,
+    **dict.fromkeys(_LOSSES, _loss),
+}
+
+
+def _swapped(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
+    one, other = (*args[1:3], *kwargs.values())[:2]
+    if not isinstance(one, int) or not isinstance(other, int):
+        return None
+    one, other = one % dims, other % dims
+    return other if axis == one else one if axis == other else axis
+
+
+def _permuted(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
+    order = args[1:] or tuple(kwargs.values())
+    order = order[0] if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
+    return [int(d) % dims for d in order].index(axis)
+
+
+def _turned(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
+    return 1 - axis if dims == 2 else None
+
+
+def _unsqueezed(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
+    at = (*args[1:2], *kwargs.values())[0] % dims
+    return axis + 1 if at <= axis else axis
+
+
+_MOVERS: dict[str, Callable[[int, int, Any, Any], int | None]] = {
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _swapped),
+    "permute": _permuted,
+    "t": _turned,
+    "unsqueeze": _unsqueezed,
+}
+# Their results are about shapes or state, or go nowhere.
+_HARMLESS = frozenset({"__get__", "new_zeros", "new_empty", "new_ones", "new_full", "new_tensor"})

@@ -43,6 +43,7 @@ STRATEGIES = {
     "mirrored": lambda devices: fd.MirroredStrategy(devices),
     "multi_worker": lambda devices: fd.MultiWorkerMirroredStrategy(devices=devices),
     "central_storage": lambda devices: fd.CentralStorageStrategy(devices),
+    "tpu": lambda devices: fd.TPUStrategy(),
 }
 
 

@@ -641,6 +641,73 @@ def test_losses_of_uneven_batches(strategy: TPUStrategy, loss: Any) -> None:
     assert value == pytest.approx(expected, abs=1e-5)
 
 
+def test_sync_batch_norm(strategy: TPUStrategy) -> None:
+    """Statistics of the global batch, of which 7 or 6 of 10 rows are filling."""
+
+    def trained(strategy: fd.Strategy, norm: type[nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(4, 3), norm(3), nn.Linear(3, 1))  # type: ignore[call-arg]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        for one in strategy.distribute_dataset(torch.randn(24, 4), global_batch_size=10):
+            strategy.run(step, (one,))
+        strategy.check_in_sync()
+        return [t.detach().cpu() for t in (*model.parameters(), *model.buffers())]
+
+    one = fd.OneDeviceStrategy("cpu")
+    require_close(trained(strategy, fd.nn.SyncBatchNorm), trained(one, nn.BatchNorm1d), 1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_metrics_are_those_of_all_examples(steps: int) -> None:
+    tm = pytest.importorskip("torchmetrics")
+    classification = tm.classification
+
+    def measured(strategy: fd.Strategy) -> dict[str, Any]:
+        with strategy.scope():
+            metrics = tm.MetricCollection(
+                [
+                    classification.MulticlassAUROC(5, thresholds=None),
+                    classification.MulticlassPrecision(5),
+                    classification.MulticlassRecall(5),
+                ]
+            )
+            error = tm.MeanSquaredError()
+            mean = tm.MeanMetric()
+        generator = torch.Generator().manual_seed(0)
+        data = torch.rand(43, 5, generator=generator), torch.arange(43) % 5
+
+        def step(batch: Any) -> None:
+            scores, labels = batch
+            metrics.update(scores, labels)
+            error.update(scores[:, 0], scores[:, 1])
+            mean.update(scores[:, 0])
+            if N > 1 and isinstance(strategy, TPUStrategy):
+                with pytest.raises(UnsupportedError, match="a metric can be updated, and no more"):
+                    mean.compute()
+
+        found: dict[str, Any] = {}
+        for _ in range(2):
+            metrics.reset()
+            for one in strategy.distribute_dataset(data, global_batch_size=10):
+                strategy.run(step, (one,))
+            found = {**metrics.compute(), "error": error.compute(), "mean": mean.compute()}
+        return found
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Metric .* will save all targets", UserWarning)
+        got = measured(TPUStrategy(steps_per_execution=steps))
+        wanted = measured(fd.OneDeviceStrategy("cpu"))
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name].cpu(), value, rtol=1e-5, atol=1e-6)
+
+
 # --- compilation --------------------------------------------------------------------------------
 
 

@@ -77,8 +77,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         """Mean and variance per channel, in two steps so that nothing cancels; and the count."""
         self._check_input_dim(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        own_count = torch.tensor([float(input.numel() // max(1, input.shape[1]))])
-        total = _sum_over_replicas(replica, torch.cat([input.sum(axes), own_count.to(input)]))
+        # Counted by a sum: what a batch is filled up with must not count.
+        own_count = torch.ones_like(input.detach()[:, :1]).sum(axes)
+        total = _sum_over_replicas(replica, torch.cat([input.sum(axes), own_count]))
         count = total[-1].detach()
         mean = total[:-1] / count
         shape = (1, -1, *(1,) * (input.dim() - 2))
@@ -127,8 +128,12 @@ def _sum_over_replicas(replica: ReplicaContext, value: torch.Tensor) -> torch.Te
     A replica's gradients are multiplied with its weight at the end of backward. What reaches it
     from the other replicas' losses through the sum must have their weights instead.
     """
-    weight = replica.weight
-    inside = _ScaleGradient.apply(value, 1.0 / weight if weight else 0.0)  # type: ignore[no-untyped-call]
+    weight: Any = replica.weight
+    if isinstance(weight, torch.Tensor):  # traced
+        inverse: Any = torch.where(weight > 0, 1.0 / weight, 0.0)
+    else:
+        inverse = 1.0 / weight if weight else 0.0
+    inside = _ScaleGradient.apply(value, inverse)  # type: ignore[no-untyped-call]
     total: torch.Tensor = replica.all_reduce("sum", inside)
     scaled: torch.Tensor = _ScaleGradient.apply(total, weight)  # type: ignore[no-untyped-call]
     return scaled

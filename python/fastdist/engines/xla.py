@@ -338,7 +338,12 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:
     listed = arrays if isinstance(arrays, (list, tuple)) else [arrays]
-    return [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in listed]
+    return [_tensor_of(array) if isinstance(array, np.ndarray) else array for array in listed]
+
+
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Over the array's memory, where it may be written."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _require_fit(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -80,7 +80,8 @@ class XlaMesh:
             runtime.use_spmd()
         self.device: torch.device = xla.device()
         self._bindings: Any = xla._XLAC
-        self._metrics: Any = None
+        self._model: Any = import_module("torch_xla.core.xla_model")
+        self._metrics: Any = import_module("torch_xla.debug.metrics")
         self.groups = [list(range(self.size))]
         self._shardings: dict[tuple[int, bool], Any] = {}
         self._manual: Any = None
@@ -96,11 +97,11 @@ class XlaMesh:
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor on every device."""
-        return self._placed(tensor.detach().to(self.device), stacked=False)
+        return self._placed(self._sent(tensor), stacked=False)
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of shape (size, …) whose row i is on device i."""
-        return self._placed(tensor.detach().to(self.device), stacked=True)
+        return self._placed(self._sent(tensor), stacked=True)
 
     def split(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor cut among the devices along axis 0 where they divide it, else replicated."""
@@ -111,6 +112,13 @@ class XlaMesh:
         if self.size > 1:
             self._bindings._xla_mark_sharding(tensor, self._sharding(tensor.dim(), stacked))
         return tensor
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the devices as data: of a lone 0 or 1, torch_xla would make a constant."""
+        if self.size > 1 or tensor.dim() or tensor.device.type == "xla":
+            return tensor.detach().to(self.device)
+        (sent,) = self._model.send_cpu_data_to_device([tensor.detach()], str(self.device))
+        return cast(torch.Tensor, sent)
 
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What each device holds of a tensor, on the CPU; for a replicated one, of the whole."""
@@ -191,8 +199,6 @@ class XlaMesh:
 
     def compiles(self) -> int:
         """How many programs were compiled in this process until now."""
-        if self._metrics is None:
-            self._metrics = import_module("torch_xla.debug.metrics")
         return self._metrics.counter_value("UncachedCompile") or 0
 
     def program_of(self, tensors: Sequence[torch.Tensor]) -> str:

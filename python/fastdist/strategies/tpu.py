@@ -28,6 +28,7 @@ from fastdist.strategies.stacked import MeshCopy, Stacked, is_stacked, stack
 from fastdist.strategies.xla_functions import ReplicaFunctions
 from fastdist.strategies.xla_gradients import XlaGradients
 from fastdist.strategies.xla_members import XlaMembers
+from fastdist.strategies.xla_metrics import DeferredUpdates
 from fastdist.strategies.xla_padding import Padding
 from fastdist.values import PerReplica, leaves, map_structure, regroup
 from fastdist.variables import Variable
@@ -90,6 +91,7 @@ class TPUStrategy(Strategy):
             self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
             self._ids = self._mesh.stack(torch.arange(replicas))
         self._functions: ReplicaFunctions | None = None  # of the run that is traced
+        self._metrics = DeferredUpdates(self._outside, self._to_host)
         self._steps = steps_per_execution
         self._traced = 0  # runs that wait to be executed
         self._results: list[weakref.ref[torch.Tensor]] = []  # theirs
@@ -102,6 +104,7 @@ class TPUStrategy(Strategy):
         )
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        self._metrics.adopt(roots, self.num_replicas_in_sync)
         self._members.adopt(roots, made)
 
     def _input_layout(self) -> InputLayout:
@@ -189,6 +192,7 @@ class TPUStrategy(Strategy):
         self._results += [weakref.ref(tensor) for tensor in tensors]
         if self._traced < self._steps:
             return
+        self._metrics.finish()
         before = self._mesh.compiles()
         living = {id(t): t for ref in self._results if (t := ref()) is not None}
         self._traced, self._results = 0, []
@@ -198,6 +202,26 @@ class TPUStrategy(Strategy):
             restore()
             raise
         self.compilations.note(fn, given, self._mesh.compiles() - before)
+
+    def _outside(self, given: Any) -> Any:
+        """What a metric is given in a run, as values of all replicas, to be computed with it."""
+        left = map_structure(lambda leaf: self._left(leaf, self._functions), given)
+        for leaf in leaves(left):
+            tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
+            if isinstance(tensor, torch.Tensor):
+                self._results.append(weakref.ref(tensor))
+        return left
+
+    def _to_host(self, given: Any) -> Any:
+        if self._traced:
+            self.synchronize()
+
+        def fetched(leaf: Any) -> Any:
+            if is_stacked(leaf):
+                return PerReplica(self.local_results(leaf))
+            return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+        return map_structure(fetched, given)
 
     def synchronize(self) -> None:
         """Execute the runs that `steps_per_execution` keeps waiting."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastdist.communicator import Communicator
 from fastdist.engines.xla_mesh import XlaMesh
@@ -108,12 +109,9 @@ class XlaMembers:
         apart = local_components(self.roots) if self.num_replicas_in_sync > 1 else set()
         named = named_buffers(self.roots)
         self._buffers = [buffer for _, buffer in named if id(buffer) not in apart]
-        self._variables = [
-            module
-            for root in self.roots
-            for module in root.modules()
-            if isinstance(module, Variable)
-        ]
+        modules = [module for root in self.roots for module in root.modules()]
+        self._variables = [module for module in modules if isinstance(module, Variable)]
+        self.has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
         for _, buffer in named:
             known = self._locals.get(id(buffer))
             if id(buffer) in apart and (known is None or known[0] is not buffer):

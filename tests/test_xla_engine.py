@@ -1,0 +1,194 @@
+"""The engines for XLA tensors: what every rank gets, and what is refused while it is traced."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import fastdist as fd
+import numpy as np
+import pytest
+import torch
+from fastdist.engines.signature import Signature
+from fastdist.engines.xla import Comparison, signature_of
+from fastdist.errors import CollectiveMismatchError, UnsupportedError
+
+try:
+    import torch_xla
+except ImportError:
+    torch_xla = None
+RUNS = torch_xla is not None and os.environ.get("PJRT_DEVICE") == "CPU"
+needs_xla = pytest.mark.skipif(not RUNS, reason="needs torch_xla and PJRT_DEVICE=CPU")
+N = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+
+
+def ranks(mismatch: bool) -> list[Any]:
+    """What two processes that trace say to each other; threads stand in for them."""
+    caught: list[Any] = [None, None]
+
+    def trace(rank: int, comm: fd.Communicator) -> None:
+        comparison = Comparison(comm.engine)
+        x = torch.ones(3 + rank if mismatch else 3)
+        try:
+            comparison.require_same(signature_of("barrier", [], "sum", 0), "", 20)
+            comparison.require_same(
+                signature_of("all_reduce", [x, x], "max", 0), f"t.py:{rank}", 20
+            )
+        except CollectiveMismatchError as error:
+            caught[rank] = error
+
+    comms = fd.local_group(2)
+    threads = [threading.Thread(target=trace, args=pair) for pair in enumerate(comms)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return caught
+
+
+def test_processes_that_trace_compare_what_they_call() -> None:
+    assert ranks(mismatch=False) == [None, None]
+    for rank, error in enumerate(ranks(mismatch=True)):
+        assert error.ranks == (1 - rank,)
+        assert "(call 2, seen from rank" in str(error)
+        assert 'rank 0: all_reduce(float32 × 6 in a list, op="max") at t.py:0' in str(error)
+        assert 'rank 1: all_reduce(float32 × 8 in a list, op="max") at t.py:1' in str(error)
+
+
+def test_signatures_tell_lists_from_arrays() -> None:
+    one = signature_of("all_reduce", [torch.ones(4)], "sum", 0)
+    assert one == Signature("all_reduce", "float32", "sum", 0, 0, 4, 0)
+    halves = signature_of("all_reduce", [torch.ones(2), torch.ones(2)], "sum", 0)
+    others = signature_of("all_reduce", [torch.ones(1), torch.ones(3)], "sum", 0)
+    assert len({one, halves, others}) == 3
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Any:
+    from fastdist.engines.xla_mesh import XlaMesh
+
+    return XlaMesh()
+
+
+@pytest.fixture
+def comm(mesh: Any) -> Any:
+    from fastdist.engines.xla import SpmdEngine
+
+    return fd.Communicator(SpmdEngine(mesh), 60)
+
+
+def inputs(dtype: Any, shape: tuple[int, ...]) -> Any:
+    """What each rank has: row by row different, negative too."""
+    made = torch.arange(N * int(np.prod(shape)), dtype=torch.float64).reshape(N, *shape)
+    return ((made * 7) % 11 - 5).to(dtype)
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "bfloat16", "bool"])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_all_reduce(mesh: Any, comm: Any, op: str, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    rows = [inputs(kind, shape) for shape in ((2, 3), (), (0, 2), (5,))]
+    own = [mesh.enter(mesh.stack(row), True) for row in rows]
+    if op == "mean" and dtype in ("int32", "int64", "bool"):
+        with pytest.raises(TypeError, match=f'op="mean" is not defined for dtype {dtype}'):
+            comm.all_reduce(own, op)
+        return
+    assert comm.all_reduce(own, op) is own
+    wide = [row.double() for row in rows]
+    reductions = {"sum": torch.sum, "mean": torch.mean, "min": torch.amin, "max": torch.amax}
+    for reduced, row in zip(own, wide, strict=True):
+        wanted = reductions[op](row, 0).to(kind)
+        rtol = 1e-2 if dtype == "bfloat16" else 1e-6
+        for got in mesh.rows(mesh.leave(reduced, True)):
+            torch.testing.assert_close(got[0], wanted, rtol=rtol, atol=0)
+
+
+@needs_xla
+@pytest.mark.xla
+def test_calls_that_move_data(mesh: Any, comm: Any) -> None:
+    def seen(tensor: Any) -> Any:
+        return torch.stack([row[0] for row in mesh.rows(mesh.leave(tensor, True))])
+
+    rows = inputs(torch.float32, (2 * N, 3))
+    cases: list[tuple[Callable[[Any], Any], Any]] = [
+        (lambda x: comm.all_gather(x), rows.reshape(1, -1, 3).expand(N, -1, 3)),
+        (lambda x: comm.gather(x), rows.reshape(1, -1, 3).expand(N, -1, 3)),
+        (lambda x: comm.broadcast(x, N - 1), rows[-1:].expand(N, -1, 3)),
+        (lambda x: comm.reduce(x), rows.sum(0, keepdim=True).expand(N, -1, 3)),
+        (lambda x: comm.scatter(x), rows[0].reshape(N, 2, 3)),
+        (lambda x: comm.reduce_scatter(x, "mean"), rows.mean(0).reshape(N, 2, 3)),
+        (
+            lambda x: comm.all_to_all(x),
+            rows.reshape(N, N, 2, 3).transpose(0, 1).reshape(N, 2 * N, 3),
+        ),
+    ]
+    for call, wanted in cases:
+        torch.testing.assert_close(seen(call(mesh.enter(mesh.stack(rows), True))), wanted)
+    comm.barrier()
+
+
+@needs_xla
+@pytest.mark.xla
+def test_what_the_host_knows_is_the_same_on_all_ranks(comm: Any) -> None:
+    x = np.arange(3.0)
+    assert comm.all_reduce(x).tolist() == [0, N, 2 * N]
+    assert comm.all_reduce(np.arange(3.0), "mean").tolist() == [0, 1, 2]
+    assert comm.all_gather(np.ones((1, 2))).shape == (N, 2)
+    assert comm.all_gather_object({"a": 1}) == [{"a": 1}] * N
+    assert comm.broadcast_object("b") == "b"
+
+
+@needs_xla
+@pytest.mark.xla
+def test_one_all_reduce_for_each_dtype_of_a_list(mesh: Any, comm: Any) -> None:
+    kinds = (torch.float32, torch.float64, torch.float32, torch.int32, torch.float64)
+    own = [mesh.enter(mesh.stack(inputs(kind, (4,))), True) for kind in kinds]
+    comm.all_reduce(own)
+    program = mesh.program_of([mesh.leave(tensor, True) for tensor in own])
+    assert program.count(" all-reduce(") == (3 if N > 1 else 0)
+
+
+@needs_xla
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c, x: c.all_reduce(x, "prod"), UnsupportedError, "got op='prod'"),
+        (lambda c, x: c.all_reduce(x, "average"), ValueError, "op must be sum, .* got 'average'"),
+        (lambda c, x: c.all_reduce(x, out=x[:2]), ValueError, r"\(\(4,\).*got \[\(\(2,\)"),
+        (lambda c, x: c.all_reduce(x, compress="fp16"), UnsupportedError, "compress='fp16'"),
+        (lambda c, x: c.all_reduce(x, async_op=True), UnsupportedError, "all_reduce: async_op"),
+        (lambda c, x: c.broadcast(x, N), ValueError, f"root must be .* to {N - 1}, got {N}"),
+        (lambda c, x: c.send(x, 0), UnsupportedError, "send is not there for XLA tensors"),
+        (lambda c, x: c.recv(x, 0), UnsupportedError, "recv is not there"),
+        (lambda c, x: c.scatter(torch.ones(N)), ValueError, "expected a tensor on XLA devices"),
+        (lambda c, x: c.all_to_all(x, splits=[4] + [0] * (N - 1)), UnsupportedError, "equal parts"),
+    ],
+)  # fmt: skip
+def test_refused(mesh: Any, comm: Any, call: Any, error: Any, message: str) -> None:
+    x = mesh.enter(mesh.stack(torch.ones(N, 4)), True)
+    with pytest.raises(error, match=message):
+        call(comm, x)
+
+
+@needs_xla
+@pytest.mark.xla
+def test_one_process_for_each_device() -> None:
+    """A world of one: more processes than one need a TPU."""
+    from fastdist.engines.xla import ProcessEngine
+
+    if N > 1:
+        pytest.skip("the process's devices are one mesh here")
+    comm = fd.Communicator(ProcessEngine(fd.local_group(1)[0].engine), 60)
+    x = torch.arange(4.0).to("xla")
+    comm.all_reduce([x, x.double()], "mean")
+    assert comm.all_gather(x).tolist() == [0, 1, 2, 3]
+    assert comm.reduce_scatter(x).tolist() == [0, 1, 2, 3]
+    assert comm.broadcast(x).tolist() == [0, 1, 2, 3]
+    assert comm.all_to_all(x).tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="peers is rank 0 of 2, this process is 0 of 1"):
+        ProcessEngine(fd.local_group(2)[0].engine)

@@ -157,7 +157,6 @@ class Strategy(ABC):
                 hyperparameters.
             BaseException: what fn raised, in the first replica that failed.
         """
-        self._before_run()
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
         if state.replica is not None:
@@ -168,9 +167,6 @@ class Strategy(ABC):
             )
         given = (tuple(args), kwargs or {})
         return self._run(fn, given, examples_of(given))
-
-    def _before_run(self) -> None:
-        """For strategies that can run at times only: raises where this is none."""
 
     @abstractmethod
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:

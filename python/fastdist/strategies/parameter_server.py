@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -30,8 +30,8 @@ from fastdist.served.bundle import Bundle, define_bundle
 from fastdist.served.model import ServedModel
 from fastdist.served.plan import Wishes, plan
 from fastdist.served.steps import ServedSteps
-from fastdist.strategies.base import Strategy
 from fastdist.strategies.devices import every_device, physical_device
+from fastdist.strategies.linked import LinkedStrategy
 from fastdist.strategies.links import thread_links
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.served_worker import (
@@ -45,7 +45,7 @@ _END_S = 2.0
 _WIRES = ("float32", "bfloat16", "float16", "int8")
 
 
-class ParameterServerStrategy(Strategy):
+class ParameterServerStrategy(LinkedStrategy):
     """Variables on servers, steps on workers (tf.distribute.ParameterServerStrategy).
 
     All tasks run the same script. The chief goes on from here: it makes the model in `scope`, and
@@ -175,12 +175,13 @@ class ParameterServerStrategy(Strategy):
         """On a worker: what functions run in, cross-replica context."""
         return self._cross_replica()
 
-    def _before_run(self) -> None:
+    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
         if not is_worker_of(self):
             raise FastdistError(
                 "run is for functions that a ClusterCoordinator schedules: the chief has no "
                 "replicas"
             )
+        return super()._run(fn, given, examples)
 
     def before_calls(self) -> bytes:
         """No function runs, and some will: what workers have to know."""

@@ -461,6 +461,13 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
         step(other, other_optimizer, *batch)
     coordinator.join()
     strategy.save(tmp_path)
+    loaded = Net()
+    assert fd.checkpoint.load(loaded, tmp_path) == []
+    same(loaded, other)
+    with pytest.raises(ValueError, match=r"nothing that is called 1/words.weight.*; it has 0/"):
+        fd.checkpoint.load(loaded, tmp_path, prefix="1/")
+    with pytest.raises(ValueError, match="the module has"):
+        fd.checkpoint.load(nn.ModuleDict({"hidden": nn.Linear(3, 3)}), tmp_path)
     for batch in data[3:5]:
         coordinator.schedule(step, (model, optimizer, *batch))
     coordinator.join()

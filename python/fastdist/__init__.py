@@ -52,6 +52,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "checkpoint",
     "data",
     "default_communicator",
     "errors",
@@ -72,7 +73,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fastdist import data, nn
+    from fastdist import checkpoint, data, nn
     from fastdist.context import ReplicaContext, in_cross_replica_context
     from fastdist.coordinator import (
         ClusterCoordinator,
@@ -125,7 +126,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    is_module = name in ("data", "nn")
+    is_module = name in ("checkpoint", "data", "nn")
     if name not in _LAZY and not is_module:
         raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
     import importlib

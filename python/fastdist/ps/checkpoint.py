@@ -66,21 +66,32 @@ def restore_checkpoint(
         FileNotFoundError: there is no checkpoint.
         ValueError: it lacks a variable, or has it in another shape.
     """
-    directory = Path(directory).absolute()
-    index = json.loads((directory / _INDEX).read_text())
-    if index["format"] != _FORMAT:
-        raise ValueError(f"{directory} has format {index['format']}, expected {_FORMAT}")
+    files = checkpoint_files(directory)
     tickets = []
     for thing in things:
-        if thing.spec.name not in index["files"]:
-            known = ", ".join(sorted(index["files"]))
+        if thing.spec.name not in files:
+            known = ", ".join(sorted(files))
             raise ValueError(f"{directory} has no {thing.spec.name!r}; it has {known}")
-        paths = [str(directory / name) for name in index["files"][thing.spec.name]]
+        paths = list(map(str, files[thing.spec.name]))
         for server, number, part in thing.parts():
             about = {"part": asdict(part), "files": paths}
             tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
     for ticket in tickets:
         client.wait(ticket)
+
+
+def checkpoint_files(directory: str | Path) -> dict[str, list[Path]]:
+    """The files of each variable and table of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is of another version.
+    """
+    directory = Path(directory).absolute()
+    index = json.loads((directory / _INDEX).read_text())
+    if index["format"] != _FORMAT:
+        raise ValueError(f"{directory} has format {index['format']}, expected {_FORMAT}")
+    return {name: [directory / file for file in files] for name, files in index["files"].items()}
 
 
 def _submit(

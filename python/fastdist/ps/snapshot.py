@@ -102,6 +102,14 @@ def restore(spec: Spec, kept: Any, part: Part, files: Sequence[Path]) -> int:
     return found
 
 
+def read_values(path: Path) -> tuple[int, Array | None, Array]:
+    """What a file holds: its first row, the ids of its rows from there, or None, and values."""
+    with _open(path) as file:
+        begin = json.loads(file.metadata()["fastdist"])["part"]["begin"]
+        ids = file.get_tensor("ids") if "ids" in file.keys() else None  # noqa: SIM118
+        return begin, ids, file.get_tensor("values")
+
+
 def _dense_tensors(spec: DenseSpec, kept: _core.DenseVariable) -> dict[str, Array]:
     values = np.empty(spec.shape, np.float32)
     slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)

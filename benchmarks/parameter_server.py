@@ -1,11 +1,15 @@
 """A parameter server beside torch's rpc: one worker, one server, over TCP on one machine.
 
-    python benchmarks/parameter_server.py [--rows 1000000] [--hashed-rows 20000000] [--json]
+    python benchmarks/parameter_server.py [--rpc-over-tcp] [--hashed-rows 20000000] [--json]
 
 A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
-the same rows. The two servers take turns, a few requests each, in one run. Rows per second are of
-the median request; p99 is of all. Results are checked against what was sent. Dense values, 100 MB,
-are pulled into fresh memory, as rpc does it, and into the same again, as a worker does each step.
+the same rows. At once: a worker pulls the next rows while it pushes. The two servers take turns,
+a few requests each, in one run. Rows per second are of the median request; p99 is of all. Results
+are checked against what was sent. Dense values, of 100 MB, are pulled into fresh memory, as rpc
+does it, and into the same again, as a worker does in each step.
+
+Left alone, rpc moves tensors between processes of one machine through memory that both can read;
+--rpc-over-tcp has it take the way that fastdist takes, and between machines either would.
 """
 
 from __future__ import annotations
@@ -67,13 +71,15 @@ def push(name: str, gradient: torch.Tensor) -> None:
     TABLE[name].add_(gradient, alpha=-0.5)
 
 
-def rpc_environment(port: int) -> None:
+def join_rpc(name: str, rank: int, port: int, over_tcp: bool) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ways = {"_transports": ["uv"], "_channels": ["basic"]} if over_tcp else {}
+    options = rpc.TensorPipeRpcBackendOptions(**ways)
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def serve_rpc(port: int) -> None:
-    rpc_environment(port)
-    rpc.init_rpc("server", rank=1, world_size=2)
+def serve_rpc(port: int, over_tcp: bool) -> None:
+    join_rpc("server", 1, port, over_tcp)
     rpc.shutdown()
 
 
@@ -89,13 +95,12 @@ def fastdist_server() -> Iterator[Client]:
 
 
 @contextmanager
-def rpc_server() -> Iterator[None]:
+def rpc_server(over_tcp: bool) -> Iterator[None]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = spawn.Process(target=serve_rpc, args=(port,))
+    process = spawn.Process(target=serve_rpc, args=(port, over_tcp))
     process.start()
-    rpc_environment(port)
-    rpc.init_rpc("worker", rank=0, world_size=2)
+    join_rpc("worker", 0, port, over_tcp)
     yield
     rpc.shutdown()
     process.join()
@@ -152,6 +157,19 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
         sent = (torch.from_numpy(ids), torch.from_numpy(gradients))
         rpc.rpc_sync("server", update, ("rows", *sent))
 
+    def ours_at_once(ids: Any, gradients: Any) -> None:
+        pull = client.submit(0, Op.PULL_ROWS, table, [ids])
+        push = client.submit(0, Op.PUSH_ROWS, table, [ids, gradients])
+        client.wait(pull)
+        client.wait(push)
+
+    def theirs_at_once(ids: Any, gradients: Any) -> None:
+        pull = rpc.rpc_async("server", lookup, ("rows", torch.from_numpy(ids)))
+        sent = (torch.from_numpy(ids), torch.from_numpy(gradients))
+        push = rpc.rpc_async("server", update, ("rows", *sent))
+        pull.wait()
+        push.wait()
+
     ids, gradients = data()
     for call in (ours, theirs):
         call(ids, gradients)
@@ -165,6 +183,7 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
     return [
         Work("lookups", ways, data),
         Work("lookups and updates", {"fastdist": ours, "rpc": theirs}, data),
+        Work("both at once", {"fastdist": ours_at_once, "rpc": theirs_at_once}, data),
     ]
 
 
@@ -242,11 +261,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hashed-rows", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rpc-over-tcp", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     rows = []
-    with fastdist_server() as client, rpc_server():
+    with fastdist_server() as client, rpc_server(options.rpc_over_tcp):
         for work in rows_work(client, options.rows, rng):
             work.measure(options.rounds, 40)
             rows.append(work.row(BATCH))

@@ -44,7 +44,7 @@ std::vector<std::uint64_t> distinct(std::span<const std::uint64_t> ids,
 }  // namespace
 
 std::size_t Owners::of(std::uint64_t id) const {
-  if (begins.empty()) return mix(id) % count;
+  if (begins.empty()) return (mix(id) >> 32) * count >> 32;  // as fastdist/ps/spread.py
   return static_cast<std::size_t>(std::ranges::upper_bound(begins, id) - begins.begin()) - 1;
 }
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op
@@ -207,6 +208,27 @@ def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list
     with pytest.raises(ValueError, match="expected float32 of shape"):
         worker.commit(1)
     assert round_state(worker.client, SERVERS, 1) == (OPEN, OPEN)
+
+
+def test_a_server_that_is_started_again_knows_no_rounds() -> None:
+    server = Server()
+    with Client([server.address], timeout_s=20) as client:
+        assert round_state(client, [0], 1) == (OPEN,)
+        pieces = RoundRobin(1).place((2,), 4)
+        thing = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
+        thing.begin_push(np.ones(2), round=1).result()
+        assert round_state(client, [0], 1) == (OPEN,)
+        server.close()
+        with Server(server.address):
+            for call in (
+                lambda: round_state(client, [0], 1),
+                lambda: thing.begin_push(np.ones(2), round=1).result(),
+                lambda: commit_round(client, 1, [(thing, None)]).result(),
+            ):
+                with pytest.raises(UnavailableError, match="has been started again"):
+                    call()
+            ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
+            assert round_state(client, [0], 1) == (OPEN,)
 
 
 def test_rounds_that_nobody_touches_go() -> None:

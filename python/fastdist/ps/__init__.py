@@ -7,10 +7,11 @@ try:
 except ImportError:
     raise ImportError("fastdist.ps needs pyzmq: pip install 'fastdist[ps]'", name="zmq") from None
 
-from fastdist.ps.client import Client, Ticket
+from fastdist.ps.client import Client
 from fastdist.ps.keys import Keys
 from fastdist.ps.pending import Pending
 from fastdist.ps.server import Server
 from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
+from fastdist.ps.ticket import Ticket
 
 __all__ = ["Client", "DenseSpec", "Keys", "Pending", "RowsSpec", "RuleSpec", "Server", "Ticket"]

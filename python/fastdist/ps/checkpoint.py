@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fastdist.ps.client import Client, Ticket
+from fastdist.ps.client import Client
 from fastdist.ps.protocol import Op
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.ticket import Ticket
 
 _INDEX = "index.json"
 _FORMAT = 1

@@ -6,7 +6,6 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,37 +36,7 @@ from fastdist.ps.protocol import (
     error_of,
 )
 from fastdist.ps.specs import Spec, to_json
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A request under way: what `Client.wait` takes.
-
-    What its frames refer to must stay as it is until it has been waited for: it may be sent again.
-
-    Attributes:
-        step: in the reply to a pull, how many pushes the value has seen.
-    """
-
-    server: int
-    op: Op
-    header: Header
-    frames: Sequence[Any]
-    timeout_s: float
-    deadline: float
-    resend_at: float
-    out: Array | None = None
-    wire: _core.WireFormat | None = None
-    sent: int = 1
-    step: int = UNKNOWN_STEP
-    reply: memoryview | None = None
-    error: Exception | None = None
-    is_done: bool = False
-
-    @property
-    def began(self) -> float:
-        """When it was sent first, on the monotonic clock."""
-        return self.deadline - self.timeout_s
+from fastdist.ps.ticket import Ticket
 
 
 class Client:
@@ -80,6 +49,11 @@ class Client:
         grace_s: so is one whose connection has broken and is not there again after so long.
         retry_s: a request without a reply is sent again after so long.
         window: requests under way to one server; a further one waits.
+
+    Attributes:
+        servers: their addresses.
+        numbers_made: of each server, the number of something that `create` has made or found
+            there; 0 for nothing. The server knows by it whether it is still the same.
     """
 
     def __init__(
@@ -96,6 +70,7 @@ class Client:
             raise ValueError("servers must name at least one address")
         keep_freed_memory()
         self.servers = tuple(servers)
+        self.numbers_made = [0] * len(servers)
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._retry_s = retry_s
@@ -306,7 +281,9 @@ class Client:
         frames: list[Any] = [to_json(spec)]
         if initial is not None:
             frames.append(floats_frame(initial))
-        return int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
+        number = int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
+        self.numbers_made[server] = number
+        return number
 
     def hello(self, server: int) -> dict[str, Any]:
         """The version that a server speaks, and the specs of what it keeps."""

@@ -65,15 +65,23 @@ class Objects:
             RestartedError: it was kept by a server before this one.
             ValueError: there is none.
         """
-        if number >> _INDEX_BITS != self._incarnation:
-            raise RestartedError(
-                "the server has been started again, or serves another job, since this variable or "
-                "table was made, and keeps nothing of it"
-            )
+        self.require_same(number)
         index = number & (1 << _INDEX_BITS) - 1
         if index >= len(self._kept):
             raise ValueError(f"object {index} does not exist, there are {len(self._kept)}")
         return self._kept[index]
+
+    def require_same(self, number: int) -> None:
+        """Raise unless a number was given by this server.
+
+        Raises:
+            RestartedError: it was another one.
+        """
+        if number >> _INDEX_BITS != self._incarnation:
+            raise RestartedError(
+                "the server has been started again, or serves another job, since these variables "
+                "and tables were made, and keeps nothing of them"
+            )
 
     def dense(self, number: int) -> tuple[DenseSpec, _core.DenseVariable]:
         """A dense variable.

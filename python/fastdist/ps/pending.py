@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from fastdist.ps.client import Client, Ticket
+from fastdist.ps.client import Client
 from fastdist.ps.protocol import UNKNOWN_STEP
+from fastdist.ps.ticket import Ticket
 
 T = TypeVar("T")
 

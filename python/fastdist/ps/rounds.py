@@ -53,8 +53,15 @@ def round_state(client: Client, servers: Iterable[int], round: int) -> tuple[str
     """What has become of a round on each server: "open", "applied" or "discarded".
 
     A server has forgotten rounds that ended thousands of rounds ago, and calls them open.
+
+    Raises:
+        UnavailableError: a server is gone, or has been started again since this client created
+            something there.
     """
-    tickets = [client.submit(server, Op.ROUND_STATE, round=round) for server in servers]
+    tickets = [
+        client.submit(server, Op.ROUND_STATE, client.numbers_made[server], round=round)
+        for server in servers
+    ]
     return tuple(_state(client.wait(ticket)) for ticket in tickets)
 
 

@@ -141,6 +141,8 @@ class Service:
         elif op is Op.CREATE:
             answer = self._create(frames)
         elif op is Op.ROUND_STATE:
+            if header.object:
+                self._objects.require_same(header.object)
             answer = {"state": self._rounds.state(header.round)}
         elif op is Op.END:
             self.ended.set()

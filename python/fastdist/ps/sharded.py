@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from fastdist import _core
-from fastdist.ps.client import Client, Ticket
+from fastdist.ps.client import Client
 from fastdist.ps.frames import Array, encoded, floats_frame, ids_frame
 from fastdist.ps.partition import Piece
 from fastdist.ps.pending import Pending
 from fastdist.ps.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.snapshot import Part
 from fastdist.ps.specs import DenseSpec, RowsSpec
+from fastdist.ps.ticket import Ticket
 
 
 class ShardedVariable:

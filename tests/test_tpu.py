@@ -742,11 +742,11 @@ def test_new_shapes_are_counted_and_named() -> None:
 def test_one_all_reduce_for_each_dtype() -> None:
     strategy = TPUStrategy()
     programs: list[str] = []
-    sync = strategy._mesh.sync
+    execute = strategy._mesh.step
 
     def recorded(tensors: Any) -> None:
         programs.append(strategy._mesh.program_of(tensors))
-        sync(tensors)
+        execute(tensors)
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -761,7 +761,7 @@ def test_one_all_reduce_for_each_dtype() -> None:
         model = Mixed()
         optimizer = torch.optim.AdamW(model.parameters())
     batches = strategy.distribute_dataset(torch.randn(48, 64), global_batch_size=16)
-    strategy._mesh.sync = recorded  # type: ignore[method-assign]
+    strategy._mesh.step = recorded  # type: ignore[method-assign]
 
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()

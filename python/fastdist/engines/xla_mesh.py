@@ -79,6 +79,7 @@ class XlaMesh:
         if self.size > 1 and not runtime.is_spmd():
             runtime.use_spmd()
         self.device: torch.device = xla.device()
+        self._xla: Any = xla
         self._bindings: Any = xla._XLAC
         self._model: Any = import_module("torch_xla.core.xla_model")
         self._metrics: Any = import_module("torch_xla.debug.metrics")
@@ -135,8 +136,6 @@ class XlaMesh:
         if self.size > 1 and self._is_manual:
             tensor = self._placed(tensor.detach(), stacked)
             tensor = self._bindings._spmd_full_to_shard_shape(tensor)
-        else:  # a tensor apart, or XLA would reuse the memory of one that is still needed
-            tensor = tensor.detach().clone()
         return tensor.squeeze(0) if stacked else tensor
 
     def leave(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
@@ -192,6 +191,13 @@ class XlaMesh:
         own = [tensor for tensor in tensors if tensor.device.type == "xla"]
         if own:
             self._bindings._xla_sync_multi(own, [], False, True)
+
+    def step(self, tensors: Sequence[torch.Tensor]) -> None:
+        """`sync` at the end of a run; what one device has changed in place, it changes in place."""
+        if self.size == 1:
+            self._xla.sync()
+        else:
+            self.sync(tensors)
 
     def seed(self, seed: int) -> None:
         """Of the random numbers that are drawn outside of `enter`; a value, not a constant."""

@@ -25,6 +25,7 @@ from fastdist.values import PerReplica, leaves, map_structure
 from fastdist.variables import Variable
 
 M = TypeVar("M", bound=nn.Module)
+_PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # that no batch is inside of
 
 
 class Strategy(ABC):
@@ -288,9 +289,20 @@ class Strategy(ABC):
 
 def examples_of(given: Any) -> tuple[int, ...] | None:
     """How many examples each replica has of the first batch among the arguments of `run`."""
-    for leaf in leaves(given):
-        if type(leaf) is PerReplica and leaf.examples is not None:
-            return leaf.examples
+    kind = type(given)
+    if kind is PerReplica:
+        examples: tuple[int, ...] | None = given.examples
+        return examples
+    if kind is dict:
+        given = given.values()
+    elif not isinstance(given, (tuple, list)):
+        if kind in _PLAIN:
+            return None
+        inner = leaves(given)
+        given = () if len(inner) == 1 and inner[0] is given else inner
+    for part in given:
+        if (found := examples_of(part)) is not None:
+            return found
     return None
 
 

@@ -31,16 +31,15 @@ class Compilations:
 
     def note(self, fn: Callable[..., Any], given: Any, compiled: int) -> None:
         """A run of `fn` has compiled so many programs; warns where it had one already."""
-        key = getattr(fn, "__code__", fn)
+        if not compiled:
+            return
         shapes = shapes_of(given)
-        known = self._shapes.setdefault(key, [])
-        if compiled:
-            self.count += compiled
-            if known:
-                self.repeated += compiled
-                warnings.warn(_why(fn, shapes, known), stacklevel=5)
-        if shapes not in known:
-            known.append(shapes)
+        known = self._shapes.setdefault(getattr(fn, "__code__", fn), [])
+        self.count += compiled
+        if known:
+            self.repeated += compiled
+            warnings.warn(_why(fn, shapes, known), stacklevel=5)
+        known.append(shapes)
 
 
 def shapes_of(given: Any) -> str:

@@ -47,13 +47,16 @@ def is_stacked(value: Any) -> bool:
     return type(value) is PerReplica and type(value.values[0]) is Stacked
 
 
-def stack(mesh: XlaMesh, value: PerReplica[Any], rows: int = 0) -> PerReplica[Any]:
+def stack(
+    mesh: XlaMesh, value: PerReplica[Any], rows: int = 0, is_even: bool = False
+) -> PerReplica[Any]:
     """Per-replica tensors, arrays or numbers, brought to the devices.
 
     Args:
         mesh: the replicas' devices, as many as the value has parts.
         value: of it, tensors that are a batch's (`examples` is known) may differ in length.
         rows: fill them up to this length at least.
+        is_even: nothing is to be filled up, in this batch or any other.
 
     Raises:
         ValueError: shapes or dtypes differ; on all devices runs one program.
@@ -68,7 +71,7 @@ def stack(mesh: XlaMesh, value: PerReplica[Any], rows: int = 0) -> PerReplica[An
         ) from error
     lengths = tuple(tensor.shape[0] if tensor.dim() else -1 for tensor in tensors)
     sizes = None
-    if value.examples is not None and lengths == value.examples:
+    if not is_even and value.examples is not None and lengths == value.examples:
         longest = max(rows, *lengths)
         if any(length != longest for length in lengths):
             tensors = [_filled(tensor, longest, tensors) for tensor in tensors]
@@ -80,6 +83,8 @@ def stack(mesh: XlaMesh, value: PerReplica[Any], rows: int = 0) -> PerReplica[An
             f"replicas' values differ in shape or dtype, {shapes}: one XLA program runs on all "
             "devices, where only batches of distribute_dataset may differ in length"
         )
+    if mesh.size == 1 and sizes is None:
+        return PerReplica((mesh.replicate(tensors[0]),), value.examples)
     return PerReplica((Stacked(mesh.stack(torch.stack(tensors)), sizes),), value.examples)
 
 
@@ -136,7 +141,4 @@ class MeshCopy:
         if self._together:
             (whole,) = value.values
             return PerReplica((self._mesh.split(torch.as_tensor(whole)),), value.examples)
-        placed = stack(self._mesh, value, self._rows)
-        if self._is_even:
-            placed.values[0].sizes = None
-        return placed
+        return stack(self._mesh, value, 0 if self._is_even else self._rows, self._is_even)

@@ -122,7 +122,8 @@ class TPUStrategy(Strategy):
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
         self._members.refresh()
-        placed = map_structure(self._place, given)
+        filled: list[Stacked] = []
+        placed = map_structure(lambda leaf: self._place(leaf, filled), given)
         restore = self._members.snapshot()
         self._mesh.seed(draw_seed())
         outputs: list[torch.Tensor] = []
@@ -139,14 +140,17 @@ class TPUStrategy(Strategy):
         self._members.enter()
         made: list[torch.Tensor] = []
         try:
-            padding = self._padding(placed, examples)
+            padding = self._padding(filled, examples)
             functions = self._functions = ReplicaFunctions(
                 self._mesh, padding, self._communicator is None
             )
-            args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
+            args, kwargs = placed
+            if self._mesh.size > 1 or filled:
+                args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
             with self._replica(examples, padding), self._traces(padding):
                 result = fn(*args, **kwargs)
-            result = map_structure(collected, result)
+            is_one = isinstance(result, torch.Tensor)
+            result = collected(result) if is_one else map_structure(collected, result)
         finally:
             made = self._members.leave()
             if self._functions is not None and self._gradients is not None:
@@ -197,7 +201,7 @@ class TPUStrategy(Strategy):
         living = {id(t): t for ref in self._results if (t := ref()) is not None}
         self._traced, self._results = 0, []
         try:
-            self._mesh.sync([*living.values()])
+            self._mesh.step([*living.values()])
         except BaseException:
             restore()
             raise
@@ -227,16 +231,17 @@ class TPUStrategy(Strategy):
         """Execute the runs that `steps_per_execution` keeps waiting."""
         living = [tensor for ref in self._results if (tensor := ref()) is not None]
         self._traced, self._results = 0, []
-        self._mesh.sync(living)
+        self._mesh.step(living)
 
-    def _place(self, leaf: Any) -> Any:
-        """An argument of `run`, on the devices."""
+    def _place(self, leaf: Any, filled: list[Stacked] | None = None) -> Any:
+        """An argument of `run`, on the devices; values that are filled up are noted."""
         if type(leaf) is PerReplica:
-            if is_stacked(leaf):
-                return leaf
-            if len(leaf.values) == 1:
+            if len(leaf.values) == 1 and not is_stacked(leaf):
                 return self._place(leaf.values[0])
-            return stack(self._mesh, leaf)
+            placed = leaf if is_stacked(leaf) else stack(self._mesh, leaf)
+            if filled is not None and placed.values[0].sizes is not None:
+                filled.append(placed.values[0])
+            return placed
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
             return self._mesh.replicate(leaf)
         return leaf
@@ -267,15 +272,10 @@ class TPUStrategy(Strategy):
             return self._mesh.leave(leaf)
         return PerReplica((Stacked(self._mesh.leave(leaf, True), sizes),))
 
-    def _padding(self, given: Any, examples: tuple[int, ...] | None) -> Padding | None:
-        filled = [
-            leaf.values[0]
-            for leaf in leaves(given)
-            if is_stacked(leaf) and leaf.values[0].sizes is not None
-        ]
+    def _padding(self, filled: list[Stacked], examples: tuple[int, ...] | None) -> Padding | None:
         if not filled:
             return None
-        sizes = examples or filled[0].sizes
+        sizes = examples or filled[0].sizes or ()
         rows = filled[0].tensor.shape[1]
         # Runs of one execution that shared an input would be another program than if they did not.
         key = self._traced, sizes

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastdist.communicator import Communicator
 from fastdist.engines.xla_mesh import XlaMesh
 from fastdist.errors import UnsupportedError
-from fastdist.module_structure import copy_hooks
+from fastdist.module_structure import copy_hooks, structure_of
 from fastdist.modules import is_materialized, named_buffers, named_parameters
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.optimizer_states import make_states
@@ -52,6 +52,7 @@ class XlaMembers:
         self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._components: dict[int, list[Variable]] = {}  # read outside, and perhaps written
         self._variables: list[Variable] = []
+        self._structure: list[object] = []
         self.has_batch_norm = False
 
     def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
@@ -99,9 +100,12 @@ class XlaMembers:
 
     def refresh(self) -> None:
         """Bring what was made or changed outside `run` to the devices."""
-        self._look()
-        for tensor in [*(p for _, p in self._parameters), *self._buffers]:
-            self._move(tensor)
+        structure = structure_of(self.roots)
+        if structure != self._structure:
+            self._structure = structure
+            self._look()
+            for tensor in [*(p for _, p in self._parameters), *self._buffers]:
+                self._move(tensor)
         self._push_components()
 
     def _look(self) -> None:
@@ -127,6 +131,8 @@ class XlaMembers:
 
     def enter(self) -> None:
         """From now on tensors stand for what each device has."""
+        if self._mesh.size == 1:
+            return
         enter = self._mesh.enter
         with torch.no_grad():
             for tensor in self._replicated():
@@ -146,6 +152,9 @@ class XlaMembers:
 
     def leave(self) -> list[torch.Tensor]:
         """The opposite; returns what is to be computed."""
+        self._components.clear()
+        if self._mesh.size == 1:
+            return []
         leave, made = self._mesh.leave, []
         with torch.no_grad():
             for tensor in self._replicated():
@@ -167,7 +176,6 @@ class XlaMembers:
                 else:
                     parameter.grad = leave(parameter.grad)
                     made.append(parameter.grad)
-        self._components.clear()
         return made
 
     def _replicated(self) -> Iterator[torch.Tensor]:
@@ -188,6 +196,8 @@ class XlaMembers:
 
     def snapshot(self) -> Callable[[], None]:
         """Gives back what tensors hold now: for a program that could not be run."""
+        if self._mesh.size == 1:
+            return lambda: None
         with torch.no_grad():
             kept = [(tensor, tensor.detach()) for tensor in self._replicated()]
             gradients = [(parameter, parameter.grad) for _, parameter in self._parameters]

@@ -377,6 +377,7 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert sum(kept) == 6
 
 
+<<<<<<< ours
 def test_cached_rows(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
@@ -439,6 +440,29 @@ def test_gradients_that_are_not_finite(cluster: PsCluster) -> None:
         coordinator.join()
     coordinator.join()
     assert torch.equal(model.weight, before)
+=======
+def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ModuleList([fd.nn.Embedding(None, 64), nn.Embedding(20_000, 64)])
+        optimizer = adagrad(model.parameters())  # which makes its state at once
+    assert not optimizer.state
+    ids = torch.tensor([7])
+
+    def train() -> int:
+        sum(table(ids).sum() for table in model).backward()
+        optimizer.step()
+        return len(optimizer.state)
+
+    before = [table(ids).detach() for table in model]
+    assert coordinator.schedule(train).fetch() == 0
+    coordinator.join()
+    for table, row in zip(model, before, strict=True):
+        torch.testing.assert_close(table(ids).detach(), row - 0.1)
+    sizes = [len(definition.blob) for _, definition in strategy.definitions._named.values()]
+    assert max(sizes) < 100_000
+>>>>>>> theirs
 
 
 def test_embeddings_without_servers() -> None:

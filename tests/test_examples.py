@@ -129,3 +129,31 @@ def test_multi_worker_by_tf_config(tmp_path: Path) -> None:
     assert same_loss == pytest.approx(loss, abs=2e-4)
     assert same_accuracy == pytest.approx(accuracy, abs=0.003)
     assert "4 replicas" in outputs[0]
+
+
+def test_word_vectors_in_all_modes() -> None:
+    pytest.importorskip("zmq")
+    pytest.importorskip("cloudpickle")
+    script = ["examples/word2vec_ps.py", "--words", "150000", "--steps", "200", "--dim", "32"]
+    servers = ["-m", "fastdist", "run", "--no-prefix", "--workers", "2", "--ps", "1"]
+    losses = {}
+    for mode in ("single", "async", "sync"):
+        command = [*script, "--mode", mode]
+        done = subprocess.run(
+            [sys.executable, *(command if mode == "single" else servers + command)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            cwd=ROOT,
+            env=ENV,
+        )
+        assert done.returncode == 0, done.stderr
+        found = re.findall(r"held-out loss (before|after): ([\d.]+)", done.stdout)
+        assert [when for when, _ in found] == ["before", "after"], done.stdout
+        assert float(found[0][1]) == pytest.approx(4.1589, abs=1e-4)  # 6 ln 2: it knows nothing
+        losses[mode] = float(found[1][1])
+        assert re.search(r"^ +self: \w+ 0\.\d\d  ", done.stdout, re.MULTILINE)
+    assert losses["single"] < 3.5
+    for mode in ("async", "sync"):
+        assert losses[mode] == pytest.approx(losses["single"], rel=0.03)

@@ -325,6 +325,32 @@ def test_schedulers_on_the_chief(cluster: PsCluster) -> None:
     same(model, other)
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_several_scopes(cluster: PsCluster, synchronous: bool) -> None:
+    strategy = cluster.strategy(synchronous=synchronous)
+    coordinator = cluster.coordinator(strategy)
+    made = []
+    for _ in range(3):
+        with strategy.scope():
+            weight = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))])
+            made.append((weight, [sgd([parameter]) for parameter in weight]))
+
+    def train() -> None:
+        sum(parameter.sum() for weight, _ in made for parameter in weight).backward()
+        for weight, optimizers in made:
+            for optimizer in optimizers:
+                optimizer.step()
+            weight.zero_grad()
+
+    for _ in range(6):
+        coordinator.schedule(train)
+    coordinator.join()
+    steps = 3 if synchronous else 6
+    for weight, _ in made:
+        for parameter in weight:
+            torch.testing.assert_close(parameter.detach(), torch.full((2,), -0.1 * steps))
+
+
 def test_batch_norm(cluster: PsCluster) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
@@ -377,7 +403,29 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert sum(kept) == 6
 
 
-<<<<<<< ours
+def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ModuleList([fd.nn.Embedding(None, 64), nn.Embedding(20_000, 64)])
+        optimizer = adagrad(model.parameters())  # which makes its state at once
+    assert not optimizer.state
+    ids = torch.tensor([7])
+
+    def train() -> int:
+        sum(table(ids).sum() for table in model).backward()
+        optimizer.step()
+        return len(optimizer.state)
+
+    before = [table(ids).detach() for table in model]
+    assert coordinator.schedule(train).fetch() == 0
+    coordinator.join()
+    for table, row in zip(model, before, strict=True):
+        torch.testing.assert_close(table(ids).detach(), row - 0.1)
+    sizes = [len(definition.blob) for _, definition in strategy.definitions._named.values()]
+    assert max(sizes) < 100_000
+
+
 def test_cached_rows(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
@@ -440,29 +488,6 @@ def test_gradients_that_are_not_finite(cluster: PsCluster) -> None:
         coordinator.join()
     coordinator.join()
     assert torch.equal(model.weight, before)
-=======
-def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
-    strategy = cluster.strategy()
-    coordinator = cluster.coordinator(strategy)
-    with strategy.scope():
-        model = nn.ModuleList([fd.nn.Embedding(None, 64), nn.Embedding(20_000, 64)])
-        optimizer = adagrad(model.parameters())  # which makes its state at once
-    assert not optimizer.state
-    ids = torch.tensor([7])
-
-    def train() -> int:
-        sum(table(ids).sum() for table in model).backward()
-        optimizer.step()
-        return len(optimizer.state)
-
-    before = [table(ids).detach() for table in model]
-    assert coordinator.schedule(train).fetch() == 0
-    coordinator.join()
-    for table, row in zip(model, before, strict=True):
-        torch.testing.assert_close(table(ids).detach(), row - 0.1)
-    sizes = [len(definition.blob) for _, definition in strategy.definitions._named.values()]
-    assert max(sizes) < 100_000
->>>>>>> theirs
 
 
 def test_embeddings_without_servers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Bundle:
         optimizers: of their parameters.
         others: schedulers and gradient scalers.
         places: where the values are.
+        first_optimizer: the number of the first of them among those of all scopes.
     """
 
     prefix: str
@@ -32,6 +33,7 @@ class Bundle:
     optimizers: tuple[torch.optim.Optimizer, ...]
     others: tuple[Any, ...]
     places: tuple[Place, ...]
+    first_optimizer: int
 
     def parts(self) -> list[Any]:
         """All that functions may refer to, in an order that is the same on all tasks."""
@@ -56,17 +58,17 @@ def define_bundle(
         for place in bundle.places
         if isinstance(tensors[place.tensor], nn.Parameter)
     }
-    fields = (bundle.prefix, bundle.roots, bundle.optimizers, bundle.others, bundle.places)
+    values = tuple(getattr(bundle, field.name) for field in fields(bundle))
     definition = definitions.define(
-        functools.partial(_make, adopt, fields), instead=served, is_state=True
+        functools.partial(_make, adopt, values), instead=served, is_state=True
     )
     for number, part in enumerate(bundle.parts()):
         definitions.name(part, definition, number)
     return definition
 
 
-def _make(adopt: Callable[[Bundle], Bundle], fields: Sequence[Any]) -> Bundle:
-    return adopt(Bundle(*fields))
+def _make(adopt: Callable[[Bundle], Bundle], values: Sequence[Any]) -> Bundle:
+    return adopt(Bundle(*values))
 
 
 def _hollow(parameter: torch.Tensor) -> tuple[Any, ...]:

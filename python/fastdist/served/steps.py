@@ -54,20 +54,28 @@ class ServedSteps:
 
     Args:
         model: what the optimizers train.
+        first: the number of the first of them among those of all models.
         twins_of: the copies of an optimizer that other replicas of this task use.
 
     Attributes:
         is_fresh: whether the model has values that are new enough for the next function: it was
             there already when the last step asked for them.
+
+    Raises:
+        ValueError: there are too many optimizers.
     """
 
     def __init__(
         self,
         model: ServedModel,
+        first: int,
         twins_of: Callable[[torch.optim.Optimizer], Sequence[torch.optim.Optimizer]],
     ) -> None:
+        if first + len(model.optimizers) > 1 << _OPTIMIZER_BITS:
+            raise ValueError(f"over {1 << _OPTIMIZER_BITS} optimizers in the scopes of a strategy")
         self.is_fresh = False
         self._model = model
+        self._first = first
         self._turn: Turn | None = None
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
         self._steps = [0] * len(model.optimizers)  # in this turn
@@ -100,7 +108,7 @@ class ServedSteps:
         """Of this step of this optimizer; no other step of the job has it."""
         if self._steps[number] >> _STEP_BITS:
             raise FastdistError(f"over {1 << _STEP_BITS} steps in one scheduled function")
-        at = turn.group << _OPTIMIZER_BITS | number
+        at = turn.group << _OPTIMIZER_BITS | self._first + number
         return at << _STEP_BITS | self._steps[number]
 
     # --- backward -------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ class ParameterServerStrategy(LinkedStrategy):
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._bundles)}/"
         places = plan(roots, optimizers, self._servers, prefix, self._wishes)
-        bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places))
+        first = sum(len(bundle.optimizers) for bundle, _ in self._bundles)
+        bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places), first)
         model = ServedModel(
             self.client,
             roots,
@@ -159,7 +160,7 @@ class ParameterServerStrategy(LinkedStrategy):
         model.take_tables()
         for optimizer in optimizers:
             optimizer.state.clear()  # it is on the servers
-        ServedSteps(model, self.twins_of)
+        ServedSteps(model, first, self.twins_of)
         self._bundles.append((bundle, model))
         define_bundle(self.definitions, bundle, adopt_here)
 

@@ -80,7 +80,7 @@ class ServedWorker:
             lock=threading.RLock(),
             twins_of=self.strategy.twins_of,
         )
-        steps = ServedSteps(model, self.strategy.twins_of)
+        steps = ServedSteps(model, bundle.first_optimizer, self.strategy.twins_of)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)
         model.begin_pull()

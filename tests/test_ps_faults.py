@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -13,7 +14,10 @@ import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps.partition import RoundRobin
+from fastdist.ps.parts import PART_SIZE
 from fastdist.ps.protocol import Op
+from fastdist.ps.sharded import ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (
@@ -71,6 +75,28 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
             with pytest.raises(UnavailableError, match="has been started again"):
                 client.wait(ticket)
             client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
+        finally:
+            again.end()
+
+
+def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
+    """More parts than may be under way; afterwards the client works with whoever is there."""
+    size = 40 * PART_SIZE
+    spec, pieces = DenseSpec("w", (size,), SGD), RoundRobin(1).place((size,), 4)
+    with Client([server.address]) as client:
+        variable = ShardedVariable(client, spec, pieces, np.zeros(size, np.float32))
+        server.stop()
+        threading.Timer(0.5, server.end).start()
+        begin = time.monotonic()
+        with pytest.raises(UnavailableError, match="is gone"):
+            variable.pull()
+        assert time.monotonic() - begin < 6
+        assert not client._under_way[0]
+        again = Process(server.address)
+        try:
+            variable = ShardedVariable(client, spec, pieces, np.ones(size, np.float32))
+            variable.push(np.ones(size, np.float32))
+            assert (variable.pull() == 0).all()
         finally:
             again.end()
 

@@ -201,12 +201,19 @@ class Client:
             return
         now = time.monotonic()
         if now >= min(ticket.deadline, self._gone_at(ticket)):
-            self._under_way[ticket.server].pop(ticket.header.number, None)
-            ticket.is_done = True
-            ticket.error = self._unavailable(ticket, now >= ticket.deadline)
+            self._give_up(ticket.server, now)
+            assert ticket.error is not None
             raise ticket.error
         if now >= ticket.resend_at:
             self._send_again(ticket)
+
+    def _give_up(self, server: int, now: float) -> None:
+        """All requests whose time is over: none is sent again when a server comes back."""
+        for number, ticket in list(self._under_way[server].items()):
+            if now >= min(ticket.deadline, self._gone_at(ticket)):
+                del self._under_way[server][number]
+                ticket.is_done = True
+                ticket.error = self._unavailable(ticket, now >= ticket.deadline)
 
     def _gone_at(self, ticket: Ticket) -> float:
         """When a request is given up since there is no connection."""

@@ -324,6 +324,7 @@ def test_errors_come_back(server: Server, client: Client) -> None:
         (TypeError, "must be integers", lambda: client.pull_rows(0, rows, [0.5], 4)),
         (ValueError, "exists as", lambda: client.create(0, RowsSpec("rows", 5, SGD))),
         (ValueError, "no initial", lambda: client.create(0, DenseSpec("x", (2,), SGD))),
+        (ValueError, "got int4", lambda: client.create(0, RowsSpec("i", 2, SGD, wire="int4"))),
         (ValueError, "Lion", lambda: client.create(0, RowsSpec("y", 2, RuleSpec("Lion")))),
         (
             ValueError,

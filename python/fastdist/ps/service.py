@@ -160,13 +160,15 @@ class Service:
             dense, variable = self._objects.dense(header.object)
             step = variable.step
             part = extent(header.part, dense.size)
-            out, reply = _room(buffers, (part.stop - part.start,), wire := dense.wire_format())
+            wire = dense.wire_format()
+            out, reply = _room(buffers, (part.stop - part.start,), wire)
             variable.pull_part(out, part.start)
         else:
             rows, table = self._objects.rows(header.object)
             step = table.step
             ids = ids_in(frames[0])
-            out, reply = _room(buffers, (ids.size, rows.dim), wire := rows.wire_format())
+            wire = rows.wire_format()
+            out, reply = _room(buffers, (ids.size, rows.dim), wire)
             table.pull(ids, out)
         if wire is not None:
             wire.encode(out, reply)

@@ -74,6 +74,7 @@ class DenseSpec:
         Args:
             initial: float32, of `shape`.
         """
+        self.wire_format()  # names that do not exist are refused here
         return _core.DenseVariable(initial, self.rule.make(), self.storage, self.rounding)
 
     def wire_format(self) -> _core.WireFormat | None:
@@ -117,6 +118,7 @@ class RowsSpec:
 
     def make(self) -> _core.RowTable:
         """The table, empty."""
+        self.wire_format()  # names that do not exist are refused here
         return _core.RowTable(
             self.dim,
             self.rule.make(),

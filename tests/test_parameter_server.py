@@ -585,6 +585,35 @@ def test_the_chief_does_not_train(cluster: PsCluster) -> None:
         step(model, optimizer, *batches(1)[0])
 
 
+def test_optimizers_of_other_scopes(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="not made in the same scope"), strategy.scope():
+        sgd(model.parameters())
+    outside = sgd(model.parameters())
+
+    def train(optimizer: Any) -> None:
+        model(torch.ones(2)).sum().backward()
+        optimizer = optimizer or sgd(model.parameters())
+        optimizer.step()
+
+    for optimizer in (outside, None):
+        coordinator.schedule(train, (optimizer,))
+        with pytest.raises(FastdistError, match=r"SGD was not made in the scope.*\(2, 2\)"):
+            coordinator.join()
+    own = nn.Linear(2, 2)  # what workers have for themselves they may train
+    own_optimizer = sgd(own.parameters())
+
+    def train_own() -> None:
+        own(torch.ones(2)).sum().backward()
+        own_optimizer.step()
+
+    coordinator.schedule(train_own)
+    coordinator.join()
+
+
 @pytest.mark.parametrize(
     ("make_optimizer", "message"),
     [

@@ -151,14 +151,18 @@ class ServedModel:
         found = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in self._parameters and id(parameter) not in self._tables:
+                if not self.serves(parameter):
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not on the servers: it was not in the "
-                        "scope, or did not require gradients there"
+                        f"{tuple(parameter.shape)} that is not on the servers: it was not made in "
+                        "the same scope, or did not require gradients there"
                     )
                 found.append((parameter, float(group["lr"])))
         return found
+
+    def serves(self, parameter: torch.Tensor) -> bool:
+        """Whether the value of a parameter is on servers."""
+        return id(parameter) in self._parameters or id(parameter) in self._tables
 
     def begin_push(
         self, parameter: nn.Parameter, lr: float | None, round: int, weight: float = 1.0

@@ -157,6 +157,7 @@ class ParameterServerStrategy(LinkedStrategy):
             lock=threading.RLock(),
             twins_of=self.twins_of,
         )
+        model.rates()  # says whether it serves all parameters of the optimizers
         model.take_tables()
         for optimizer in optimizers:
             optimizer.state.clear()  # it is on the servers

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastdist.coordinator.per_worker import set_worker_index
 from fastdist.coordinator.worker import Turn
+from fastdist.errors import FastdistError
 from fastdist.ps.client import Client
 from fastdist.random_streams import replica_seed
 from fastdist.served.bundle import Bundle
@@ -55,6 +57,17 @@ class ServedWorker:
         self._told: dict[str, set[str]] = {}  # the live buffers that the chief knows of
         self._turn: Turn | None = None
         _here[:] = [self]
+        register_optimizer_step_pre_hook(self._require_served)
+
+    def _require_served(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Optimizers of scopes have a step of their own; this is another one's."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if any(model.serves(parameter) for model, _ in self._models.values()):
+                    raise FastdistError(
+                        f"{type(optimizer).__name__} was not made in the scope, and cannot step: "
+                        f"its parameter of shape {tuple(parameter.shape)} is on the servers"
+                    )
 
     def begin(self, index: int, seed: int) -> None:
         """A chief has come, which knows nothing of those before it."""

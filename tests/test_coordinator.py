@@ -148,6 +148,29 @@ def test_errors_that_cannot_be_pickled(coordinator: Any) -> None:
         coordinator.join()
 
 
+@pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit()])
+def test_functions_do_not_end_workers(coordinator: Any, raised: BaseException) -> None:
+    def fail() -> None:
+        raise raised
+
+    pids = [coordinator.schedule(os.getpid) for _ in range(20)]
+    before = set(coordinator.fetch(pids))
+    coordinator.schedule(fail)
+    with pytest.raises(FastdistError, match=type(raised).__name__):
+        coordinator.join()
+    assert coordinator.schedule(os.getpid).fetch() in before
+
+
+def test_workers_end_when_they_are_told_to(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy())
+    values = [coordinator.schedule(time.sleep, (0.5,)) for _ in range(4)]
+    cluster.tasks["worker", 0].terminate()
+    assert cluster.tasks["worker", 0].wait(20) == 0
+    assert coordinator.fetch(values) == [None] * 4
+    cluster.start("worker", 0)
+    wait_for(lambda: coordinator.workers == [0, 1])
+
+
 def test_the_coordinator_cannot_travel(coordinator: Any) -> None:
     def inner() -> None:
         coordinator.join()

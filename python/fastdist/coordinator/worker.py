@@ -30,6 +30,10 @@ from fastdist.ps.keys import Keys
 from fastdist.ps.listening import admit
 
 
+class Stopped(SystemExit):
+    """This task is told to end."""
+
+
 class StepAborted(BaseException):
     """Another worker was lost in a step of all; not for users' functions to catch."""
 
@@ -184,7 +188,9 @@ class Worker:
             content = cloudpickle.dumps(self._host.run(call, turn))
         except StepAborted:
             outcome = Outcome.ABORTED
-        except Exception as error:
+        except (Stopped, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a function must not end its worker by sys.exit
             outcome, content = Outcome.RAISED, _pickled(error)
         self._send(Kind.RESULT, number, bytes([outcome]), content, self._host.news())
 
@@ -225,11 +231,13 @@ def _is(message: Sequence[bytes], kind: Kind) -> bool:
         return False
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     """An error and its traceback, or as much of them as can be pickled."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error = error.with_traceback(None)
     try:
+        if not isinstance(error, Exception):
+            raise TypeError("raised on the coordinator it would end that")
         blob = cloudpickle.dumps((error, text))
         pickle.loads(blob)  # some can be pickled, and not read
         return bytes(blob)

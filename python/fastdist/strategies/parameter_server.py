@@ -20,7 +20,7 @@ from torch import nn
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from fastdist.coordinator.shipping import Definitions
-from fastdist.coordinator.worker import Worker
+from fastdist.coordinator.worker import Stopped, Worker
 from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.ps import Client, Keys, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
@@ -266,7 +266,7 @@ def _serve_functions(address: str, keys: Keys, host: ServedWorker) -> NoReturn:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     del number, frame
-    sys.exit(0)
+    raise Stopped(0)
 
 
 def _keys() -> Keys:

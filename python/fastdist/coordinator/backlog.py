@@ -42,11 +42,17 @@ class Backlog:
     Args:
         limit: a further call waits until half of so many are left.
         max_staleness: a call may begin when all but so many of those before it have ended.
+
+    Attributes:
+        changed: notified when calls end.
+        wanted: threads that wait for calls.
+        when_wanted: is called when another one begins to.
     """
 
     def __init__(self, limit: int, max_staleness: int | None = None) -> None:
-        self.changed = threading.Condition()
-        self.wanted = 0  # threads that wait for what is in it
+        self.changed = threading.Condition(threading.RLock())
+        self.wanted = 0
+        self.when_wanted: Callable[[], None] = lambda: None
         self._limit = limit
         self._max_staleness = max_staleness
         self._numbers = itertools.count()
@@ -64,10 +70,10 @@ class Backlog:
         """
         with self.changed:
             if len(self._unfinished) >= self._limit:
-                self._wait(lambda: len(self._unfinished) <= self._limit // 2)
+                self.wait_for(lambda: len(self._unfinished) <= self._limit // 2)
             self._raise_failure()
             number = next(self._numbers)
-            call = Call(number, function, arguments, needs, RemoteValue(self.changed))
+            call = Call(number, function, arguments, needs, RemoteValue(self.wait_for))
             self._waiting.append(call)
             self._unfinished[number] = call
             return call
@@ -79,7 +85,7 @@ class Backlog:
             BaseException: what the first that failed has raised.
         """
         with self.changed:
-            self._wait(lambda: not self._unfinished)
+            self.wait_for(lambda: not self._unfinished)
             self._raise_failure()
 
     def is_done(self) -> bool:
@@ -97,12 +103,15 @@ class Backlog:
         """Whether all calls have ended."""
         return not self._unfinished
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
-        self.wanted += 1
-        try:
-            self.changed.wait_for(condition)
-        finally:
-            self.wanted -= 1
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until something holds about calls; whether it does."""
+        with self.changed:
+            self.wanted += 1
+            self.when_wanted()
+            try:
+                return self.changed.wait_for(condition, timeout)
+            finally:
+                self.wanted -= 1
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, None

@@ -139,7 +139,6 @@ class ClusterCoordinator:
         Raises:
             BaseException: what the first that failed has raised.
         """
-        self._dispatcher.wake()
         try:
             self._backlog.join()
         finally:

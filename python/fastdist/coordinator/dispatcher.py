@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 
 import zmq
@@ -65,19 +67,22 @@ class Dispatcher:
         self._links = [WorkerLink(self._context, address, keys) for address in addresses]
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)
         self._poller.register(self._wake, zmq.POLLIN)
         for link in self._links:
             self._poller.register(link.socket, zmq.POLLIN)
             self._poller.register(link.monitor, zmq.POLLIN)
+        backlog.when_wanted = functools.partial(self.wake, is_waited_for=True)
         self._seen_at = time.monotonic()
+        self._is_hungry = True  # a worker has room for a call
         self._is_closing = False
         self._is_end = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="fastdist dispatcher")
         self._thread.start()
 
-    def wake(self) -> None:
-        """There are new calls."""
-        if not self._is_closing:
+    def wake(self, *, is_waited_for: bool = False) -> None:
+        """There is a new call, or somebody waits for those that there are."""
+        if (self._is_hungry or is_waited_for) and not self._is_closing:
             os.eventfd_write(self._wake, 1)
 
     def close(self, *, is_end: bool) -> None:
@@ -115,7 +120,6 @@ class Dispatcher:
                     link.send(Kind.END)
                 link.close()
             self._context.term()
-            os.close(self._wake)
 
     def _turn(self) -> None:
         ready = dict(self._poller.poll(int(1000 * _LOOK_S)))
@@ -193,6 +197,8 @@ class Dispatcher:
     # --- handing out ----------------------------------------------------------------------------
 
     def _assign(self) -> None:
+        # Before the backlog is looked at, so that no call comes unnoticed in between.
+        self._is_hungry = True
         ready = [link for link in self._links if link.is_ready]
         if self._group is not None:
             waiting = self._backlog.waiting
@@ -204,6 +210,7 @@ class Dispatcher:
         while ready:
             link = min(ready, key=lambda link: len(link.calls))
             if len(link.calls) >= _AHEAD:
+                self._is_hungry = False
                 return
             call = self._backlog.take()
             if call is None:

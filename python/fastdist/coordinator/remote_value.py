@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import threading
+from collections.abc import Callable
 from typing import Any
 
 from fastdist.errors import FastdistError
+
+WaitFor = Callable[[Callable[[], bool], float | None], bool]
+"""Waits until something holds about calls, so many seconds at most; whether it does."""
 
 
 class RemoteTraceback(Exception):
@@ -23,10 +26,10 @@ class RemoteValue:
     lost. As an argument of a scheduled function it is its value.
     """
 
-    __slots__ = ("__weakref__", "_blob", "_changed", "_decoded", "_outcome")
+    __slots__ = ("__weakref__", "_blob", "_decoded", "_outcome", "_wait_for")
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self, wait_for: WaitFor) -> None:
+        self._wait_for = wait_for
         self._outcome: str | None = None  # "returned", "raised", "cancelled"
         self._blob: bytes | None = None
         self._decoded: Any = None
@@ -49,10 +52,8 @@ class RemoteValue:
             FastdistError: it was cancelled, since another function raised before it began.
             BaseException: what it raised.
         """
-        if self._outcome is None:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._outcome is not None, timeout):
-                    raise TimeoutError(f"the function has not ended within {timeout:g} s")
+        if self._outcome is None and not self._wait_for(self.is_done, timeout):
+            raise TimeoutError(f"the function has not ended within {timeout:g} s")
         if self._outcome == "cancelled":
             raise FastdistError(
                 "the function was cancelled before it began, since another one raised an error"

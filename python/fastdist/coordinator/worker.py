@@ -34,6 +34,9 @@ class Stopped(SystemExit):
     """This task is told to end."""
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+
+
 class StepAborted(BaseException):
     """Another worker was lost in a step of all; not for users' functions to catch."""
 
@@ -185,7 +188,7 @@ class Worker:
         try:
             if news:
                 self._host.take_news(news)
-            content = cloudpickle.dumps(self._host.run(call, turn))
+            content = _dumps(self._host.run(call, turn))
         except StepAborted:
             outcome = Outcome.ABORTED
         except (Stopped, KeyboardInterrupt):
@@ -222,6 +225,13 @@ class Worker:
                     self._send(Kind.LED, number)
         finally:
             self._inbox.extendleft(reversed(set_aside))
+
+
+def _dumps(value: Any) -> bytes:
+    """A pickle; cloudpickle takes its time to begin."""
+    if type(value) in _PLAIN:
+        return pickle.dumps(value)
+    return bytes(cloudpickle.dumps(value))
 
 
 def _is(message: Sequence[bytes], kind: Kind) -> bool:

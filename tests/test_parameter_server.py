@@ -497,6 +497,32 @@ def test_gradients_that_are_not_finite(cluster: PsCluster) -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize(("limit", "padding"), [(None, 2**62), (None, -1), (9, 4), (9, -1)])
+def test_padding(cluster: PsCluster, limit: int | None, padding: int) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        optimizer = sgd(table.parameters())
+    ids = torch.tensor([padding if limit is None else padding % limit, 3])
+    before = table(ids).detach()
+    assert torch.equal(before[0], torch.zeros(3))
+
+    def train() -> None:
+        table(ids).sum().backward()
+        optimizer.step()
+
+    coordinator.schedule(train)
+    coordinator.join()
+    expected = before - torch.tensor([[0.0], [0.1]])
+    torch.testing.assert_close(table(ids).detach(), expected)
+    if limit is not None:
+        plain = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        torch.testing.assert_close(plain(ids).detach(), before)
+        with pytest.raises(ValueError, match="within 9 embeddings, got 9"):
+            fd.nn.Embedding(limit, 3, padding_idx=limit)
+
+
 def test_embeddings_without_servers() -> None:
     plain = fd.nn.Embedding(5, 3, seed=1)
     assert torch.equal(plain(torch.tensor([1, 1, 4])), plain.weight[[1, 1, 4]])

@@ -59,7 +59,7 @@ class Table(Lookup, nn.Module):
         self.storage = storage
         self.max_rows = max_rows
         self.max_age = max_age
-        self.padding_idx = padding_idx
+        self.padding_idx = _padding(padding_idx, num_embeddings)
         self.cached_rows = cached_rows
         self.cache_age = cache_age
         rows = UNLIMITED if num_embeddings is None else num_embeddings
@@ -85,6 +85,8 @@ class Table(Lookup, nn.Module):
         else:
             weight = torch.empty((rows, embedding_dim))
             table.pull(np.arange(rows), weight.numpy())
+            if self.padding_idx is not None:
+                weight[self.padding_idx] = 0
             self.weight = nn.Parameter(weight)
 
     def extra_repr(self) -> str:
@@ -106,13 +108,14 @@ class Embedding(Table):
         storage: "float32", "bfloat16" or "int8", on servers.
         max_rows: servers drop rows that were touched the longest ago over this number.
         max_age: servers drop rows that so many pushes have not touched.
-        padding_idx: an id whose row does not learn.
+        padding_idx: an id whose row is zero, and does not learn.
         cached_rows: so many rows a worker keeps, and need not pull again; its own pushes are seen
             at once, those of others when a row is too old.
         cache_age: lookups after which a row is too old.
 
     Raises:
         UnsupportedError: no limit, and no parameter servers.
+        ValueError: an option that makes no sense.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -199,6 +202,15 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
         if isinstance(module.weight, nn.Parameter) and module.weight.requires_grad:
             found.append(module)
     return found
+
+
+def _padding(index: int | None, rows: int | None) -> int | None:
+    """As nn.Embedding understands it: negative ones count from the end, if there is one."""
+    if index is None or rows is None:
+        return index
+    if not -rows <= index < rows:
+        raise ValueError(f"padding_idx must be within {rows} embeddings, got {index}")
+    return index % rows
 
 
 def serve(module: nn.Module, rows: Rows) -> None:

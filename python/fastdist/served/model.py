@@ -92,6 +92,8 @@ class ServedModel:
             self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache)
             for one in (module, *self._twins_of(module)):
                 serve(one, self._tables[id(tensor)])
+            if initialize and isinstance(module, Table) and module.padding_idx is not None:
+                rows.assign([module.padding_idx], np.zeros((1, place.spec.dim), np.float32))
 
     @property
     def sharded(self) -> list[ShardedVariable | ShardedRows]:

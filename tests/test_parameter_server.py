@@ -332,6 +332,31 @@ def test_schedulers_on_the_chief(cluster: PsCluster) -> None:
     same(model, other)
 
 
+def test_schedulers_that_step_on_the_chief(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    rates = torch.optim.lr_scheduler
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight], "name": "weight"}, {"params": [model.bias]}]
+        optimizer = sgd(groups)
+        inside = rates.OneCycleLR(optimizer, 1.0, total_steps=4, cycle_momentum=False)
+
+    def train() -> list[float]:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    for make_scheduler in (lambda: inside, lambda: rates.StepLR(optimizer, 1)):
+        scheduler = make_scheduler()
+        for _ in range(3):
+            got = coordinator.schedule(train).fetch()
+            assert got == pytest.approx(scheduler.get_last_lr())
+            coordinator.join()
+            scheduler.step()  # warns where it knows of no step before
+
+
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_several_scopes(cluster: PsCluster, synchronous: bool) -> None:
     strategy = cluster.strategy(synchronous=synchronous)

@@ -226,6 +226,7 @@ class ServedModel:
         """
         for optimizer in self.optimizers:
             self.served_by(optimizer)
+            optimizer.__dict__["_opt_called"] = True  # by workers; schedulers look for it here
         return [[float(group["lr"]) for group in o.param_groups] for o in self.optimizers]
 
     def set_rates(self, rates: list[list[float]]) -> None:
@@ -253,6 +254,6 @@ class ServedModel:
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """The hyperparameters that are fixed."""
     return [
-        {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+        {key: value for key, value in group.items() if key in optimizer.defaults and key != "lr"}
         for group in optimizer.param_groups
     ]

@@ -9,7 +9,7 @@ import torch
 from fastdist.ps.specs import RuleSpec
 
 # How torch computes, not what.
-_NO_MATTER = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+_NO_MATTER = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # What servers can do in one way only, and that way's value.
 _FIXED = {"amsgrad": False}
 _KINDS = {
@@ -34,7 +34,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec
             f"parameter servers cannot apply {type(optimizer).__name__}; expected one of {known} "
             "of torch.optim"
         )
-    options = options_of(group)
+    options = options_of(optimizer, group)
     for key, value in _FIXED.items():
         if options.pop(key, value) != value:
             raise ValueError(
@@ -48,10 +48,10 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec
     return rule
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as plain numbers."""
+def options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, as plain numbers, without what others keep in it."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key not in _NO_MATTER and key != "initial_lr"
+        if key in optimizer.defaults and key not in _NO_MATTER
     }

@@ -88,6 +88,7 @@ class XlaMesh:
         self._manual: Any = None
         if self.size > 1:
             spmd: Any = import_module("torch_xla.distributed.spmd")
+            self._spmd = spmd
             self._mesh: Any = spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
             self._manual = self._bindings.OpSharding([], [], [], spmd.ShardingType.MANUAL)
 
@@ -101,7 +102,12 @@ class XlaMesh:
         return self._placed(self._sent(tensor), stacked=False)
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of shape (size, …) whose row i is on device i."""
+        """A tensor of shape (size, …) whose row i is on device i; from any thread."""
+        if self.size > 1 and tensor.device.type != "xla":
+            spec = self._spmd.ShardingSpec(self._mesh, (_AXIS, *(None,) * (tensor.dim() - 1)))
+            own = tensor.detach().contiguous()
+            (sent,) = self._model.send_cpu_data_to_device([own], str(self.device), spec)
+            return cast(torch.Tensor, sent)
         return self._placed(self._sent(tensor), stacked=True)
 
     def split(self, tensor: torch.Tensor) -> torch.Tensor:

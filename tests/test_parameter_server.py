@@ -234,7 +234,9 @@ def test_asynchronous_learns(cluster: PsCluster) -> None:
     assert np.mean(losses[-8:]) < 0.3 * np.mean(losses[:8])
 
 
-@pytest.mark.parametrize("way", ["clipped", "accumulated", "closure", "two steps"])
+@pytest.mark.parametrize(
+    "way", ["clipped", "clamped", "scaled", "accumulated", "closure", "two steps"]
+)
 def test_what_happens_before_a_step(cluster: PsCluster, way: str) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
@@ -245,15 +247,22 @@ def test_what_happens_before_a_step(cluster: PsCluster, way: str) -> None:
         def loss() -> Any:
             optimizer.zero_grad()
             value = F.cross_entropy(model(words, bags), labels)
-            value.backward()
+            (8 * value if way == "scaled" else value).backward()
             return value
 
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         if way == "closure":
             optimizer.step(loss)
             return
         loss()
         if way == "clipped":
             nn.utils.clip_grad_norm_([model.hidden.weight, model.again.weight], 0.01)
+        if way == "clamped":
+            model.hidden.weight.grad.data.clamp_(-1e-3, 1e-3)
+        if way == "scaled":
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            return
         if way == "accumulated":
             F.cross_entropy(model(words, bags), labels).backward()
         optimizer.step()

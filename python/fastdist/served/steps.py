@@ -26,6 +26,7 @@ class _Staged:
 
     pending: Pending[None]
     stamp: GradientStamp
+    values: tuple[float, float]
     round: int
 
 
@@ -86,7 +87,7 @@ class ServedSteps:
             for one in replicas:
                 one.__dict__["step"] = self._step_of(number, optimizer, one)
             for group in optimizer.param_groups if self._is_early[number] else ():
-                for parameter in group["params"]:
+                for parameter in filter(model.serves, group["params"]):
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
 
     def begin(self, turn: Turn) -> None:
@@ -123,7 +124,8 @@ class ServedSteps:
                 assert isinstance(parameter, nn.Parameter)
                 round = self._round(turn, number)
                 pending = self._model.begin_push(parameter, None, round)
-                self._staged[id(parameter)] = _Staged(pending, GradientStamp(parameter), round)
+                stamp, values = GradientStamp(parameter), _summary(parameter)
+                self._staged[id(parameter)] = _Staged(pending, stamp, values, round)
 
         return gradient_is_there
 
@@ -201,10 +203,23 @@ class ServedSteps:
         for one in sent:
             one.pending.result()
         if len(sent) == len(given) and not any(
-            one.stamp.is_stale(parameter) for one, (parameter, _) in zip(sent, given, strict=True)
+            one.stamp.is_stale(parameter) or one.values != _summary(parameter)
+            for one, (parameter, _) in zip(sent, given, strict=True)
         ):
             return bool(sent)
         self._is_early[number] = False
         for round in {one.round for one in sent}:
             self._model.discard(round)
         return False
+
+
+def _summary(parameter: torch.Tensor) -> tuple[float, float]:
+    """Differs between gradients with other values.
+
+    GradScaler.unscale_, and what is written through `.data`, leave no other trace.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    values = gradient._values() if gradient.is_sparse else gradient
+    flat = values.detach().reshape(-1)
+    return float(flat.sum()), float(flat.dot(flat))

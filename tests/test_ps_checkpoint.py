@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastdist.errors import FastdistError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.partition import FixedShards, RoundRobin
@@ -142,6 +144,31 @@ def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None
     require_same(other.values(), before)
     with pytest.raises(OSError, match=r"cannot write|Not a directory|File exists"):
         save_checkpoint(job.client, tmp_path / "index.json" / "below", job.things[:1])
+
+
+def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: the write fails in its middle."""
+    job = Job(stack, 2, 2)
+    large = ShardedVariable(
+        job.client,
+        DenseSpec("large", (40_000,), ADAM),
+        RoundRobin(2).place((40_000,), 4),
+        np.zeros(40_000, np.float32),
+    )
+    save_checkpoint(job.client, tmp_path, [*job.things, large])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    job.train(1)
+    large.push(np.ones(40_000, np.float32))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(FastdistError, match=r"cannot write .*File too large"):
+            save_checkpoint(job.client, tmp_path, [*job.things, large])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    restore_checkpoint(job.client, tmp_path, [*job.things, large])
+    assert not large.pull().any()
 
 
 def test_a_slow_save_is_asked_for_again_and_done_once(

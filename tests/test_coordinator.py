@@ -148,6 +148,43 @@ def test_errors_that_cannot_be_pickled(coordinator: Any) -> None:
         coordinator.join()
 
 
+def test_nobody_waits_for_a_closed_coordinator(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy())
+    values = [coordinator.schedule(time.sleep, (0.2,)) for _ in range(100)]
+    coordinator._dispatcher.close(is_end=False)
+    with pytest.raises(FastdistError, match="was closed"):
+        values[-1].fetch(20)
+    with pytest.raises(FastdistError, match="was closed"):
+        coordinator.join()
+    with pytest.raises(FastdistError, match="was closed"):
+        coordinator.schedule(os.getpid)
+    value = cluster.coordinator(cluster.strategy()).schedule(time.sleep, (1,))
+    with pytest.raises(FastdistError, match="nobody held it"):
+        value.fetch(20)
+
+
+def test_arguments_of_coordinators(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    with pytest.raises(ValueError, match="seed must be from 0"):
+        fd.ClusterCoordinator(strategy, seed=-1)
+    with pytest.raises(TypeError, match="max_queued must be an integer"):
+        fd.ClusterCoordinator(strategy, max_queued="many")
+    with pytest.raises(TypeError, match="for a ParameterServerStrategy, got DefaultStrategy"):
+        fd.ClusterCoordinator(fd.DefaultStrategy())
+
+
+def test_children_of_functions_serve_nobody(coordinator: Any) -> None:
+    def fork() -> tuple[int, int]:
+        parent = os.getpid()
+        child = os.fork()
+        return (parent, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if child else (0, 0)
+
+    for _ in range(3):
+        parent, code = coordinator.schedule(fork).fetch(30)
+        assert parent > 0
+        assert code == 0
+
+
 @pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit()])
 def test_functions_do_not_end_workers(coordinator: Any, raised: BaseException) -> None:
     def fail() -> None:

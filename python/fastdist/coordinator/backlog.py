@@ -59,6 +59,7 @@ class Backlog:
         self._waiting: deque[Call] = deque()
         self._unfinished: dict[int, Call] = {}
         self._failed: RemoteValue | None = None
+        self._closed: Exception | None = None
 
     # --- the caller's side ----------------------------------------------------------------------
 
@@ -72,6 +73,8 @@ class Backlog:
             if len(self._unfinished) >= self._limit:
                 self.wait_for(lambda: len(self._unfinished) <= self._limit // 2)
             self._raise_failure()
+            if self._closed is not None:
+                raise self._closed
             number = next(self._numbers)
             call = Call(number, function, arguments, needs, RemoteValue(self.wait_for))
             self._waiting.append(call)
@@ -172,6 +175,11 @@ class Backlog:
             self._unfinished.clear()
             self._waiting.clear()
             self.changed.notify_all()
+
+    def close(self, error: Exception) -> None:
+        """Nothing runs any more: calls that have not ended, and later ones, end with this error."""
+        self._closed = self._closed or error
+        self.fail(error)
 
     def _cancel(self) -> None:
         while self._waiting:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fastdist._config import settings
+from fastdist.arguments import to_integer
 from fastdist.coordinator.backlog import Backlog
 from fastdist.coordinator.dispatcher import Dispatcher
 from fastdist.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
@@ -57,8 +58,15 @@ class ClusterCoordinator:
     """
 
     def __init__(self, strategy: Job, *, max_queued: int = 1024, seed: int = 0) -> None:
-        if max_queued < 1:
+        if to_integer(max_queued, "max_queued") < 1:
             raise ValueError(f"max_queued must be at least 1, got {max_queued}")
+        if not 0 <= to_integer(seed, "seed") < 1 << 64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        if not getattr(strategy, "has_servers", False):
+            raise TypeError(
+                "a ClusterCoordinator is for a ParameterServerStrategy, got "
+                f"{type(strategy).__name__}"
+            )
         self.strategy = strategy
         self._definitions = strategy.definitions
         self._backlog = Backlog(max_queued, strategy.max_staleness)
@@ -78,7 +86,10 @@ class ClusterCoordinator:
         atexit.register(self._at_exit)
 
     def close(self) -> None:
-        """End the job: workers and servers stop. Happens by itself when the program ends."""
+        """End the job: workers and servers stop. Happens by itself when the program ends.
+
+        Functions that have not ended are given up: `join` before it.
+        """
         atexit.unregister(self._at_exit)
         self._dispatcher.close(is_end=True)
         self.strategy.end_job()

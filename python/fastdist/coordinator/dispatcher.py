@@ -113,7 +113,9 @@ class Dispatcher:
         except Exception as error:  # nobody else would tell those who wait
             failure = FastdistError(f"the coordinator's dispatcher has failed: {error!r}")
             failure.__cause__ = error
-            self._backlog.fail(failure)
+            self._backlog.close(failure)
+        else:
+            self._backlog.close(FastdistError("the coordinator was closed, or nobody held it"))
         finally:
             for link in self._links:
                 if link.is_ready and self._is_end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import traceback
 from collections import deque
@@ -101,6 +102,7 @@ class Worker:
         self._coordinator = b""
         self._job = b""
         self._began = 0
+        self._pid = os.getpid()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         set_options(self._socket)
@@ -195,6 +197,8 @@ class Worker:
             raise
         except BaseException as error:  # a function must not end its worker by sys.exit
             outcome, content = Outcome.RAISED, _pickled(error)
+        if os.getpid() != self._pid:
+            os._exit(0)  # the function has forked, and its child came here
         self._send(Kind.RESULT, number, bytes([outcome]), content, self._host.news())
 
     def _is_last(self) -> bool:

@@ -320,6 +320,37 @@ def test_changes_by_hand_and_learning_rates(cluster: PsCluster) -> None:
         coordinator.schedule(step, (model, optimizer, *data[0]))
 
 
+def test_modes_and_frozen_parameters(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Embedding(3, 2))
+        model[1].requires_grad_(False)
+        optimizer = sgd(model.parameters())
+
+    def train() -> tuple[bool, bool]:
+        optimizer.zero_grad()
+        (model[:2](torch.eye(2)).square().sum() + model[2](torch.tensor(1)).sum()).backward()
+        optimizer.step()
+        return model[1].training, model[0].weight.requires_grad
+
+    def changes() -> list[bool]:
+        before = copy.deepcopy(model.state_dict())
+        coordinator.schedule(train)
+        coordinator.join()
+        return [not torch.equal(before[key], value) for key, value in model.state_dict().items()]
+
+    # Linear's weight and bias; BatchNorm's, and its statistics; rows.
+    model.eval()
+    assert changes() == [True, True, False, False, False, False, False, True]
+    model.train()
+    model[0].requires_grad_(False)
+    assert changes() == [False, False, False, False, True, True, True, True]
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(FastdistError, match="got or lost parts since its scope ended"):
+        coordinator.schedule(train)
+
+
 def test_schedulers_on_the_chief(cluster: PsCluster) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fastdist.errors import FastdistError
+from fastdist.module_structure import structure_of
+from fastdist.modules import named_parameters
 from fastdist.ps.client import Client
 from fastdist.ps.pending import Pending
 from fastdist.ps.rounds import commit_round, discard_rounds
@@ -62,7 +64,10 @@ class ServedModel:
         self._pulled: list[ServedTensor] = []  # that are on their way
         self._fixed = [_fixed_rates(optimizer) for optimizer in optimizers]
         self._given_rates: object = None
+        self._given_modes: object = None
+        self._embeddings = {id(module.weight): module for module in tables_in(self.roots)}
         self.connect(initialize=initialize)
+        self._structure = structure_of(self.roots)
 
     def connect(self, *, initialize: bool) -> None:
         """Find everything on the servers.
@@ -70,7 +75,6 @@ class ServedModel:
         Args:
             initialize: what is not there begins with the values that are here.
         """
-        modules = {id(module.weight): module for module in tables_in(self.roots)}
         tensors = [tensor for _, tensor in tensors_in(self.roots)]
         self._pulled = []
         for place in self.places:
@@ -85,7 +89,7 @@ class ServedModel:
                 continue
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, place.spec, place.pieces)
-            module = modules[id(tensor)]
+            module = self._embeddings[id(tensor)]
             cache = None
             if isinstance(module, Table) and module.cached_rows:
                 cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
@@ -154,6 +158,8 @@ class ServedModel:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not self.serves(parameter):
+                    if not parameter.requires_grad:
+                        continue  # frozen: it stays as it is
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not on the servers: it was not made in "
@@ -240,6 +246,35 @@ class ServedModel:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def modes(self) -> list[bool]:
+        """What `train`, `eval` and `requires_grad_` have set.
+
+        Raises:
+            FastdistError: the modules have other parts than when the scope ended.
+        """
+        if structure_of(self.roots) != self._structure:
+            raise FastdistError(
+                "a module has got or lost parts since its scope ended, of which workers know "
+                "nothing: make all of it in the scope"
+            )
+        tensors = [tensor for _, tensor in named_parameters(self.roots)]
+        flags = [tensor.requires_grad for tensor in tensors]
+        return [*flags, *(module.training for module in self._modules())]
+
+    def set_modes(self, modes: list[bool]) -> None:
+        """Take modes of the chief, unless they are those that it sent before."""
+        if modes == self._given_modes:
+            return
+        self._given_modes = modes
+        given = iter(modes)
+        for _, tensor in named_parameters(self.roots):
+            tensor.requires_grad_(next(given))
+        for module in self._modules():
+            module.training = next(given)
+
+    def _modules(self) -> list[nn.Module]:
+        return list({id(m): m for root in self.roots for m in root.modules()}.values())
 
     def take_all_buffers(self) -> None:
         """Buffers on the servers may be others than here."""

@@ -190,7 +190,7 @@ class ParameterServerStrategy(LinkedStrategy):
         news: dict[str, Any] = {"generation": self._generation}
         for bundle, model in self._bundles:
             model.assign_changed()
-            news[bundle.prefix] = (sorted(model.live), model.rates())
+            news[bundle.prefix] = (sorted(model.live), model.rates(), model.modes())
         return pickle.dumps(news)
 
     def take_reports(self, reports: Sequence[bytes]) -> None:

@@ -113,9 +113,10 @@ class ServedWorker:
     def _apply(self, prefix: str) -> None:
         if prefix in self._news:
             model, _ = self._models[prefix]
-            live, rates = self._news[prefix]
+            live, rates, modes = self._news[prefix]
             model.live |= set(live)
             model.set_rates(rates)
+            model.set_modes(modes)
 
     def run(self, call: Callable[[], Any], turn: Turn) -> Any:
         """Call it in cross-replica context, with the servers' values."""

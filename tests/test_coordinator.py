@@ -335,6 +335,16 @@ def test_what_ends_every_worker_is_given_up(cluster: PsCluster) -> None:
     assert coordinator.schedule(os.getpid).fetch() > 0
 
 
+def test_who_waits_need_not_schedule_a_whole_group(cluster: PsCluster) -> None:
+    coordinator = cluster.coordinator(cluster.strategy(synchronous=True))
+    assert coordinator.schedule(os.getpid).fetch(30) > 0
+    coordinator.schedule(os.getpid)
+    wait_for(coordinator.done)
+    values = [coordinator.schedule(os.getpid) for _ in range(3)]
+    assert len(set(coordinator.fetch(values[:2], 30))) == 2
+    coordinator.join()
+
+
 def test_the_last_coordinator_has_the_workers(
     cluster: PsCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

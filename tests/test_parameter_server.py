@@ -137,13 +137,6 @@ def test_synchronous_is_the_global_batch(cluster: PsCluster) -> None:
     same(model, other)
 
 
-def test_synchronous_functions_that_are_fewer_than_workers(cluster: PsCluster) -> None:
-    strategy = cluster.strategy(synchronous=True)
-    coordinator = cluster.coordinator(strategy)
-    assert coordinator.schedule(os.getpid).fetch(20) > 0
-    assert coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(3)], 20)
-
-
 def test_synchronous_weights_are_examples(cluster: PsCluster) -> None:
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -45,17 +44,15 @@ class Backlog:
 
     Attributes:
         changed: notified when calls end.
-        wanted: threads that wait for calls.
-        when_wanted: is called when another one begins to.
+        when_wanted: is called when somebody begins to wait for calls.
     """
 
     def __init__(self, limit: int, max_staleness: int | None = None) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.wanted = 0
         self.when_wanted: Callable[[], None] = lambda: None
         self._limit = limit
         self._max_staleness = max_staleness
-        self._numbers = itertools.count()
+        self._put = self._wanted = 0  # calls so far, and those that somebody waits for
         self._waiting: deque[Call] = deque()
         self._unfinished: dict[int, Call] = {}
         self._failed: RemoteValue | None = None
@@ -75,7 +72,8 @@ class Backlog:
             self._raise_failure()
             if self._closed is not None:
                 raise self._closed
-            number = next(self._numbers)
+            number = self._put
+            self._put += 1
             call = Call(number, function, arguments, needs, RemoteValue(self.wait_for))
             self._waiting.append(call)
             self._unfinished[number] = call
@@ -99,6 +97,8 @@ class Backlog:
         """
         with self.changed:
             self._raise_failure()
+            if self._unfinished:
+                self._want()
             return not self._unfinished
 
     @property
@@ -109,12 +109,13 @@ class Backlog:
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until something holds about calls; whether it does."""
         with self.changed:
-            self.wanted += 1
-            self.when_wanted()
-            try:
-                return self.changed.wait_for(condition, timeout)
-            finally:
-                self.wanted -= 1
+            self._want()
+            return self.changed.wait_for(condition, timeout)
+
+    def _want(self) -> None:
+        """Somebody waits for the calls so far: they are not to wait for others."""
+        self._wanted = self._put
+        self.when_wanted()
 
     def _raise_failure(self) -> None:
         failed, self._failed = self._failed, None
@@ -130,6 +131,11 @@ class Backlog:
     def waiting(self) -> int:
         """Calls that have not begun."""
         return len(self._waiting)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the next call."""
+        return bool(self._waiting) and self._waiting[0].number < self._wanted
 
     def take(self) -> Call | None:
         """The next call that may begin now."""

@@ -206,7 +206,7 @@ class Dispatcher:
             waiting = self._backlog.waiting
             if self._group or not waiting or not ready:
                 return
-            if waiting >= len(ready) or self._backlog.wanted:
+            if waiting >= len(ready) or self._backlog.is_wanted:
                 self._assign_group(self._group, ready[:waiting])
             return
         while ready:

@@ -9,9 +9,22 @@ except ImportError:
 
 from fastdist.ps.client import Client
 from fastdist.ps.keys import Keys
+from fastdist.ps.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
 from fastdist.ps.pending import Pending
 from fastdist.ps.server import Server
 from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.ticket import Ticket
 
-__all__ = ["Client", "DenseSpec", "Keys", "Pending", "RowsSpec", "RuleSpec", "Server", "Ticket"]
+__all__ = [
+    "Client",
+    "DenseSpec",
+    "FixedShards",
+    "Keys",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Pending",
+    "RowsSpec",
+    "RuleSpec",
+    "Server",
+    "Ticket",
+]

@@ -284,6 +284,7 @@ class ServedModel:
         """Give servers the rows of embeddings that hold any, and keep none here."""
         for table in self._tables.values():
             table.take_weight()
+        self._structure = structure_of(self.roots)
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

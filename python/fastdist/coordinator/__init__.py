@@ -1,5 +1,12 @@
 """Functions that run on the workers of a parameter-server job."""
 
+try:
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "fastdist.coordinator needs cloudpickle: pip install 'fastdist[ps]'", name="cloudpickle"
+    ) from None
+
 from fastdist.coordinator.cluster_coordinator import ClusterCoordinator
 from fastdist.coordinator.per_worker import (
     PerWorkerDataset,

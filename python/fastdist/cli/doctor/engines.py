@@ -27,8 +27,8 @@ def engines_section() -> Section:
             _available("local", "any array, world of one"),
             _available("host", "CPU arrays, ranks of one machine"),
             _not_built("nccl", "CUDA arrays", "this version has no CUDA engine"),
-            _gloo(),
-            _not_built("xla", "TPU arrays", "this version has no XLA engine"),
+            _if_there("gloo", "CPU arrays across machines", "torch"),
+            _if_there("xla", "XLA tensors in TPUStrategy", "torch_xla"),
         ),
     )
 
@@ -71,11 +71,10 @@ def _available(engine: str, serves: str) -> Fact:
     return Fact(engine, "available", f"available   {serves}", State.GOOD)
 
 
-def _gloo() -> Fact:
-    serves = "CPU arrays across machines"
-    if version_of("torch") is None:
-        return Fact("gloo", "not available", f"needs torch  {serves}", State.ABSENT)
-    return _available("gloo", serves)
+def _if_there(engine: str, serves: str, library: str) -> Fact:
+    if version_of(library) is None:
+        return Fact(engine, "not available", f"needs {library}  {serves}", State.ABSENT)
+    return _available(engine, serves)
 
 
 def _not_built(engine: str, serves: str, why: str) -> Fact:

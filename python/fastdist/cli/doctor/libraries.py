@@ -31,6 +31,8 @@ _LIBRARIES = {
     "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
     "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
+    # With its own torch, in an environment of its own: nothing to install here.
+    "torch_xla": _Library(("torch-xla",), None, "TPUs"),
     "pyzmq": _Library(("pyzmq",), "'fastdist[ps]'", "parameter servers"),
     "safetensors": _Library(("safetensors",), "'fastdist[ps]'", "their checkpoints"),
     "cloudpickle": _Library(("cloudpickle",), "'fastdist[ps]'", "what a coordinator schedules"),

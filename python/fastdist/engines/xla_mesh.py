@@ -121,10 +121,15 @@ class XlaMesh:
         return tensor
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the devices as data: of a lone 0 or 1, torch_xla would make a constant."""
-        if self.size > 1 or tensor.dim() or tensor.device.type == "xla":
+        """A tensor on the devices as data, at once.
+
+        `to` makes an empty one first: a program that another thread has compiled meanwhile would
+        have it, too. Of a lone 0 or 1 it would make a constant.
+        """
+        if self.size > 1 or tensor.device.type == "xla":
             return tensor.detach().to(self.device)
-        (sent,) = self._model.send_cpu_data_to_device([tensor.detach()], str(self.device))
+        own = tensor.detach().contiguous()
+        (sent,) = self._model.send_cpu_data_to_device([own], str(self.device))
         return cast(torch.Tensor, sent)
 
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:

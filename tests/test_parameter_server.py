@@ -617,6 +617,9 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
     with pytest.raises(UnavailableError, match="server 1"):
         coordinator.join()
     assert time.monotonic() - began < 10
+    coordinator.schedule(step, (model, optimizer, *data[5]))
+    with pytest.raises(UnavailableError, match="server 1"):  # again, and for the same reason
+        coordinator.join()
     cluster.start("ps", 1)
     wait_for(lambda: _restored(strategy, tmp_path))
     for batch in data[3:]:

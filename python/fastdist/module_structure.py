@@ -15,7 +15,7 @@ from fastdist.modules import is_materialized
 def structure_of(roots: Sequence[nn.Module]) -> list[object]:
     """What two states of modules must have in common for twins of one to fit the other."""
     found: list[object] = []
-    for module in _modules_of(roots):
+    for module in modules_of(roots):
         found += (id(module), type(module))
         for tensor in tensors_in(module):
             shape = tensor.shape if is_materialized(tensor) else None
@@ -26,7 +26,7 @@ def structure_of(roots: Sequence[nn.Module]) -> list[object]:
 def hooks_of(roots: Sequence[nn.Module]) -> list[int]:
     """The ids of the hooks that users have put at modules and their tensors."""
     found: list[int] = []
-    for module in _modules_of(roots):
+    for module in modules_of(roots):
         for name in _MODULE_HOOKS:
             found += module.__dict__[name]
         for tensor in tensors_in(module):
@@ -59,7 +59,8 @@ def copy_hooks(own: torch.Tensor, twin: torch.Tensor) -> None:
             register(twin, hook)  # type: ignore[no-untyped-call]
 
 
-def _modules_of(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+def modules_of(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Every module once, in the order of their registration."""
     seen: set[nn.Module] = set()
     for root in roots:
         yield from (module for _, module in root.named_modules(seen))
@@ -73,11 +74,11 @@ def tensors_in(module: nn.Module) -> list[torch.Tensor]:
 
 def buffers_of(roots: Sequence[nn.Module], recurse: bool = True) -> list[torch.Tensor]:
     """The buffers of modules, and of their children, that have been made."""
-    modules = _modules_of(roots) if recurse else roots
+    modules = modules_of(roots) if recurse else roots
     named = [buffer for module in modules for buffer in module.__dict__["_buffers"].values()]
     return [buffer for buffer in named if buffer is not None and is_materialized(buffer)]
 
 
 def tensors_of(roots: Sequence[nn.Module]) -> list[torch.Tensor]:
     """The parameters and buffers of modules, those that are shared as often as they occur."""
-    return [tensor for module in _modules_of(roots) for tensor in tensors_in(module)]
+    return [tensor for module in modules_of(roots) for tensor in tensors_in(module)]

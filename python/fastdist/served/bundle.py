@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fastdist.coordinator.shipping import Definition, Definitions
+from fastdist.module_structure import modules_of
 from fastdist.served.plan import Place, tensors_in
 from fastdist.served.rows import TableWeight, table_weight
 
@@ -37,9 +38,8 @@ class Bundle:
 
     def parts(self) -> list[Any]:
         """All that functions may refer to, in an order that is the same on all tasks."""
-        modules = {id(m): m for root in self.roots for m in root.modules()}
         tensors = [tensor for _, tensor in tensors_in(self.roots)]
-        return [*modules.values(), *self.optimizers, *self.others, *tensors]
+        return [*modules_of(self.roots), *self.optimizers, *self.others, *tensors]
 
 
 def define_bundle(

@@ -13,6 +13,7 @@ from torch import nn
 from fastdist import _core
 from fastdist.context import state
 from fastdist.errors import UnsupportedError
+from fastdist.module_structure import modules_of
 from fastdist.served.rows import (
     Lookup,
     Rows,
@@ -182,7 +183,7 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     Raises:
         ValueError: one has a max_norm.
     """
-    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    modules = list(modules_of(roots))
     users: dict[int, int] = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):

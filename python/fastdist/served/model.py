@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastdist.errors import FastdistError
-from fastdist.module_structure import structure_of
+from fastdist.module_structure import modules_of, structure_of
 from fastdist.modules import named_parameters
 from fastdist.ps.client import Client
 from fastdist.ps.pending import Pending
@@ -33,7 +33,7 @@ class ServedModel:
         optimizers: of their parameters.
         places: where their values are.
         initialize: whether servers are to take the values that are here.
-        lock: of the client.
+        lock: of the client; all models of a task share it.
         twins_of: the copies of a module that other replicas of this task use.
 
     Attributes:
@@ -116,9 +116,10 @@ class ServedModel:
         if self._pulled:
             return
         live = [served for name, served in self._buffers.items() if name in self.live]
-        self._pulled = [*self._parameters.values(), *live]
-        for served in self._pulled:
+        pulled = [*self._parameters.values(), *live]
+        for served in pulled:
             served.begin_pull()
+        self._pulled = pulled  # not before: where a server is gone, nothing is on its way
 
     def end_pull(self) -> None:
         """Take the values that were asked for."""
@@ -260,7 +261,7 @@ class ServedModel:
             )
         tensors = [tensor for _, tensor in named_parameters(self.roots)]
         flags = [tensor.requires_grad for tensor in tensors]
-        return [*flags, *(module.training for module in self._modules())]
+        return [*flags, *(module.training for module in modules_of(self.roots))]
 
     def set_modes(self, modes: list[bool]) -> None:
         """Take modes of the chief, unless they are those that it sent before."""
@@ -270,11 +271,8 @@ class ServedModel:
         given = iter(modes)
         for _, tensor in named_parameters(self.roots):
             tensor.requires_grad_(next(given))
-        for module in self._modules():
+        for module in modules_of(self.roots):
             module.training = next(given)
-
-    def _modules(self) -> list[nn.Module]:
-        return list({id(m): m for root in self.roots for m in root.modules()}.values())
 
     def take_all_buffers(self) -> None:
         """Buffers on the servers may be others than here."""

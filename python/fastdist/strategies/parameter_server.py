@@ -119,14 +119,15 @@ class ParameterServerStrategy(LinkedStrategy):
         self.worker_addresses = _addresses(spec, "worker")
         self.server_addresses = _addresses(spec, "ps")
         is_worker = resolver.task_type == "worker"
-        given = [torch.device("cpu")] if not is_worker else every_device()
-        own = [physical_device(torch.device(d)) for d in (devices or given)] if is_worker else given
+        given = (devices or every_device()) if is_worker else ["cpu"]
+        own = [physical_device(torch.device(device)) for device in given]
         options = options or CommunicationOptions()
         super().__init__(own, lambda: thread_links(len(own), options), options=options)
         self.client = Client(self.server_addresses, keys=self.keys)
+        self.client_lock = threading.RLock()  # a client is for one thread, replicas have several
         weakref.finalize(self, self.client.close)
         if is_worker:
-            _serve_functions(spec.task_address(*task), self.keys, ServedWorker(self, self.client))
+            _serve_functions(spec.task_address(*task), self.keys, ServedWorker(self))
         for server in range(len(self.server_addresses)):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
@@ -154,7 +155,7 @@ class ParameterServerStrategy(LinkedStrategy):
             optimizers,
             places,
             initialize=True,
-            lock=threading.RLock(),
+            lock=self.client_lock,
             twins_of=self.twins_of,
         )
         model.rates()  # says whether it serves all parameters of the optimizers
@@ -195,10 +196,10 @@ class ParameterServerStrategy(LinkedStrategy):
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
         """What functions on workers have changed."""
+        models = {bundle.prefix: model for bundle, model in self._bundles}
         for report in reports:
             for prefix, names in pickle.loads(report).items():
-                model = next(model for bundle, model in self._bundles if bundle.prefix == prefix)
-                model.live |= names
+                models[prefix].live |= names
 
     def after_calls(self) -> None:
         """No function runs any more: take the values from the servers."""

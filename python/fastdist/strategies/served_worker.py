@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fastdist.coordinator.per_worker import set_worker_index
 from fastdist.coordinator.worker import Turn
 from fastdist.errors import FastdistError
-from fastdist.ps.client import Client
 from fastdist.random_streams import replica_seed
 from fastdist.served.bundle import Bundle
 from fastdist.served.model import ServedModel
@@ -46,12 +44,10 @@ class ServedWorker:
 
     Args:
         strategy: of this task.
-        client: of the servers.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, client: Client) -> None:
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
-        self._client = client
         self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix
         self._news: dict[str, Any] = {"generation": 0}
         self._told: dict[str, set[str]] = {}  # the live buffers that the chief knows of
@@ -85,12 +81,12 @@ class ServedWorker:
         """Modules and optimizers have come."""
         self.strategy.adopt_bundle(bundle)
         model = ServedModel(
-            self._client,
+            self.strategy.client,
             bundle.roots,
             bundle.optimizers,
             bundle.places,
             initialize=False,
-            lock=threading.RLock(),
+            lock=self.strategy.client_lock,
             twins_of=self.strategy.twins_of,
         )
         steps = ServedSteps(model, bundle.first_optimizer, self.strategy.twins_of)

@@ -360,6 +360,10 @@ def test_the_last_coordinator_has_the_workers(
     first.schedule(os.getpid)
     with pytest.raises(UnavailableError, match="a coordinator that began later has it"):
         first.join()
+    first.close()
+    assert second.schedule(os.getpid).fetch() > 0
+    assert second.strategy.client.stats(0)["uptime_s"] > 0
+    assert all(task.poll() is None for task in cluster.tasks.values())
 
 
 def test_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ class ClusterCoordinator:
         """
         atexit.unregister(self._at_exit)
         self._dispatcher.close(is_end=True)
-        self.strategy.end_job()
+        if not self._dispatcher.is_replaced:  # servers are the later job's
+            self.strategy.end_job()
 
     def __enter__(self) -> ClusterCoordinator:
         return self

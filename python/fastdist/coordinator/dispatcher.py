@@ -55,6 +55,7 @@ class Dispatcher:
         self.news = b""  # for every worker, with its next call
         self.news_number = 0
         self.reports: list[bytes] = []  # news of workers
+        self.is_replaced = False  # a later coordinator has come
         self._backlog = backlog
         self._definitions = definitions
         self._group = Group() if synchronous else None
@@ -150,6 +151,7 @@ class Dispatcher:
         if kind is Kind.READY:
             link.is_ready = True
         elif kind is Kind.TAKEN:
+            self.is_replaced = True
             self._lose(link)
             link.trouble = "a coordinator that began later has it"
         elif kind is Kind.RESULT:

@@ -168,6 +168,7 @@ class Library:
         self._parts = parts
         self._blobs: dict[int, bytes] = {}
         self._made: dict[int, Any] = {}
+        self._parts_of: dict[int, Sequence[Any]] = {}
 
     def add(self, number: int, blob: bytes) -> None:
         """Keep a definition; one that is known stays as it is."""
@@ -177,19 +178,24 @@ class Library:
         """Drop a definition."""
         self._blobs.pop(number, None)
         self._made.pop(number, None)
+        self._parts_of.pop(number, None)
 
     def clear(self) -> None:
         """Drop all."""
         self._blobs.clear()
         self._made.clear()
+        self._parts_of.clear()
 
     def get(self, token: Token) -> Any:
         """What a token stands for."""
         number, part = token
         if number not in self._made:
             self._made[number] = self.loads(self._blobs[number])()
-        made = self._made[number]
-        return made if part is None else self._parts(made)[part]
+        if part is None:
+            return self._made[number]
+        if number not in self._parts_of:
+            self._parts_of[number] = self._parts(self._made[number])
+        return self._parts_of[number][part]
 
     def loads(self, blob: bytes) -> Any:
         """A pickle that refers to definitions."""

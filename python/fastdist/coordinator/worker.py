@@ -129,10 +129,12 @@ class Worker:
                 kind, number = unpack(header)
             except (FastdistError, ValueError):
                 continue
-            if kind is Kind.END:
-                return
             if kind is Kind.HELLO:
                 self._greet(identity, frames)
+            elif identity != self._coordinator:  # an earlier one, or a connection that was lost
+                continue
+            elif kind is Kind.END:
+                return
             elif kind is Kind.DEFINE:
                 self._library.add(number, frames[0])
             elif kind is Kind.FORGET:
@@ -151,9 +153,14 @@ class Worker:
         with contextlib.suppress(zmq.Again):
             while True:
                 message = self._socket.recv_multipart(zmq.NOBLOCK)
-                if message[1:2] and _is(message, Kind.HELLO):
-                    self._inbox.clear()
+                if self._is_valid_hello(message):
+                    kept = [other for other in self._inbox if other[0] != self._coordinator]
+                    self._inbox = deque(kept)
                 self._inbox.append(message)
+
+    def _is_valid_hello(self, message: Sequence[bytes]) -> bool:
+        """Whether a coordinator comes that is not earlier than the one there is."""
+        return _is(message, Kind.HELLO) and HELLO.unpack(message[3])[0] >= self._began
 
     def _greet(self, identity: bytes, frames: Sequence[bytes]) -> None:
         job, about = frames
@@ -214,7 +221,7 @@ class Worker:
                 if not self._inbox:
                     self._inbox.append(self._socket.recv_multipart())
                 message = self._inbox.popleft()
-                if _is(message, Kind.HELLO):  # the connection was lost, and so is the step
+                if self._is_valid_hello(message):  # the connection was lost, and so is the step
                     set_aside = [message]
                     raise StepAborted
                 kind, about = unpack(message[1])

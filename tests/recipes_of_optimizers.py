@@ -52,14 +52,14 @@ def create_graph_in_backward(strategy: Strategy) -> list[torch.Tensor]:
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            F.mse_loss(model(x), y).backward(create_graph=True)
+        F.mse_loss(model(x), y).backward(create_graph=True)
         for p in model.parameters():
             p.grad = p.grad.detach()
         optimizer.step()
 
-    return trained(strategy, step, model)
+    with warnings.catch_warnings():  # not in `step`: filters are all threads' own
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph", UserWarning)
+        return trained(strategy, step, model)
 
 
 @recipe

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
+from fastdist.arrays import DTYPES
 from fastdist.engines import gloo
 from fastdist.engines.engine import Engine
 from fastdist.engines.gloo import GlooEngine
@@ -301,3 +302,29 @@ def other_compression(comm: Communicator) -> None:
 
 def test_ranks_must_agree_on_compression() -> None:
     GlooThreads(2).run(other_compression)
+
+
+# --- what the engine for GPUs asks of engines between machines -------------------------------
+
+
+def check_compared_for_gpus(comm: Communicator) -> list[Any]:
+    """`all_reduce` of `count` float32 numbers on GPUs, in the compiled module's words."""
+
+    def agree(count: int, flag: bool) -> Any:
+        words = (DTYPES.index("float32") << 8 | 1 << 7, count, 0)
+        return comm.engine.hosts.agree(words, flag, f"train.py:{count}", TIMEOUT_S)
+
+    found = [agree(5, True), agree(5, comm.rank != 0)]
+    with pytest.raises(CollectiveMismatchError) as error:
+        agree(6 + comm.rank, True)
+    text = str(error.value)
+    for rank in range(comm.world_size):
+        assert f'all_reduce(float32 × {6 + rank}, on GPUs, op="sum") at train.py:{6 + rank}' in text
+    with pytest.raises(CollectiveMismatchError, match="rank 1: barrier"):
+        agree(5, True) if comm.rank == 0 else comm.barrier()
+    return [*found, int(comm.all_reduce(np.ones(1))[0])]
+
+
+@pytest.mark.parametrize("kind", [GlooThreads, MachineThreads, ReplicaThreads])
+def test_calls_on_gpus_are_compared_in_order_with_others(kind: type[EngineThreads]) -> None:
+    assert kind(2).run(check_compared_for_gpus) == [[True, False, 2]] * 2

@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstdint>
+
 #include "bindings/bind.h"
 #include "cuda/devices.h"
 
@@ -21,6 +23,9 @@ void bind_cuda(py::module_& m) {
   m.def("cuda_driver_version", &cuda::driver_version);
   m.def("why_no_cuda", &cuda::why_unusable);
   m.def("cuda_devices", &cuda::devices);
+  m.def("cuda_device_of", [](std::uintptr_t address) {
+    return cuda::device_of(reinterpret_cast<const void*>(address));
+  });
 }
 
 }  // namespace fastdist::bindings

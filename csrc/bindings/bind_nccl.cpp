@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bindings/bind.h"
+#include "bindings/checker.h"
 #include "bindings/gpu.h"
-#include "bindings/host.h"
 #include "core/error.h"
 #include "nccl/library.h"
 
@@ -23,11 +23,6 @@ nccl::StreamHandle to_stream(py::handle stream) {
   return from_python<StreamArgument>(stream.ptr()).handle;
 }
 
-// The communicator of the same ranks' hosts; None: calls are not compared.
-nccl::Checker to_checker(const py::object& host) {
-  return host.is_none() ? nullptr : &host.cast<Host&>().communicator();
-}
-
 // Runs `call(options)` without the GIL.
 template <class Call>
 auto without_gil(py::handle timeout, const Call& call) {
@@ -37,14 +32,16 @@ auto without_gil(py::handle timeout, const Call& call) {
   return call(options);
 }
 
-std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made, const py::object& host) {
-  return made ? std::make_shared<Gpu>(std::move(made), host) : nullptr;
+std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made,
+                         std::unique_ptr<nccl::Checker> checker) {
+  return made ? std::make_shared<Gpu>(std::move(made), std::move(checker)) : nullptr;
 }
 
 std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
                              const py::object& host, const py::object& timeout) {
   const std::string bytes = id;
-  nccl::Connection connection{{}, rank, size, device, blocking, to_checker(host)};
+  auto checker = make_checker(host);
+  nccl::Connection connection{{}, rank, size, device, blocking, checker.get()};
   if (bytes.size() != sizeof(connection.id.bytes)) {
     throw Error(ErrorCode::kValue, "id must be what new_nccl_id returned, got " +
                                        std::to_string(bytes.size()) + " bytes");
@@ -61,27 +58,27 @@ std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device
   std::memcpy(connection.id.bytes.data(), bytes.data(), bytes.size());
   auto made = without_gil(
       timeout, [&](const CallOptions& options) { return nccl::connect(connection, options); });
-  return own(std::move(made), host);
+  return own(std::move(made), std::move(checker));
 }
 
 std::shared_ptr<Gpu> split(Gpu& self, int color, int key, const py::object& host,
                            const py::object& stream, const py::object& timeout) {
-  nccl::Checker checker = to_checker(host);
+  auto checker = make_checker(host);
   auto* const handle = to_stream(stream);
   auto made = without_gil(timeout, [&](CallOptions options) {
     options.stream = handle;
-    return self.communicator().split(color, key, checker, options);
+    return self.communicator().split(color, key, checker.get(), options);
   });
-  return own(std::move(made), host);
+  return own(std::move(made), std::move(checker));
 }
 
 std::shared_ptr<Gpu> shrink(Gpu& self, const std::vector<int>& exclude, bool after_failure,
                             const py::object& host, const py::object& timeout) {
-  nccl::Checker checker = to_checker(host);
+  auto checker = make_checker(host);
   auto made = without_gil(timeout, [&](const CallOptions& options) {
-    return self.communicator().shrink(exclude, after_failure, checker, options);
+    return self.communicator().shrink(exclude, after_failure, checker.get(), options);
   });
-  return own(std::move(made), host);
+  return own(std::move(made), std::move(checker));
 }
 
 // Device memory; given back when this object goes.

@@ -46,9 +46,9 @@ struct GpuWork {
 
 class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
-  // `checker` is the communicator of `checker_owner`, between the same ranks' hosts; or null.
-  Gpu(std::unique_ptr<GpuCommunicator> communicator, py::object checker_owner)
-      : communicator_(std::move(communicator)), checker_owner_(std::move(checker_owner)) {}
+  // `checker` is what the communicator compares its calls by; or null.
+  Gpu(std::unique_ptr<GpuCommunicator> communicator, std::unique_ptr<nccl::Checker> checker)
+      : communicator_(std::move(communicator)), checker_(std::move(checker)) {}
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
   // Waits for the device.
@@ -123,7 +123,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
  private:
   std::unique_ptr<GpuCommunicator> communicator_;
-  py::object checker_owner_;
+  std::unique_ptr<nccl::Checker> checker_;
   std::mutex mutex_;       // one call at a time
   std::mutex kept_mutex_;  // guards kept_
   std::deque<std::pair<std::shared_ptr<const nccl::Mark>, py::object>> kept_;

@@ -60,6 +60,24 @@ class Host {
                          std::chrono::nanoseconds timeout, bool async) {
     return run_in(lane(peer, sends), std::move(call), kept, result, timeout, async);
   }
+  // The same for a caller without the GIL, whom the call works for: it waits for what is pending.
+  template <class Call>
+  void run_without_gil(const Call& call, const CallOptions& options) {
+    if (collectives_.try_run([&] { call(communicator_, options); })) return;
+    const RecordedCaller caller(options.caller->location());
+    CallOptions later = options;
+    later.caller = &caller;
+    const auto work = collectives_.submit([&] { call(communicator_, later); });
+    while (!work->wait(std::chrono::milliseconds(50))) {
+      try {
+        options.caller->check_interrupt();
+      } catch (...) {
+        communicator_.close();  // ends the call, which works on what is on this stack
+        work->wait(std::chrono::hours(24 * 365));
+        throw;
+      }
+    }
+  }
   [[nodiscard]] int root(py::handle root) const {
     return to_rank(root, "root", communicator_.size());
   }

@@ -6,7 +6,8 @@ namespace fastdist {
 
 Signature unpack_signature(std::uint64_t packed, std::uint64_t count, std::uint64_t list) noexcept {
   Signature s;
-  s.op = static_cast<Op>(packed & 0xFF);
+  s.op = static_cast<Op>(packed & 0x7F);
+  s.on_gpu = (packed >> 7 & 1) != 0;
   s.dtype = static_cast<DType>(packed >> 8 & 0xFF);
   s.reduce_op = static_cast<ReduceOp>(packed >> 16 & 0x7);
   s.phase = static_cast<std::uint8_t>(packed >> 19 & (kPhases - 1));
@@ -32,6 +33,7 @@ std::string describe(const Signature& s) {
     text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
     if (s.list != 0) text += " in a list";
     if (s.order != 0) text += ", not in row-major order";
+    if (s.on_gpu) text += ", on GPUs";
   }
   switch (s.op) {
     case Op::kAllReduce:

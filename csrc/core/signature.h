@@ -23,11 +23,12 @@ struct Signature {
   std::uint64_t list = 0;   // 0 for one array; else a hash of every array's count and dtype
   std::optional<DType> compress = {};  // what all_reduce sends instead of `dtype`
   std::uint8_t phase = 0;              // of the caller's program, see HostCommunicator::set_phase
+  bool on_gpu = false;                 // where the arrays lie
 
   // Everything but count and list in one word.
   [[nodiscard]] std::uint64_t packed() const noexcept {
-    return static_cast<std::uint64_t>(op) | static_cast<std::uint64_t>(dtype) << 8 |
-           static_cast<std::uint64_t>(reduce_op) << 16 |
+    return static_cast<std::uint64_t>(op) | static_cast<std::uint64_t>(on_gpu) << 7 |
+           static_cast<std::uint64_t>(dtype) << 8 | static_cast<std::uint64_t>(reduce_op) << 16 |
            static_cast<std::uint64_t>(phase % kPhases) << 19 |
            static_cast<std::uint64_t>(static_cast<std::uint16_t>(root)) << 24 |
            static_cast<std::uint64_t>(order) << 40 |

@@ -9,7 +9,7 @@
 namespace fastdist::nccl {
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size,
-                                   Checker checker)
+                                   Checker* checker)
     : handle_(std::move(handle)),
       rank_(rank),
       size_(size),
@@ -26,11 +26,9 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
   if (outermost_) {
     options.caller->may_block();
     c_.check_usable();
-    const Signature& told = options.whole != nullptr ? *options.whole : signature;
+    const Signature told = c_.told(signature, options);
     if (compared == Compared::kYes && c_.checker_ != nullptr) {
-      CallOptions host = options;
-      host.whole = &told;
-      c_.checker_->barrier(host);
+      c_.checker_->agree(told, true, options);
     }
     device_.emplace(c_.device());
     c_.capturing_ = cuda::is_capturing(stream_of(options));
@@ -101,12 +99,13 @@ bool NcclCommunicator::agree(const Signature& signature, const CallOptions& opti
   if (checker_ == nullptr || depth_ != 0) return false;
   options.caller->may_block();
   check_usable();
-  CallOptions host = options;
-  host.whole = options.whole != nullptr ? options.whole : &signature;
-  std::byte answer{static_cast<unsigned char>(flag ? 1 : 0)};
-  const TensorView view{&answer, 1, DType::kUInt8, 0};
-  checker_->all_reduce({&view, 1}, {&view, 1}, ReduceOp::kMin, host);
-  return answer != std::byte{0};
+  return checker_->agree(told(signature, options), flag, options);
+}
+
+Signature NcclCommunicator::told(const Signature& signature, const CallOptions& options) {
+  Signature result = options.whole != nullptr ? *options.whole : signature;
+  result.on_gpu = true;
+  return result;
 }
 
 void NcclCommunicator::follow(StreamHandle stream) {
@@ -132,7 +131,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symme
   return std::make_shared<NcclMemory>(handle_, bytes, symmetric, options);
 }
 
-std::unique_ptr<GpuCommunicator> NcclCommunicator::adopt(abi::Comm comm, Checker checker,
+std::unique_ptr<GpuCommunicator> NcclCommunicator::adopt(abi::Comm comm, Checker* checker,
                                                          const CallOptions& options) {
   if (comm == nullptr) return nullptr;
   auto handle = std::make_shared<Handle>(comm, handle_->device(), handle_->is_blocking());
@@ -144,7 +143,7 @@ std::unique_ptr<GpuCommunicator> NcclCommunicator::adopt(abi::Comm comm, Checker
   return std::make_unique<NcclCommunicator>(std::move(handle), rank, size, checker);
 }
 
-std::unique_ptr<GpuCommunicator> NcclCommunicator::split(int color, int key, Checker checker,
+std::unique_ptr<GpuCommunicator> NcclCommunicator::split(int color, int key, Checker* checker,
                                                          const CallOptions& options) {
   const Call call(*this, {.op = Op::kBarrier}, options);
   abi::Config config;
@@ -158,7 +157,7 @@ std::unique_ptr<GpuCommunicator> NcclCommunicator::split(int color, int key, Che
 }
 
 std::unique_ptr<GpuCommunicator> NcclCommunicator::shrink(std::span<const int> exclude,
-                                                          bool after_failure, Checker checker,
+                                                          bool after_failure, Checker* checker,
                                                           const CallOptions& options) {
   options.caller->may_block();
   const abi::Functions& f = functions();

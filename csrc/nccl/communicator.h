@@ -29,7 +29,7 @@ namespace fastdist::nccl {
 class NcclCommunicator final : public GpuCommunicator {
  public:
   // The device is current.
-  NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size, Checker checker);
+  NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size, Checker* checker);
   ~NcclCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
@@ -66,10 +66,10 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
                                                  const CallOptions&) override;
-  [[nodiscard]] std::unique_ptr<GpuCommunicator> split(int color, int key, Checker checker,
+  [[nodiscard]] std::unique_ptr<GpuCommunicator> split(int color, int key, Checker* checker,
                                                        const CallOptions&) override;
   [[nodiscard]] std::unique_ptr<GpuCommunicator> shrink(std::span<const int> exclude,
-                                                        bool after_failure, Checker checker,
+                                                        bool after_failure, Checker* checker,
                                                         const CallOptions&) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished what was enqueued, or a call of it is late.
@@ -85,9 +85,11 @@ class NcclCommunicator final : public GpuCommunicator {
     return static_cast<StreamHandle>(options.stream);
   }
   [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? captured_ : eager_; }
-  [[nodiscard]] std::unique_ptr<GpuCommunicator> adopt(abi::Comm comm, Checker checker,
+  [[nodiscard]] std::unique_ptr<GpuCommunicator> adopt(abi::Comm comm, Checker* checker,
                                                        const CallOptions& options);
 
+  // What the ranks compare and see in messages.
+  [[nodiscard]] static Signature told(const Signature& signature, const CallOptions& options);
   // communicator.cpp: whether `flag` is set on every rank; compares the signature on the way.
   [[nodiscard]] bool agree(const Signature& signature, const CallOptions& options, bool flag);
 
@@ -113,7 +115,7 @@ class NcclCommunicator final : public GpuCommunicator {
   std::shared_ptr<Handle> handle_;
   int rank_;
   int size_;
-  Checker checker_;
+  Checker* checker_;
   cuda::Stream own_;
   cuda::Event followed_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(handle_->device());

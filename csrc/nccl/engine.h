@@ -50,8 +50,19 @@ class Memory {
 };
 
 // The way to the other ranks' hosts: every collective's signature is compared there before any
-// work is enqueued. It must be for this purpose alone. Null: not compared.
-using Checker = Communicator*;
+// work is enqueued, since NCCL cannot.
+class Checker {
+ public:
+  Checker() = default;
+  Checker(const Checker&) = delete;
+  Checker& operator=(const Checker&) = delete;
+  virtual ~Checker() = default;
+
+  [[nodiscard]] virtual int size() const = 0;
+  // Whether `flag` is set on every rank. Every rank calls, with the same signature; ranks that
+  // disagree all throw kMismatch.
+  virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;
+};
 
 class GpuCommunicator : public Communicator {
  public:
@@ -80,11 +91,12 @@ class GpuCommunicator : public Communicator {
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
                                                          const CallOptions&) = 0;
   // Collective. Ranks of one color come together, ordered by key; a negative color gets null.
-  [[nodiscard]] virtual std::unique_ptr<GpuCommunicator> split(int color, int key, Checker checker,
+  [[nodiscard]] virtual std::unique_ptr<GpuCommunicator> split(int color, int key, Checker* checker,
                                                                const CallOptions&) = 0;
   // Called by every rank but the excluded ones. Where `after_failure`, what still runs is ended.
   [[nodiscard]] virtual std::unique_ptr<GpuCommunicator> shrink(std::span<const int> exclude,
-                                                                bool after_failure, Checker checker,
+                                                                bool after_failure,
+                                                                Checker* checker,
                                                                 const CallOptions&) = 0;
 
   // Ends what runs, here and now; peers that take part in it wait until they are aborted, too.
@@ -103,7 +115,7 @@ struct Connection {
   // NCCL's way to make calls: blocking ones take less of the host's time; the others can be given
   // up at any point, also while ranks connect.
   bool blocking = true;
-  Checker checker = nullptr;
+  Checker* checker = nullptr;  // null: calls are not compared
 };
 
 // Every rank calls.

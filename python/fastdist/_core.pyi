@@ -237,6 +237,9 @@ def cuda_driver_version() -> int: ...
 def why_no_cuda() -> str: ...
 def cuda_devices() -> list[Device]: ...
 
+# the GPU whose memory is at this address; None: no GPU's
+def cuda_device_of(address: int, /) -> int | None: ...
+
 # bind_nccl.cpp
 
 NCCL_BUCKET_BYTES: int
@@ -298,8 +301,8 @@ class _GpuCalls(TypedDict):
     barrier: Callable[[int, float, bool], Any]
 
 class NcclCommunicator:
-    # `host`: a communicator of the same ranks for this purpose alone (calls of its own would come
-    # between), by which calls are compared; None: they are not
+    # `hosts`: by what calls are compared: a HostCommunicator of the same ranks, or an object with
+    # `size` and `agree(words, flag, site, timeout_s)`; None: they are not
     @staticmethod
     def connect(
         id: bytes,
@@ -307,7 +310,7 @@ class NcclCommunicator:
         size: int,
         device: int,
         blocking: bool,
-        host: HostCommunicator | None,
+        hosts: Any,
         timeout: float,
         /,
     ) -> NcclCommunicator: ...
@@ -325,14 +328,14 @@ class NcclCommunicator:
     def allocate(self, nbytes: int, symmetric: bool, timeout: float, /) -> GpuMemory: ...
     # color, key, host, stream, timeout; a negative color gets None
     def split(
-        self, color: int, key: int, host: HostCommunicator | None, stream: int, timeout: float, /
+        self, color: int, key: int, hosts: Any, stream: int, timeout: float, /
     ) -> NcclCommunicator | None: ...
     # every rank but the excluded ones; after_failure: what still runs is ended
     def shrink(
         self,
         exclude: Sequence[int],
         after_failure: bool,
-        host: HostCommunicator | None,
+        hosts: Any,
         timeout: float,
         /,
     ) -> NcclCommunicator | None: ...

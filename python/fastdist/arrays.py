@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,11 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
     new_empty = getattr(array, "new_empty", None)
     if new_empty is not None:  # torch
         return new_empty(shape, requires_grad=False)
+    if type(array).__module__.partition(".")[0] == "cupy":
+        with array.device:
+            return sys.modules["cupy"].empty(shape, array.dtype)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(f"out= must be given: no new {type(array).__name__} can be made here")
     if hasattr(array, "__dlpack__"):
         return np.empty(shape, np.from_dlpack(array).dtype)
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
@@ -63,6 +70,37 @@ def view_bytes(
     import torch
 
     return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def view_gpu_bytes(memory: Any, nbytes: int, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The first bytes of a GPU's memory as an array of `shape`: torch's, or cupy's for others."""
+    if not isinstance(dtype, np.dtype):
+        import torch
+
+        data = torch.as_tensor(memory, device=f"cuda:{memory.device}")
+        return data[:nbytes].view(dtype).view(shape)
+    try:
+        import cupy  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ImportError(
+            "arrays on GPUs with a dtype of numpy are cupy's: pip install cupy-cuda13x (or "
+            "cupy-cuda12x); or give a dtype of torch"
+        ) from None
+    with cupy.cuda.Device(memory.device):
+        return cupy.asarray(memory)[:nbytes].view(dtype).reshape(shape)
+
+
+def to_gpu(device: Any) -> int:
+    """The number of a GPU that is given as "cuda", "cuda:1", torch's device or a number."""
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    found = re.fullmatch(r"cuda(?::(\d+))?", str(device))
+    if found is None:
+        raise ValueError(f'device must be a GPU, as "cuda:0", got {device!r}')
+    if found[1] is not None:
+        return int(found[1])
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None else 0
 
 
 def to_dtype(dtype: Any) -> Any:

@@ -10,10 +10,12 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from fastdist import _core
 from fastdist.arguments import to_integer, to_integers, to_rank
-from fastdist.arrays import new_like, shape_of, to_dtype, view_bytes
+from fastdist.arrays import new_like, shape_of, to_dtype, to_gpu, view_bytes, view_gpu_bytes
 from fastdist.engines.engine import Engine
-from fastdist.errors import CollectiveMismatchError, FastdistError
+from fastdist.engines.nccl import NcclEngine, is_possible
+from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
@@ -41,7 +43,8 @@ class Communicator:
     """The ranks of a job, and the collectives between them.
 
     Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy's,
-    torch's, or anything with DLPack or the buffer protocol, dense and of one of the dtypes bool,
+    torch's, cupy's, or anything with DLPack, the CUDA array interface or the buffer protocol, dense
+    and of one of the dtypes bool,
     int8 to int64, uint8 to uint64, float16, bfloat16, float8_e4m3fn, float8_e5m2, float32,
     float64, complex64, complex128. Where a list of arrays is given, the call works on all of them
     as if they were one.
@@ -51,6 +54,11 @@ class Communicator:
     `async_op` (return a `Work` at once; calls still run in the order in which they were made).
     They raise `CollectiveMismatchError` where ranks disagree (nothing has moved then),
     `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
+
+    Calls on arrays on GPUs are enqueued on the array library's current stream, or on `stream`, and
+    return at once. With `async_op` they go to a stream of the communicator's, which first waits for
+    that one; `work.wait()` makes the then current stream wait, and not the host. A rank keeps to
+    one GPU. Calls may be captured in CUDA graphs.
 
     A communicator is for one thread at a time; threads that work at once need one each (`split`).
 
@@ -66,7 +74,9 @@ class Communicator:
     def __init__(self, engine: Engine, timeout_s: float) -> None:
         self.engine: Engine = engine
         self._timeout_s = timeout_s
-        calls = engine.calls()
+        self._gpus = NcclEngine(engine) if engine.hosts is not None and is_possible() else None
+        calls = engine.calls() if self._gpus is None else self._gpus.calls()
+        self._calls = calls
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]
         self._broadcast = calls["broadcast"]
@@ -97,6 +107,8 @@ class Communicator:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this one get `PeerFailureError`."""
+        if self._gpus is not None:
+            self._gpus.close()
         self.engine.close()
 
     def __reduce__(self) -> NoReturn:
@@ -113,6 +125,7 @@ class Communicator:
         out: Arrays | None = None,
         compress: Compression | None = None,
         bucket_bytes: int | Literal["auto"] = "auto",
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -131,15 +144,21 @@ class Communicator:
                 float32's range for bf16 and fp8, also where the array is float64.
             bucket_bytes: bytes that are sent at a time; "auto" fits the engine. The host engine
                 never copies into buckets and pays no attention to it.
+            stream: for arrays on GPUs: the CUDA stream of any library, or its handle, on which the
+                arrays are ready and the call is enqueued; the library's current one if None.
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks; default of the communicator if None.
 
         Returns:
             `array`, or `out` where it is given.
         """
-        if bucket_bytes != "auto" and to_integer(bucket_bytes, "bucket_bytes") <= 0:
-            raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None or bucket_bytes != "auto":
+            size = 0 if bucket_bytes == "auto" else to_integer(bucket_bytes, "bucket_bytes")
+            if bucket_bytes != "auto" and size <= 0:
+                raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
+            given = (array, op, out, compress)
+            return self._on("all_reduce", given, seconds, async_op, stream, size)
         return self._all_reduce(array, op, out, compress, seconds, async_op)
 
     def reduce(
@@ -149,6 +168,7 @@ class Communicator:
         root: int = 0,
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -157,6 +177,8 @@ class Communicator:
         On other ranks `array` is not changed, and `out` not written.
         """
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("reduce", (array, op, root, out), seconds, async_op, stream)
         return self._reduce(array, op, root, out, seconds, async_op)
 
     def broadcast(
@@ -165,6 +187,7 @@ class Communicator:
         root: int = 0,
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -173,6 +196,8 @@ class Communicator:
         With `out`, the copy goes there, on every rank, and `array` is read on the root only.
         """
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("broadcast", (array, root, out), seconds, async_op, stream)
         return self._broadcast(array, root, out, seconds, async_op)
 
     def all_gather(
@@ -180,6 +205,7 @@ class Communicator:
         array: Arrays,
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -197,6 +223,8 @@ class Communicator:
         if out is None:
             out = _for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("all_gather", (array, out), seconds, async_op, stream)
         return self._all_gather(array, out, seconds, async_op)
 
     def gather(
@@ -205,6 +233,7 @@ class Communicator:
         root: int = 0,
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -218,6 +247,8 @@ class Communicator:
         elif out is None:
             out = _for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("gather", (array, root, out), seconds, async_op, stream)
         return self._gather(array, root, out, seconds, async_op)
 
     def scatter(
@@ -226,6 +257,7 @@ class Communicator:
         root: int = 0,
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -250,6 +282,8 @@ class Communicator:
                 )
             out = _for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("scatter", (array, root, out), seconds, async_op, stream)
         return self._scatter(array, root, out, seconds, async_op)
 
     def reduce_scatter(
@@ -258,6 +292,7 @@ class Communicator:
         op: ReduceOp = "sum",
         *,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -277,6 +312,8 @@ class Communicator:
         if out is None:
             out = _for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("reduce_scatter", (array, op, out), seconds, async_op, stream)
         return self._reduce_scatter(array, op, out, seconds, async_op)
 
     def all_to_all(
@@ -285,6 +322,7 @@ class Communicator:
         *,
         splits: Sequence[int] | None = None,
         out: Arrays | None = None,
+        stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
@@ -313,10 +351,18 @@ class Communicator:
             if out is None:
                 out = _for_each(array, lambda x: new_like(x, shape_of(x)))
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
         return self._all_to_all(array, out, counts, seconds, async_op)
 
     def send(
-        self, array: Arrays, dst: int, *, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Arrays,
+        dst: int,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Send to one rank, which must call `recv`. Returns when the data has been taken.
 
@@ -324,13 +370,23 @@ class Communicator:
         different peers or directions do not wait for each other.
         """
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("send", (array, dst), seconds, async_op, stream)
         return self._send(array, dst, seconds, async_op)
 
     def recv(
-        self, array: Arrays, src: int, *, async_op: bool = False, timeout: float | None = None
+        self,
+        array: Arrays,
+        src: int,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> Any:
         """Receive into `array` what rank `src` sends. Returns `array`."""
         seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("recv", (array, src), seconds, async_op, stream)
         return self._recv(array, src, seconds, async_op)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -410,12 +466,22 @@ class Communicator:
             )
         return self._make([ranks], timeout)
 
-    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        device: Any = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
         """An uninitialised array in memory that collectives use without a copy.
 
         Args:
             shape: its shape.
             dtype: of numpy, or of torch, which makes it a torch tensor; one that collectives take.
+            device: a GPU, as "cuda:0"; every rank must call then, for its own GPU. The array is
+                torch's or, with a dtype of numpy, cupy's. None: the machine's memory.
+            timeout: seconds to wait for other ranks, where every rank must call.
         """
         shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
         dtype = to_dtype(dtype)
@@ -424,7 +490,31 @@ class Communicator:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes >= 1 << 62:
             raise MemoryError(f"no machine has memory for an array of shape {shape}")
+        if device is not None:
+            seconds = self._timeout_s if timeout is None else timeout
+            gpu = to_gpu(device)
+            memory = self._on_gpus().empty(max(nbytes, 1), gpu, seconds)
+            return view_gpu_bytes(memory, nbytes, shape, dtype)
         return view_bytes(self.engine.empty(nbytes), shape, dtype)
+
+    def _on_gpus(self) -> NcclEngine:
+        if self._gpus is None:
+            raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
+        return self._gpus
+
+    def _on(
+        self,
+        op: str,
+        given: Sequence[Any],
+        timeout_s: float,
+        async_op: bool,
+        stream: Any,
+        bucket_bytes: int = 0,
+    ) -> Any:
+        """A call with what only the engine for GPUs knows."""
+        if stream is None and self._gpus is None:
+            return self._calls[op](*given, timeout_s, async_op)
+        return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)

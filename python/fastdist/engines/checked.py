@@ -95,6 +95,39 @@ class CheckedEngine(Engine):
         """The collectives without a thread and without a comparison."""
         return {op: functools.partial(getattr(self, f"_call_{op}"), self._at_once) for op in OPS}
 
+    @property
+    def hosts(self) -> Any:
+        """This object, by `agree`."""
+        return self
+
+    def agree(self, words: tuple[int, int, int], flag: bool, site: str, timeout_s: float) -> bool:
+        """Compare a call of the engine for GPUs, in order with the calls here.
+
+        Args:
+            words: its signature, as the compiled module has it.
+            flag: what is wanted of every rank.
+            site: the line of the user's source that made the call.
+            timeout_s: seconds to wait for other ranks.
+
+        Returns:
+            Whether every rank has set `flag`.
+
+        Raises:
+            CollectiveMismatchError: ranks have called different things.
+        """
+        signature = Signature.of_words(words)
+        flags: list[bytes] = []
+
+        def steps() -> None:
+            flags.extend(self._agree(signature, site, bytes([flag]), timeout_s))
+
+        def task() -> None:
+            self._check_usable()
+            self._guard(steps, signature)
+
+        self._submit(self._queue, task, None, timeout_s, False)
+        return all(data[0] for data in flags)
+
     def set_phase(self, phase: int) -> None:
         """For calls that begin from now on."""
         self._phase = phase

@@ -20,10 +20,13 @@ class Engine(ABC):
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        hosts: by what the engine for GPUs compares calls, as `_core.NcclCommunicator.connect`
+            takes it; None where there is no place for arrays on GPUs.
     """
 
     rank: int
     size: int
+    hosts: Any = None
 
     @abstractmethod
     def calls(self) -> Calls:

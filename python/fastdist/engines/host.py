@@ -15,6 +15,7 @@ class HostEngine(Engine):
 
     def __init__(self, host: _core.HostCommunicator) -> None:
         self._host = host
+        self.hosts = host
         self.rank = host.rank
         self.size = host.size
 

@@ -30,8 +30,9 @@ _PEERS = {"send": "dst", "recv": "src"}
 _REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
 
 _COMPRESSIONS = (None, "fp16", "bf16", "fp8")
-# sequence, op, dtype, reduce op, compression, phase, root, order, count, list
-_RECORD = struct.Struct("<QBBBBBiIQQ")
+_WIRES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+# sequence, op, dtype, reduce op, compression, phase, on a GPU, root, order, count, list
+_RECORD = struct.Struct("<QBBBBB?iIQQ")
 PHASES = 256
 RECORD_BYTES = _RECORD.size
 SITE_BYTES = 256
@@ -51,6 +52,7 @@ class Signature:
         list_hash: 0 for one array; else made of every array's count, dtype and order.
         compress: of all_reduce.
         phase: of the caller's program, modulo `PHASES`; see `Engine.set_phase`.
+        on_gpu: where the arrays lie.
     """
 
     op: str
@@ -62,6 +64,25 @@ class Signature:
     list_hash: int = 0
     compress: str | None = None
     phase: int = 0
+    on_gpu: bool = False
+
+    @classmethod
+    def of_words(cls, words: tuple[int, int, int]) -> Signature:
+        """A signature of the compiled module: see csrc/core/signature.h."""
+        packed, count, list_hash = words
+        root = packed >> 24 & 0xFFFF
+        wire = packed >> 56
+        return cls(
+            OPS[packed & 0x7F],
+            DTYPES[packed >> 8 & 0xFF],
+            REDUCE_OPS[packed >> 16 & 0x7],
+            root - (root >> 15 << 16),
+            packed >> 40 & 0xFFFF,
+            count,
+            list_hash,
+            _WIRES[DTYPES[wire - 1]] if wire else None,
+            on_gpu=bool(packed >> 7 & 1),
+        )
 
     @classmethod
     def of(cls, op: str, arrays: Arrays, reduce_op: str = "sum", root: int = 0) -> Signature:
@@ -83,6 +104,7 @@ class Signature:
             REDUCE_OPS.index(self.reduce_op),
             _COMPRESSIONS.index(self.compress),
             self.phase,
+            self.on_gpu,
             self.root,
             self.order,
             self.count,
@@ -93,7 +115,7 @@ class Signature:
     def unpack(cls, record: bytes) -> tuple[int, Signature]:
         """The sequence number and the signature in a record."""
         fields = _RECORD.unpack(record)
-        sequence, op, dtype, reduce_op, compress, phase, root, order, count, list_hash = fields
+        sequence, op, dtype, reduce_op, compress, phase, on_gpu, root, order, count, words = fields
         return sequence, cls(
             OPS[op],
             DTYPES[dtype],
@@ -101,9 +123,10 @@ class Signature:
             root,
             order,
             count,
-            list_hash,
+            words,
             _COMPRESSIONS[compress],
             phase,
+            on_gpu,
         )
 
     def __str__(self) -> str:
@@ -111,7 +134,8 @@ class Signature:
         if self.op != "barrier":
             what = f"{self.dtype} × {self.count}"
             what += " in a list" if self.list_hash else ""
-            parts.append(what + (", not in row-major order" if self.order else ""))
+            what += ", not in row-major order" if self.order else ""
+            parts.append(what + (", on GPUs" if self.on_gpu else ""))
         if self.op in _REDUCING:
             parts.append(f'op="{self.reduce_op}"')
         if self.compress is not None:

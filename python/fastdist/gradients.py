@@ -8,9 +8,10 @@ computed on the global batch.
 
 The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
-parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. Where
-a strategy has several models, replicas first exchange which buckets they have anything for, and
-leave out those that nobody has: a step of a GAN's discriminator sends nothing of the generator.
+parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. On
+GPUs the host would have to wait for that number: there replicas ask each other over their hosts, at
+the end of backward. They do so too where a strategy has several models, and leave out buckets that
+nobody has anything for: a step of a GAN's discriminator sends nothing of the generator.
 
 Gradients are weighted by examples as they are sent. What `no_sync` keeps back is weighted as it
 comes instead, since the batch that it is sent with weighs otherwise.
@@ -91,6 +92,7 @@ class GradientSync:
         self._questions = questions
         self._models = models
         self._has_several_models = len(set(models)) > 1
+        self._is_on_gpu = False
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
@@ -259,7 +261,7 @@ class GradientSync:
         if op == "mean" and (weight := self._weight()) is not None:
             op = "sum"
             self._weigh(bucket, weight)
-        sent = [*bucket.sent, bucket.used]
+        sent = bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
         if self._on_one_device:
             self._communicator.reduce(sent, op, 0, async_op=True)
             bucket.work = self._communicator.broadcast(sent, 0, async_op=True)
@@ -297,7 +299,8 @@ class GradientSync:
 
     @_disable_dynamo
     def _finish(self) -> None:
-        wanted = self._wanted()
+        used = self._used_by_anyone()
+        wanted = self._wanted(used)
         for at, bucket in enumerate(self._buckets[self._next :], start=self._next):
             if wanted[at]:
                 self._send(bucket)
@@ -306,7 +309,7 @@ class GradientSync:
         work = self._buffer_sync.send()
         for bucket in self._buckets:
             if bucket.work is not None:
-                self._receive(bucket, bucket.work)
+                self._receive(bucket, bucket.work, used)
         for i, is_wanted in zip(self._sparse, wanted[len(self._buckets) :], strict=True):
             if self._trainable[i] and is_wanted:
                 self._reduce_sparse(i)
@@ -315,22 +318,30 @@ class GradientSync:
         self._held.clear()
         self.watch()  # what was unfrozen since this run began
 
-    def _wanted(self) -> list[bool]:
-        """Of each bucket and each sparse parameter: whether any replica has gradients for it."""
-        groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
-        if not self._has_several_models:
-            return [True] * len(groups)
-        used = [any(self._arrived[i] or i in self._held for i in group) for group in groups]
-        by_anyone = torch.tensor(used)
+    def _used_by_anyone(self) -> list[bool] | None:
+        """Of each parameter, whether any replica has a gradient for it; None: buckets will tell."""
+        if not (self._has_several_models or self._is_on_gpu):
+            return None
+        by_anyone = torch.tensor(
+            [arrived or i in self._held for i, arrived in enumerate(self._arrived)]
+        )
         self._questions.all_reduce(by_anyone, "max")
-        found: list[bool] = by_anyone.tolist()
-        return found
+        used: list[bool] = by_anyone.tolist()
+        return used
 
-    def _receive(self, bucket: _Bucket, work: Work) -> None:
+    def _wanted(self, used: list[bool] | None) -> list[bool]:
+        """Of each bucket and each sparse parameter: whether it must be reduced."""
+        groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
+        if used is None or not self._has_several_models:
+            return [True] * len(groups)
+        return [any(used[i] for i in group) for group in groups]
+
+    def _receive(self, bucket: _Bucket, work: Work, used: list[bool] | None) -> None:
         work.wait()
         for place, i in enumerate(bucket.indices):
             parameter = self._parameters[i]
-            if parameter.grad is None and bucket.used[place] > 0:
+            is_used = bucket.used[place] > 0 if used is None else used[i]
+            if parameter.grad is None and is_used:
                 parameter.grad = bucket.sent[place]
             if self._reduction == "sum" and parameter.grad is not None:
                 self._global[i] = weakref.ref(parameter.grad)
@@ -345,12 +356,12 @@ class GradientSync:
             if not self._arrived[i]:
                 self._before_gradient(i)
             grad = parameter.grad.coalesce()
-            rows = grad.indices(), grad.values() * self._share(i)
+            rows = grad.indices().cpu(), (grad.values() * self._share(i)).cpu()
         parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
         if not parts:
             return
-        indices = torch.cat([part[0] for part in parts], 1)
-        values = torch.cat([part[1] for part in parts])
+        indices = torch.cat([part[0] for part in parts], 1).to(parameter.device)
+        values = torch.cat([part[1] for part in parts]).to(parameter.device)
         size = parameter.shape
         grad = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
         parameter.grad = grad.coalesce()
@@ -366,6 +377,7 @@ class GradientSync:
 
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable
+        self._is_on_gpu = any(parameter.is_cuda for parameter in self._parameters)
         groups: list[list[int]] = []
         size = 0
         for i in reversed(range(len(self._parameters))):

@@ -36,17 +36,19 @@ def replica_seed(seed: int, replica: int) -> int:
 @contextmanager
 def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
     """While it is open, this process's default generators give the replica's stream."""
-    generator = _generator(context.device)
-    before = generator.get_state()
-    generator.manual_seed(replica_seed(seed, context.replica_id_in_sync_group))
+    generators = [torch.default_generator, *_of_gpu(context.device)]
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(replica_seed(seed, context.replica_id_in_sync_group))
     try:
         yield
     finally:
-        generator.set_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 class SharedStream:
-    """The same for replicas that are threads and share the generator of the CPU.
+    """The same for replicas that are threads and share the generator of the CPU, not of a GPU.
 
     torch has one for all threads, so that each function that draws from it gets the replica's
     state put in before and taken out after, one thread at a time. What reads or sets the state
@@ -55,15 +57,21 @@ class SharedStream:
     """
 
     def __init__(self, context: ReplicaContext, seed: int) -> None:
-        self._mode = _OwnState(replica_seed(seed, context.replica_id_in_sync_group))
+        self._seed = replica_seed(seed, context.replica_id_in_sync_group)
+        self._mode = _OwnState(self._seed)
+        self._of_gpu = [(generator, generator.get_state()) for generator in _of_gpu(context.device)]
 
     def __enter__(self) -> None:
+        for generator, _ in self._of_gpu:
+            generator.manual_seed(self._seed)
         _thread.mode = self._mode
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         _thread.mode = None
+        for generator, state in self._of_gpu:
+            generator.set_state(state)
 
 
 class _Thread(threading.local):
@@ -172,9 +180,10 @@ RANDOM_FUNCTIONS = frozenset(
 )
 
 
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator
+def _of_gpu(device: torch.device) -> list[torch.Generator]:
+    """The generator that torch has for this GPU; nothing for other devices."""
+    if device.type != "cuda":
+        return []
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.cuda.default_generators[index]]

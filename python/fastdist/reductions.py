@@ -42,7 +42,7 @@ def reduce_values(
         tensors = [tensor.sum(axis) for tensor in tensors]
     total = _sum(tensors)
     if workers is not None:
-        counts = torch.tensor(count, dtype=torch.float64)
+        counts = torch.tensor(count, dtype=torch.float64, device=total.device)
         workers.all_reduce([total, counts])
         count = float(counts)
     return total / count if op == "mean" else total

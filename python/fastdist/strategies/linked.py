@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from fastdist.metrics import adopt_metrics
 from fastdist.random_streams import SharedStream, detours, draw_seed, replica_stream
 from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.base import Strategy
+from fastdist.strategies.devices import require_own_gpus, working_on
 from fastdist.strategies.links import Ends, Links
 from fastdist.strategies.members import Members
 from fastdist.strategies.options import CommunicationOptions
@@ -56,6 +57,7 @@ class LinkedStrategy(Strategy):
         parameter_device: torch.device | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
+        require_own_gpus(devices)
         super().__init__(devices, worker=worker, workers=workers)
         self.options = options or CommunicationOptions()
         self._make_links = make_links
@@ -68,6 +70,8 @@ class LinkedStrategy(Strategy):
             parameter_device,
         )
         self._uneven = UnevenResults()
+        self._has_gpus = any(device.type == "cuda" for device in self.devices)
+        self._scopes: Sequence[AbstractContextManager[None]] = [nullcontext()] * len(self.devices)
         self._threads: ReplicaThreads | None = None
         self._is_running = False
         self._lost = ""  # why no run is possible any more
@@ -105,6 +109,8 @@ class LinkedStrategy(Strategy):
             raise FastdistError(self._lost)
         if self._is_running:
             raise RuntimeError("run was called while the strategy runs, in merge_call or a thread")
+        if self._has_gpus:
+            self._scopes = working_on(self.devices)
         if self.num_replicas_in_sync == 1 and not self._members.is_routed:
             results = [self._run_replica(0, fn, given, examples, 0, self._call_merge)]
         else:
@@ -194,12 +200,13 @@ class LinkedStrategy(Strategy):
         args, kwargs = select(given, replica)
         state.replica = context
         try:
-            if communicator is None:
-                return fn(*args, **kwargs)
-            shared = self._threads is not None and context.device.type == "cpu"
-            stream = SharedStream if shared else replica_stream
-            with stream(context, seed), syncs[replica].step(examples) if syncs else nullcontext():
-                return fn(*args, **kwargs)
+            with self._scopes[replica]:
+                if communicator is None:
+                    return fn(*args, **kwargs)
+                draws = replica_stream if self._threads is None else SharedStream
+                step = syncs[replica].step(examples) if syncs else nullcontext()
+                with draws(context, seed), step:
+                    return fn(*args, **kwargs)
         finally:
             state.replica = None
 

@@ -28,7 +28,14 @@ def batch(strategy: Strategy, *arrays: torch.Tensor) -> tuple[Any, ...]:
     """A global batch as `distribute_dataset` gives it."""
     n = strategy.num_replicas_in_sync
     counts = tuple(len(part) for part in arrays[0].tensor_split(n))
-    return tuple(per_replica(strategy, list(a.tensor_split(n)), counts) for a in arrays)
+    parts = [
+        [
+            part.to(strategy.devices[i % len(strategy.devices)])
+            for i, part in enumerate(a.tensor_split(n))
+        ]
+        for a in arrays
+    ]
+    return tuple(per_replica(strategy, own, counts) for own in parts)
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:

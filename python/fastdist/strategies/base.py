@@ -19,7 +19,9 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
+from fastdist.errors import UnsupportedError
 from fastdist.reductions import CrossReplicaOp
+from fastdist.strategies.graphed import GraphedStep, capture_graph
 from fastdist.strategies.scope import Scope
 from fastdist.values import PerReplica, leaves, map_structure
 from fastdist.variables import Variable
@@ -168,6 +170,37 @@ class Strategy(ABC):
             )
         given = (tuple(args), kwargs or {})
         return self._run(fn, given, examples_of(given))
+
+    @final
+    def make_graphed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A function for `run` that on GPUs replays `step` as a CUDA graph.
+
+        The first calls with arguments of a kind (shapes, dtypes, values that are no tensors) run as
+        they are. Then the step is captured with the collectives in it, and every later call is one
+        launch. Only what it does on the GPU is done again: what it prints or counts happens once,
+        and learning rates stay those of the capture unless they are tensors. Optimizers must be
+        made with `capturable=True` where they have it. Uneven batches run as they are, and so does
+        everything on other devices.
+
+        Args:
+            step: what `run` would be called with; takes and returns structures of tensors.
+
+        Raises:
+            UnsupportedError: several replicas in this process are on GPUs, where CUDA has one
+                capture at a time; or variables are on parameter servers.
+        """
+        if all(device.type != "cuda" for device in self.devices):
+            return step
+        if len(self.devices) > 1:
+            raise UnsupportedError(
+                "make_graphed needs a process for each GPU: CUDA captures one graph of a process "
+                "at a time; start them by `fastdist run`"
+            )
+        if self.has_servers:
+            raise UnsupportedError(
+                "make_graphed: a CUDA graph cannot send gradients to parameter servers"
+            )
+        return GraphedStep(step, capture_graph)
 
     @abstractmethod
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:

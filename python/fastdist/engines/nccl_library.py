@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from fastdist import _core
+from fastdist.errors import UnsupportedError
 
 
 def candidates() -> list[str]:
@@ -14,6 +15,18 @@ def candidates() -> list[str]:
     folders = [] if spec is None else spec.submodule_search_locations or []
     paths = (Path(folder) / "nccl" / "lib" / "libnccl.so.2" for folder in folders)
     return [str(path) for path in paths if path.is_file()]
+
+
+def why_unusable() -> str:
+    """Why arrays on GPUs have no engine here; "" where they have one."""
+    why = _core.why_no_cuda()
+    if why:
+        return why
+    try:
+        load()
+    except UnsupportedError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def load() -> _core.NcclLibrary:

@@ -11,6 +11,7 @@ import numpy as np
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cli.doctor.libraries import version_of
 from fastdist.communicator import Communicator
+from fastdist.engines.nccl_library import why_unusable
 from fastdist.world import local_group
 
 _RANKS = 2
@@ -26,7 +27,7 @@ def engines_section() -> Section:
         (
             _available("local", "any array, world of one"),
             _available("host", "CPU arrays, ranks of one machine"),
-            _not_built("nccl", "CUDA arrays", "this version has no CUDA engine"),
+            _nccl(why_unusable()),
             _if_there("gloo", "CPU arrays across machines", "torch"),
             _if_there("xla", "XLA tensors in TPUStrategy", "torch_xla"),
         ),
@@ -35,7 +36,7 @@ def engines_section() -> Section:
 
 def arrays_section() -> Section:
     """Kinds of arrays, and which engine takes them between the ranks of one machine."""
-    on_gpu = "no engine is built for GPUs"
+    why = why_unusable()
     return Section(
         "arrays",
         (
@@ -44,8 +45,9 @@ def arrays_section() -> Section:
             _if_installed("torch", "torch_cpu", "torch on CPU"),
             Fact("other_dlpack_cpu", "host", "host", State.GOOD, "other DLPack on CPU"),
             Fact("buffer_protocol", "host", "host", State.GOOD),
-            Fact("torch_cuda", None, f"none: {on_gpu}", State.ABSENT, "torch on GPU"),
-            Fact("cupy", None, f"none: {on_gpu}", State.ABSENT),
+            _on_gpu("torch", "torch_cuda", "torch on GPU", why),
+            _on_gpu("cupy", "cupy", "cupy", why),
+            _on_gpu(None, "other_cuda", "other arrays on GPU", why),
         ),
     )
 
@@ -77,8 +79,19 @@ def _if_there(engine: str, serves: str, library: str) -> Fact:
     return _available(engine, serves)
 
 
-def _not_built(engine: str, serves: str, why: str) -> Fact:
-    return Fact(engine, "not built", f"not built   {serves}: {why}", State.ABSENT)
+def _nccl(why: str) -> Fact:
+    serves = "arrays on GPUs"
+    if why:
+        return Fact("nccl", "not available", f"not available  {serves}: {why}", State.ABSENT)
+    return _available("nccl", serves)
+
+
+def _on_gpu(library: str | None, key: str, label: str, why: str) -> Fact:
+    if library is not None and version_of(library) is None:
+        return Fact(key, None, f"none: {library} is not installed", State.ABSENT, label)
+    if why:
+        return Fact(key, None, f"none: {why}", State.ABSENT, label)
+    return Fact(key, "nccl", "nccl", State.GOOD, label)
 
 
 def _if_installed(library: str, key: str, label: str) -> Fact:

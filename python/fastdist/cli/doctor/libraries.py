@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastdist import _core
 from fastdist._version import __version__
-from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 from fastdist.cluster import detect_launch
 from fastdist.engines.nccl_library import load
 from fastdist.errors import ClusterConfigError, UnsupportedError
@@ -122,7 +122,22 @@ def _cuda() -> Fact:
     text = f"built with CUDA {version // 1000}.{version % 1000 // 10}"
     if why:
         return Fact("cuda", True, f"{text}; no GPU is used: {why}", State.ABSENT)
-    return Fact("cuda", True, f"{text}; GPUs: {len(_core.cuda_devices())}", State.GOOD)
+    return Fact("cuda", True, text, State.GOOD)
+
+
+def gpus_section() -> Section:
+    """The GPUs that this process sees."""
+    facts = []
+    for number, gpu in enumerate(_core.cuda_devices()):
+        chip = f"compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} multiprocessors"
+        text = f"{gpu.name}, {format_bytes(gpu.bytes)}, {chip}"
+        facts.append(Fact(f"cuda:{number}", gpu.name, text, State.GOOD))
+    launch = detect_launch()
+    ranks = 1 if launch is None else launch.local_world_size
+    if 0 < len(facts) < ranks:
+        text = f"{ranks} ranks on this machine share them: speeds are not those of GPUs apart"
+        facts.append(Fact("shared_by", ranks, text))
+    return Section("GPUs", tuple(facts))
 
 
 def _nccl() -> list[Fact]:

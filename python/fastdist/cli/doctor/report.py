@@ -9,6 +9,7 @@ from fastdist.cli.doctor.engines import arrays_section, check_section, engines_s
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cli.doctor.libraries import (
     build_section,
+    gpus_section,
     install_section,
     launcher_section,
     libraries_section,
@@ -31,6 +32,7 @@ def examine() -> list[Section]:
         build_section(),
         machine_section(),
         memory_section(),
+        gpus_section(),
         libraries_section(),
         launcher_section(),
         engines_section(),

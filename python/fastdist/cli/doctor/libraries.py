@@ -95,8 +95,17 @@ def launcher_section() -> Section:
                 launch.local_rank,
                 f"{launch.local_rank} of {launch.local_world_size} on this machine",
             ),
+            *_shared_gpus(launch.local_world_size),
         ),
     )
+
+
+def _shared_gpus(ranks: int) -> list[Fact]:
+    gpus = len(_core.cuda_devices())
+    if gpus == 0 or gpus >= ranks:
+        return []
+    text = f"by {ranks} ranks: speeds are not those of GPUs of their own"
+    return [Fact("gpus_shared", ranks, text, label="GPUs shared")]
 
 
 def install_section() -> Section:
@@ -132,11 +141,6 @@ def gpus_section() -> Section:
         chip = f"compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} multiprocessors"
         text = f"{gpu.name}, {format_bytes(gpu.bytes)}, {chip}"
         facts.append(Fact(f"cuda:{number}", gpu.name, text, State.GOOD))
-    launch = detect_launch()
-    ranks = 1 if launch is None else launch.local_world_size
-    if 0 < len(facts) < ranks:
-        text = f"{ranks} ranks on this machine share them: speeds are not those of GPUs apart"
-        facts.append(Fact("shared_by", ranks, text))
     return Section("GPUs", tuple(facts))
 
 

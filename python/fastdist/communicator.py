@@ -111,6 +111,12 @@ class Communicator:
             self._gpus.close()
         self.engine.close()
 
+    def abort(self) -> None:
+        """Leave at once: what was enqueued on GPUs is ended instead of waited for."""
+        if self._gpus is not None:
+            self._gpus.abort(f"rank {self.rank} has called abort")
+        self.close()
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Communicator cannot be copied or pickled: it is one rank of a job; make another "
@@ -465,6 +471,37 @@ class Communicator:
                 tuple(r for r, theirs in enumerate(everyone) if theirs != ranks),
             )
         return self._make([ranks], timeout)
+
+    def shrink(self, exclude: Sequence[int], *, timeout: float | None = None) -> Communicator:
+        """Go on without some ranks, which may have failed.
+
+        Every other rank must call, with the same ranks; on one machine only. The result takes the
+        place of this communicator, which may have been lost and is closed.
+
+        Args:
+            exclude: the ranks to leave out, as `PeerFailureError.ranks` has them.
+            timeout: seconds to wait for the other ranks.
+
+        Returns:
+            A communicator of the others, in the same order.
+
+        Raises:
+            ClusterConfigError: one of the others has not come, or excludes other ranks.
+            UnsupportedError: the ranks are on several machines.
+        """
+        excluded = set(to_integers(exclude, "exclude"))
+        if not excluded or not excluded < set(range(self.world_size)) or self.rank in excluded:
+            raise ValueError(
+                f"exclude must be some of the ranks 0 to {self.world_size - 1}, without this one, "
+                f"{self.rank}; got {sorted(excluded)}"
+            )
+        left = [rank for rank in range(self.world_size) if rank not in excluded]
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._succeeded_by(self.engine.survivors(left, seconds))
+
+    def _succeeded_by(self, engine: Engine) -> Communicator:
+        self.close()
+        return Communicator(engine, self._timeout_s)
 
     def empty(
         self,

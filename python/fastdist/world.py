@@ -22,7 +22,6 @@ from fastdist.communicator import Communicator
 from fastdist.engines.engine import Engine
 from fastdist.engines.host import HostEngine
 from fastdist.errors import ClusterConfigError, FastdistError
-from fastdist.rendezvous import meet
 
 _DEFAULT_PORT = 29500  # torch's
 _MOST_THREADS = 1024  # memory grows with their square
@@ -201,6 +200,15 @@ class _DefaultCommunicator(Communicator):
             atexit.unregister(self.close)
         super().close()
 
+    def _succeeded_by(self, engine: Engine) -> Communicator:
+        was_default = _World.communicator is self
+        self.close()
+        made = _DefaultCommunicator(engine, self._timeout_s)
+        if was_default:
+            _World.communicator = made
+            atexit.register(made.close)
+        return made
+
 
 def _let_threads_go() -> None:
     """At exit: daemon threads stay in their calls, since the interpreter would unwind them."""
@@ -217,7 +225,7 @@ def _from_launch(timeout_s: float) -> Engine:
     if launch is None:
         launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
     if launch.local_world_size == launch.world_size:
-        return _on_one_machine(launch, timeout_s)
+        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
     if not os.environ.get("MASTER_ADDR"):
         raise ClusterConfigError(
             f"{launch.launcher} started {launch.world_size} ranks, {launch.local_world_size} of "
@@ -239,11 +247,11 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
         raise ClusterConfigError("this task does not train: a parameter server or evaluator")
     if size == 1:
         alone = Launch("cluster", 0, 1, 0, 1, secrets.token_hex(8))
-        return _on_one_machine(alone, timeout_s)
+        return HostEngine.of_launch(alone, _World.meetings, timeout_s)
     coordinator = cluster.coordinator_address
     if _is_loopback(coordinator):
         launch = Launch("cluster", rank, size, rank, size, f"cluster/{coordinator}")
-        return _on_one_machine(launch, timeout_s)
+        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
     return _on_machines(rank, size, coordinator, timeout_s)
 
 
@@ -255,7 +263,8 @@ def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
     key = bootstrap.bcast(secrets.token_hex(16))
     machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
     if len(set(machines)) == 1:
-        return _on_one_machine(Launch("bootstrap", rank, size, rank, size, key), timeout_s)
+        launch = Launch("bootstrap", rank, size, rank, size, key)
+        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
     coordinator = bootstrap.bcast(_free_address() if rank == 0 else "")
     return _on_machines(rank, size, coordinator, timeout_s)
 
@@ -266,17 +275,6 @@ def _require(value: object, argument: str, expected: str, *attributes: str) -> N
         raise TypeError(
             f"{argument} must be {expected}, got {value!r}, which has no {', '.join(missing)}"
         )
-
-
-def _on_one_machine(launch: Launch, timeout_s: float) -> HostEngine:
-    tuning = _core.tuning_for(launch.world_size)
-    own_fd = _core.create_segment_file(launch.world_size, tuning)
-    try:
-        fds = meet(launch, _World.meetings, own_fd, timeout_s)
-    except BaseException:
-        os.close(own_fd)
-        raise
-    return HostEngine.of_processes(fds, launch.rank, tuning)
 
 
 def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> Engine:
@@ -296,7 +294,8 @@ def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> En
     place, local = layout.place_of(rank)
     here = len(layout.places[place])
     key = f"{meeting.key}/{place}"
-    inner = _on_one_machine(Launch("machines", local, here, local, here, key), timeout_s)
+    own = Launch("machines", local, here, local, here, key)
+    inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
     if len(layout.places) == 1:
         return inner
     several = layout.width > 1

@@ -45,6 +45,7 @@ from fastdist.errors import (
     CollectiveMismatchError,
     FastdistError,
     PeerFailureError,
+    UnsupportedError,
 )
 
 # Arrays up to this size travel with the signature, and the call is over in one step.
@@ -131,6 +132,13 @@ class CheckedEngine(Engine):
     def set_phase(self, phase: int) -> None:
         """For calls that begin from now on."""
         self._phase = phase
+
+    def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
+        """Not without the ranks that connect the machines."""
+        del ranks, timeout_s
+        raise UnsupportedError(
+            "shrink works among the ranks of one machine; start the job again without the others"
+        )
 
     def close(self) -> None:
         """Leave."""

@@ -56,6 +56,14 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
+        """An engine of these ranks, all of which call; the others may be gone, and this one lost.
+
+        Raises:
+            UnsupportedError: this engine cannot go on without all of its ranks.
+        """
+
+    @abstractmethod
     def set_phase(self, phase: int) -> None:
         """Calls that begin from now on agree only with other ranks' calls of the same phase.
 

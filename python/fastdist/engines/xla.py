@@ -72,6 +72,11 @@ class XlaEngine(Engine):
             f"XLA engines have no groups, got {list(map(list, groups))} of {self.size} ranks"
         )
 
+    def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
+        """Not here: the program is compiled for all devices."""
+        del ranks, timeout_s
+        raise UnsupportedError("shrink does not work between XLA devices; start the job again")
+
     def set_phase(self, phase: int) -> None:
         """Nothing to do: what is traced has an order already."""
 

@@ -1,0 +1,146 @@
+"""Communicators that go on without some of their ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fastdist as fd
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import FastdistError, PeerFailureError, UnsupportedError
+
+LIMIT_S = 60.0
+
+
+def in_threads(communicators: list[Communicator], function: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(communicators)) as pool:
+        return list(pool.map(function, communicators, timeout=LIMIT_S))
+
+
+def total(comm: Communicator, value: int) -> int:
+    return int(comm.all_reduce(np.array([value]))[0])
+
+
+def test_threads_go_on_without_one() -> None:
+    def body(comm: Communicator) -> Any:
+        old = comm.rank
+        if old == 1:
+            comm.close()
+            return None
+        with pytest.raises(PeerFailureError) as error:
+            total(comm, 1)
+        comm = comm.shrink(error.value.ranks)
+        found = comm.rank, comm.world_size, total(comm, old)
+        comm = comm.shrink([1])  # old rank 2, which takes part in what it is left out of
+        return (*found, comm.rank, total(comm, old))
+
+    def but_excluded(comm: Communicator) -> Any:
+        try:
+            return body(comm)
+        except ValueError as error:
+            return str(error)
+
+    found = in_threads(fd.local_group(4, timeout=LIMIT_S), but_excluded)
+    assert found[0] == (0, 3, 5, 0, 3)
+    assert found[1] is None
+    assert "without this one, 1; got [1]" in found[2]
+    assert found[3] == (2, 3, 5, 1, 3)
+
+
+def test_groups_shrink_too() -> None:
+    def body(comm: Communicator) -> Any:
+        group = comm.subgroup([3, 1, 0])
+        if group is None or group.rank == 1:
+            return None
+        group = group.shrink([1])
+        return group.rank, total(group, comm.rank)
+
+    found = in_threads(fd.local_group(4, timeout=LIMIT_S), body)
+    assert found == [(1, 3), None, None, (0, 3)]
+
+
+@pytest.mark.parametrize("exclude", [[], [0], [4], [-1], [0, 1, 2, 3]])
+def test_senseless_ranks_are_refused(exclude: list[int]) -> None:
+    comm = fd.local_group(4)[0]
+    with pytest.raises(ValueError, match=r"exclude must be some of the ranks 0 to 3"):
+        comm.shrink(exclude)
+    comm.close()
+
+
+def test_a_closed_communicator_says_so_to_those_left_out() -> None:
+    first, second = fd.local_group(2, timeout=LIMIT_S)
+    alone = first.shrink([1])
+    assert total(alone, 7) == 7
+    with pytest.raises(PeerFailureError):
+        total(second, 1)
+    with pytest.raises(FastdistError, match="closed"):
+        total(first, 1)
+
+
+def run_ranks(script: str, size: int) -> list[tuple[int, str]]:
+    """Exit status and output of each rank; none of them is ended because another has failed."""
+    job = uuid.uuid4().hex
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "WORLD_SIZE": str(size), "FASTDIST_JOB": job},
+                **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    out = [rank.communicate(timeout=LIMIT_S)[0].strip() for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, out, strict=True)]
+
+
+def test_survivors_of_a_killed_process_go_on() -> None:
+    script = """
+import os, signal, fastdist as fd, numpy as np
+comm = fd.init()
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.all_reduce(np.ones(1000))
+except fd.errors.PeerFailureError as error:
+    comm = comm.shrink(error.ranks)
+x = fd.all_reduce(np.full(1000, 1.0))  # the default communicator is the new one
+print(comm.rank, comm.world_size, x[0])
+"""
+    found = run_ranks(script, 3)
+    assert found == [(0, "0 2 2.0"), (-signal.SIGKILL, ""), (0, "1 2 2.0")]
+
+
+def test_ranks_that_exclude_others_do_not_meet() -> None:
+    script = """
+import fastdist as fd
+comm = fd.init()
+try:
+    comm.shrink([2 if comm.rank == 0 else 0], timeout=3)
+except fd.errors.ClusterConfigError as error:
+    print("refused")
+"""
+    # Rank 2 and rank 1 agree; rank 0 waits for rank 1 in vain.
+    assert run_ranks(script, 3)[0] == (0, "refused")
+
+
+def test_machines_cannot_go_on_without_others() -> None:
+    from test_engines import GlooThreads
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(UnsupportedError, match="one machine") as error:
+            comm.shrink([1 - comm.rank])
+        comm.barrier()
+        return str(error.value)
+
+    GlooThreads(2).run(body)

@@ -1,6 +1,8 @@
 #include "bindings/checker.h"
 
 #include <chrono>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "bindings/host.h"
@@ -26,6 +28,13 @@ class HostChecker final : public nccl::Checker {
         options);
     return answer != std::byte{0};
   }
+  [[nodiscard]] std::optional<Error> find_dead() const override {
+    const auto rank = host_.communicator().find_dead();
+    if (!rank) return std::nullopt;
+    return Error(ErrorCode::kPeerFailure,
+                 "rank " + std::to_string(*rank) + " has died; the communicator was given up",
+                 {*rank});
+  }
 
  private:
   py::object owner_;
@@ -47,6 +56,8 @@ class PythonChecker final : public nccl::Checker {
     const double timeout_s = std::chrono::duration<double>(options.timeout).count();
     return engine_.attr("agree")(words, flag, site, timeout_s).cast<bool>();
   }
+  // Such engines notice when they are called next.
+  [[nodiscard]] std::optional<Error> find_dead() const override { return std::nullopt; }
 
  private:
   py::object engine_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,6 +59,15 @@ bool HostCommunicator::is_gone(int p) const noexcept {
   return them.control->departure.load(std::memory_order_acquire) !=
              static_cast<std::uint32_t>(Departure::kActive) ||
          !machine_->is_alive(them.machine_rank);
+}
+
+std::optional<int> HostCommunicator::find_dead() const noexcept {
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    const auto departure = peers_[p].control->departure.load(std::memory_order_acquire);
+    const bool is_active = departure == static_cast<std::uint32_t>(Departure::kActive);
+    if (is_active && !machine_->is_alive(peers_[p].machine_rank)) return static_cast<int>(p);
+  }
+  return std::nullopt;
 }
 
 std::string HostCommunicator::how_gone(int p) const {

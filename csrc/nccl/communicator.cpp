@@ -14,7 +14,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int
       rank_(rank),
       size_(size),
       checker_(checker),
-      watcher_(handle_, rank) {}
+      watcher_(handle_, rank, checker) {}
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 

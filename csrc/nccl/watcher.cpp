@@ -6,6 +6,7 @@ namespace fastdist::nccl {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenLooks{20};
+constexpr std::chrono::seconds kBeforeAskingWhoLives{1};
 
 }  // namespace
 
@@ -32,8 +33,8 @@ EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool 
   event_.record(stream);
 }
 
-Watcher::Watcher(std::shared_ptr<Handle> handle, int rank)
-    : handle_(std::move(handle)), rank_(rank) {}
+Watcher::Watcher(std::shared_ptr<Handle> handle, int rank, const Checker* checker)
+    : handle_(std::move(handle)), rank_(rank), checker_(checker) {}
 
 Watcher::~Watcher() {
   if (generation_ != process_generation()) {
@@ -91,9 +92,11 @@ std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
     return std::nullopt;
   }
   const Call& oldest = calls.front();
-  if (Clock::now() - oldest.start > oldest.timeout) return late(oldest);
+  const auto age = Clock::now() - oldest.start;
+  if (age > oldest.timeout) return late(oldest);
   lock.unlock();
   auto error = handle_->background_error();
+  if (!error && checker_ != nullptr && age > kBeforeAskingWhoLives) error = checker_->find_dead();
   lock.lock();
   return error;
 }

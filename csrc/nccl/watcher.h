@@ -2,9 +2,10 @@
 //
 // Every call is entered here before it goes to NCCL and marked when it has been enqueued. A thread
 // looks at the oldest one every few milliseconds (NCCL runs the calls of a communicator in order,
-// whatever their streams), and at what NCCL reports of its own. When a call is late or NCCL has
-// failed, the communicator is given up: what runs on the device ends, a call that a thread is in
-// returns, and every later call throws the reason. The thread sleeps while nothing is under way.
+// whatever their streams), at what NCCL reports of its own, and whether all ranks live. When a call
+// is late, NCCL has failed or a rank has died, the communicator is given up: what runs on the
+// device ends, a call that a thread is in returns, and every later call throws the reason. The
+// thread sleeps while nothing is under way.
 #pragma once
 
 #include <condition_variable>
@@ -56,7 +57,8 @@ class EventMark final : public Mark {
 
 class Watcher {
  public:
-  Watcher(std::shared_ptr<Handle> handle, int rank);
+  // `checker` may be null; it knows which ranks have died.
+  Watcher(std::shared_ptr<Handle> handle, int rank, const Checker* checker);
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
   ~Watcher();
@@ -93,6 +95,7 @@ class Watcher {
 
   std::shared_ptr<Handle> handle_;
   int rank_;
+  const Checker* checker_;
   int generation_ = process_generation();
   std::unique_ptr<State> state_ = std::make_unique<State>();
 };

@@ -58,6 +58,8 @@ class LinkedStrategy(Strategy):
         options: CommunicationOptions | None = None,
     ) -> None:
         require_own_gpus(devices)
+        if workers > 1 and len(devices) == 1 and devices[0].type == "cuda":
+            torch.cuda.set_device(devices[0])  # what "cuda" means to this process, from now on
         super().__init__(devices, worker=worker, workers=workers)
         self.options = options or CommunicationOptions()
         self._make_links = make_links

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
-
-pytest.importorskip("torch")
-HAS_XLA = find_spec("torch_xla") is not None
+from tpu_pieces import HAS_XLA
 
 
 def said(code: str, **environ: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,9 @@ import torch
 from fastdist.engines.signature import Signature
 from fastdist.engines.xla import Comparison, signature_of
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
+from tpu_pieces import ON_CPU, N
 
-try:
-    import torch_xla
-except ImportError:
-    torch_xla = None
-RUNS = torch_xla is not None and os.environ.get("PJRT_DEVICE") == "CPU"
-needs_xla = pytest.mark.skipif(not RUNS, reason="needs torch_xla and PJRT_DEVICE=CPU")
-N = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+needs_xla = pytest.mark.skipif(not ON_CPU, reason="needs torch_xla and PJRT_DEVICE=CPU")
 
 
 def ranks(mismatch: bool) -> list[Any]:

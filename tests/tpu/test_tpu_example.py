@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tpu_pieces import on_devices
 
-pytest.importorskip("torch_xla", reason="needs torch_xla: pip install 'fastdist[tpu]'")
-pytestmark = pytest.mark.xla
-ROOT = Path(__file__).parent.parent
-if os.environ.get("PJRT_DEVICE") != "CPU":
-    pytest.skip("needs PJRT_DEVICE=CPU", allow_module_level=True)
+pytestmark = on_devices
+ROOT = Path(__file__).parents[2]
 
 
 def run(*options: str) -> tuple[float, float, str]:

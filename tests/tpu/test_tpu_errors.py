@@ -53,11 +53,13 @@ def test_no_tpu(environ: dict[str, str], messages: list[str]) -> None:
 
 @pytest.mark.xla
 @pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla")
-def test_several_hosts_are_refused() -> None:
+def test_hosts_that_pjrt_does_not_find() -> None:
     code = (
         "import fastdist as fd; from fastdist.cluster import TPUClusterResolver\n"
         "fd.TPUStrategy(TPUClusterResolver(['a', 'b'], 0))"
     )
-    assert "several hosts are not supported yet; worker_hostnames names 2" in said(
-        code, PJRT_DEVICE="CPU"
+    error = said(code, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
+    assert (
+        "PJRT finds 2 CPU devices, of which 2 are this host's; expected such of 2 hosts, " in error
     )
+    assert "worker_hostnames names them. Start the program on every host" in error

@@ -542,11 +542,11 @@ class CheckedEngine(Engine):
 
 
 def source_line() -> str:
-    """The line of the user's source that made the call."""
+    """The line of the user's source that made the call; torch's own are not the user's."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != "fastdist" and not module.startswith("fastdist."):
+        if module.partition(".")[0] not in ("fastdist", "torch"):
             code = frame.f_code
             return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]

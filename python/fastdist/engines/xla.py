@@ -1,10 +1,12 @@
 """The engines for XLA tensors: collectives that become part of the program that is being traced.
 
-`SpmdEngine`: one program for all devices of a process, each of which is a rank; for code between
-`XlaMesh.enter` and `leave`. It is traced once, so that ranks cannot call different things, and what
-the host knows (a number, a numpy array) is the same on all ranks. `ProcessEngine`: torch_xla's mode
-of one process for each device, by the functions of `torch_xla.core.xla_model`; there processes
-compare what they call, on the host and while they trace, where they can reach each other.
+`SpmdEngine`: one program for all devices, each of which is a rank; for code between `XlaMesh.enter`
+and `leave`. It is traced once in each process, and what the host knows (a number, a numpy array) is
+the same on all of its ranks. `ProcessEngine`: torch_xla's mode of one process for each device, by
+the functions of `torch_xla.core.xla_model`.
+
+Processes compare what they call, on the host and while they trace, where they can reach each other:
+programs that differ would hang, or worse, on the devices.
 
 Lists are reduced as one: all tensors of one dtype in one all-reduce.
 """
@@ -42,11 +44,19 @@ _XLA_OPS = ("sum", "mean", "min", "max")
 
 
 class XlaEngine(Engine):
-    """What both modes share: arguments are checked, lists are fused. Subclasses move the data."""
+    """What both modes share: arguments are checked, lists are fused. Subclasses move the data.
 
-    def __init__(self, rank: int, size: int) -> None:
+    Args:
+        rank: of this process's first device.
+        size: how many ranks there are.
+        peers: all processes on the host, in the order of their ranks; with it, what they call is
+            compared before it is traced.
+    """
+
+    def __init__(self, rank: int, size: int, peers: Engine | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._comparison = None if peers is None else Comparison(peers)
 
     def calls(self) -> Calls:
         """The collectives; their work is part of the traced program, and so never asynchronous."""
@@ -174,7 +184,9 @@ class XlaEngine(Engine):
     def _agree(
         self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
     ) -> None:
-        """Compare a call with other processes'; nothing to do where there is one trace."""
+        """Compare a call with other processes'."""
+        if self._comparison is not None:
+            self._comparison.require_same(signature_of(name, tensors, op, root), source_line())
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
         results: list[Any] = [None] * len(tensors)
@@ -209,21 +221,24 @@ class XlaEngine(Engine):
 class SpmdEngine(XlaEngine):
     """The devices of a mesh, inside `XlaMesh.enter` and `leave`.
 
-    Its rank is 0, whichever device runs: the program is one. Which one runs, in the program, is
-    `ReplicaContext.replica_id_in_sync_group`.
+    Its rank is that of the process's first device, whichever runs: the program is one. Which one
+    runs, in the program, is `ReplicaContext.replica_id_in_sync_group`.
+
+    Args:
+        mesh: the devices.
+        peers: the mesh's processes; None where there is one.
     """
 
-    def __init__(self, mesh: XlaMesh) -> None:
-        super().__init__(0, mesh.size)
+    def __init__(self, mesh: XlaMesh, peers: Engine | None = None) -> None:
+        super().__init__(mesh.local[0], mesh.size, peers)
         self._mesh = mesh
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         on_host = [tensor.device.type != "xla" for tensor in tensors]
-        if any(on_host):  # the same on all ranks
+        if any(on_host):
             if not all(on_host):
                 raise ValueError("all_reduce of a list: some tensors are on XLA devices, some not")
-            adds = op == "sum" and tensors[0].dtype != torch.bool
-            return [tensor * self.size if adds else tensor for tensor in tensors]
+            return [self._reduced_on_host(tensor, op) for tensor in tensors]
         dtype = tensors[0].dtype
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else None
         if flat is None:
@@ -237,9 +252,22 @@ class SpmdEngine(XlaEngine):
         parts = torch.split(reduced, [tensor.numel() for tensor in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
+    def _reduced_on_host(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Of values that are the same on all devices of a process."""
+        if self._comparison is None:
+            adds = op == "sum" and tensor.dtype != torch.bool
+            return tensor * self.size if adds else tensor
+        everyone = self._joined(tensor[None])
+        if tensor.dtype == torch.bool:
+            return everyone.all(0) if op == "min" else everyone.any(0)
+        if op in ("min", "max"):
+            return everyone.amin(0) if op == "min" else everyone.amax(0)
+        return everyone.sum(0, dtype=tensor.dtype) if op == "sum" else everyone.mean(0)
+
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "xla":
-            return torch.cat([tensor] * self.size)
+            own = torch.cat([tensor] * len(self._mesh.local))
+            return own if self._comparison is None else self._comparison.joined(own)
         return self._mesh.enter(self._mesh.leave_joined(tensor))
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -265,20 +293,13 @@ class ProcessEngine(XlaEngine):
 
     def __init__(self, peers: Engine | None = None) -> None:
         runtime: Any = load_torch_xla().runtime
-        super().__init__(runtime.global_ordinal(), runtime.world_size())
+        super().__init__(runtime.global_ordinal(), runtime.world_size(), peers)
         if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
             raise ValueError(
                 f"peers is rank {peers.rank} of {peers.size}, this process is {self.rank} of "
                 f"{self.size}"
             )
         self._model: Any = import_module("torch_xla.core.xla_model")
-        self._comparison = None if peers is None else Comparison(peers)
-
-    def _agree(
-        self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
-    ) -> None:
-        if self._comparison is not None:
-            self._comparison.require_same(signature_of(name, tensors, op, root), source_line())
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         copies = [tensor.clone() for tensor in tensors]
@@ -321,6 +342,12 @@ class Comparison:
             packed = pack_site(site)
             sites = self._everyone(packed, len(packed), timeout_s)
             raise mismatch(self._peers.rank, records, [unpack_site(text) for text in sites])
+
+    def joined(self, own: torch.Tensor, timeout_s: float = 600.0) -> torch.Tensor:
+        """The tensors of all processes, along axis 0; of the same shape on all."""
+        everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
+        self._gather(own.contiguous(), everyone, timeout_s, False)
+        return everyone
 
     def _everyone(self, own: bytes, length: int, timeout_s: float) -> list[bytes]:
         rows = np.empty(length * self._peers.size, np.uint8)

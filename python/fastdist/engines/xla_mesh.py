@@ -10,16 +10,18 @@ whatever collective brings one layout into another.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from fastdist.errors import UnsupportedError
 
+T = TypeVar("T", torch.Tensor, tuple[int, ...], list[float])
 _AXIS = "replica"
 
 
@@ -42,40 +44,81 @@ def load_torch_xla() -> ModuleType:
         ) from error
 
 
-class XlaMesh:
-    """All devices of the process's XLA runtime, in a row.
+@dataclasses.dataclass(frozen=True, slots=True)
+class XlaDevices:
+    """What the XLA runtime has.
 
-    With one device nothing is partitioned, and `enter` and `leave` are no operations.
+    Attributes:
+        kind: "TPU", "CPU", ….
+        count: how many devices there are, with those of other processes.
+        own: the numbers of this process's.
+    """
+
+    kind: str
+    count: int
+    own: tuple[int, ...]
+
+
+def start_runtime() -> XlaDevices:
+    """Start torch_xla's runtime, if it has not been.
+
+    Raises:
+        ImportError: torch_xla is not installed.
+        UnsupportedError: the runtime cannot start.
+    """
+    xla: Any = load_torch_xla()
+    try:
+        count: int = xla.runtime.global_runtime_device_count()
+        names: list[str] = xla._XLAC._xla_get_runtime_devices()
+        kind: str = xla.runtime.device_type()
+    except Exception as error:  # whatever a plugin of PJRT raises
+        raise UnsupportedError(str(error).partition("\n")[0]) from error
+    return XlaDevices(kind, count, tuple(int(name.rpartition(":")[2]) for name in names))
+
+
+class XlaMesh:
+    """All devices of the XLA runtime in a row, process by process.
+
+    With one device nothing is partitioned, and `enter` and `leave` are no operations. Where there
+    are several processes (one for each host of a TPU slice), each of them traces and runs the same
+    program, brings its own devices' rows and reads them.
 
     Args:
         is_manual: False leaves partitioning to XLA: `enter` gives the tensor as it is, and what
             `leave` is given becomes replicated.
+        processes: the numbers of each process's devices; by default there is this one alone.
 
     Attributes:
         size: how many devices.
+        local: the places of this process's devices among them.
         device: torch's one name for all of them.
         kind: "TPU", "CPU", ….
 
     Raises:
         ImportError: torch_xla is not installed.
-        UnsupportedError: the runtime cannot start; or it spans several hosts.
+        UnsupportedError: the runtime cannot start, or has other devices than those.
     """
 
-    def __init__(self, is_manual: bool = True) -> None:
+    def __init__(
+        self, is_manual: bool = True, processes: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self._is_manual = is_manual
+        devices = start_runtime()
+        processes = [devices.own] if processes is None else processes
+        order = [number for own in processes for number in own]
+        if sorted(order) != list(range(devices.count)) or list(devices.own) not in map(
+            list, processes
+        ):
+            raise UnsupportedError(
+                f"the XLA runtime has {devices.count} devices, of which {list(devices.own)} are "
+                f"this process's; expected those of all processes, got {list(map(list, processes))}"
+            )
+        self.size = devices.count
+        self.kind = devices.kind
+        first = order.index(devices.own[0])
+        self.local = range(first, first + len(devices.own))
         xla = load_torch_xla()
         runtime: Any = xla.runtime
-        try:
-            self.size: int = runtime.global_runtime_device_count()
-            local: int = runtime.addressable_runtime_device_count()
-            self.kind: str = runtime.device_type()
-        except Exception as error:  # whatever a plugin of PJRT raises
-            raise UnsupportedError(str(error).partition("\n")[0]) from error
-        if local != self.size:
-            raise UnsupportedError(
-                f"the XLA runtime has {self.size} devices, of which {local} are this host's: "
-                "slices of several hosts are not supported yet"
-            )
         if self.size > 1 and not runtime.is_spmd():
             runtime.use_spmd()
         self.device: torch.device = xla.device()
@@ -89,7 +132,7 @@ class XlaMesh:
         if self.size > 1:
             spmd: Any = import_module("torch_xla.distributed.spmd")
             self._spmd = spmd
-            self._mesh: Any = spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
+            self._mesh: Any = spmd.Mesh(np.array(order), (self.size,), (_AXIS,))
             self._manual = self._bindings.OpSharding([], [], [], spmd.ShardingType.MANUAL)
 
     def __repr__(self) -> str:
@@ -102,13 +145,25 @@ class XlaMesh:
         return self._placed(self._sent(tensor), stacked=False)
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of shape (size, …) whose row i is on device i; from any thread."""
-        if self.size > 1 and tensor.device.type != "xla":
-            spec = self._spmd.ShardingSpec(self._mesh, (_AXIS, *(None,) * (tensor.dim() - 1)))
-            own = tensor.detach().contiguous()
-            (sent,) = self._model.send_cpu_data_to_device([own], str(self.device), spec)
-            return cast(torch.Tensor, sent)
-        return self._placed(self._sent(tensor), stacked=True)
+        """A tensor of shape (size, …) whose row i is on device i; from any thread.
+
+        Args:
+            tensor: this process's rows.
+        """
+        if self.size == 1:
+            return self._sent(tensor)
+        if tensor.device.type != "xla":
+            return self._sent_rows(tensor.detach().contiguous())
+        if self.is_whole:
+            return self._placed(tensor.detach(), stacked=True)
+        return self._sent_rows(tensor.detach().cpu())
+
+    def _sent_rows(self, own: torch.Tensor) -> torch.Tensor:
+        # What torch_xla calls a minibatch: row i goes to this process's device i.
+        axes = (_AXIS, *(None,) * (own.dim() - 1))
+        spec = self._spmd.ShardingSpec(self._mesh, axes, minibatch=True)
+        (sent,) = self._model.send_cpu_data_to_device([own], str(self.device), spec)
+        return cast(torch.Tensor, sent)
 
     def split(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor cut among the devices along axis 0 where they divide it, else replicated."""
@@ -132,8 +187,21 @@ class XlaMesh:
         (sent,) = self._model.send_cpu_data_to_device([own], str(self.device))
         return cast(torch.Tensor, sent)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all devices are this process's."""
+        return len(self.local) == self.size
+
+    def own(self, entries: T) -> T:
+        """Of one entry for each device, this process's."""
+        return entries[self.local[0] : self.local[-1] + 1]
+
+    def shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A result of stacked tensors, laid out so that every process can read it."""
+        return tensor if self.is_whole else self._placed(tensor, stacked=False)
+
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What each device holds of a tensor, on the CPU; for a replicated one, of the whole."""
+        """What each of this process's devices holds, on the CPU: its row, or all if replicated."""
         if self.size == 1:
             return [tensor.detach().cpu()]
         self._bindings._xla_sync_multi([tensor], [], True, True)

@@ -35,11 +35,11 @@ class Stacked:
         filled = "" if self.sizes is None else f", of which {self.sizes} rows count"
         return f"<{self.tensor.shape[0]} tensors of shape {shape}, {self.tensor.dtype}{filled}>"
 
-    def parts(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The replicas' own values, of rows (1, …) or (…)."""
+    def parts(self, rows: Sequence[torch.Tensor], replicas: range) -> list[torch.Tensor]:
+        """These replicas' own values, of their rows."""
         if self.sizes is None:
             return list(rows)
-        return [row[:size] for row, size in zip(rows, self.sizes, strict=True)]
+        return [row[: self.sizes[i]] for row, i in zip(rows, replicas, strict=True)]
 
 
 def is_stacked(value: Any) -> bool:
@@ -53,8 +53,9 @@ def stack(
     """Per-replica tensors, arrays or numbers, brought to the devices.
 
     Args:
-        mesh: the replicas' devices, as many as the value has parts.
-        value: of it, tensors that are a batch's (`examples` is known) may differ in length.
+        mesh: the replicas' devices.
+        value: of this process's replicas; tensors that are a batch's (`examples`, of all replicas,
+            is known) may differ in length.
         rows: fill them up to this length at least.
         is_even: nothing is to be filled up, in this batch or any other.
 
@@ -71,11 +72,11 @@ def stack(
         ) from error
     lengths = tuple(tensor.shape[0] if tensor.dim() else -1 for tensor in tensors)
     sizes = None
-    if not is_even and value.examples is not None and lengths == value.examples:
-        longest = max(rows, *lengths)
+    if not is_even and value.examples is not None and lengths == mesh.own(value.examples):
+        longest = max(rows, *value.examples)
         if any(length != longest for length in lengths):
             tensors = [_filled(tensor, longest, tensors) for tensor in tensors]
-        sizes = lengths
+        sizes = value.examples
     kinds_of = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds_of) > 1:
         shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -105,6 +106,8 @@ class MeshCopy:
     """Brings the parts of one dataset to the devices of a mesh (a `fastdist.data` BatchCopy).
 
     All batches get the length of the longest part so far, so that one program serves them all.
+    Where a mesh spans several processes they must agree on it, and what others have is known when
+    a batch is given out: it is sent then. Otherwise the thread that reads ahead sends it.
 
     Args:
         mesh: of the replicas; each has a part of every batch.
@@ -118,22 +121,28 @@ class MeshCopy:
         self._mesh = mesh
         self._is_even = is_even
         self._together = together
+        self._is_ahead = mesh.is_whole or together
         self._rows = 0
 
     def send(self, part: Part) -> Shipment:
         """Fill up and copy; from any thread."""
-        self._rows = max(self._rows, *part.examples)
-        batch = join(part.batches, part.sizes, part.examples)
-        placed = map_structure(self._place, batch)
-        return Shipment(Part((placed,), part.sizes, part.examples, part.token))
+        if not self._is_ahead:
+            return Shipment(part)
+        return Shipment(Part((self._placed(part),), part.sizes, part.examples, part.token))
 
     def receive(self, shipment: Shipment) -> Part:
         """The part: what uses it waits for the copies by itself."""
         return shipment.part
 
     def join(self, part: Part) -> Any:
-        """The structure that `send` made."""
-        return part.batches[0]
+        """A structure of per-replica values that are on the devices."""
+        return part.batches[0] if self._is_ahead else self._placed(part)
+
+    def _placed(self, part: Part) -> Any:
+        if len({*part.examples}) > 1:
+            self._is_even = False  # a process whose own data has ended before others'
+        self._rows = max(self._rows, *part.examples)
+        return map_structure(self._place, join(part.batches, part.sizes, part.examples))
 
     def _place(self, value: PerReplica[Any]) -> Any:
         if not isinstance(value.values[0], (torch.Tensor, np.ndarray)):

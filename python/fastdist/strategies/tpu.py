@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,14 +17,13 @@ from fastdist.communicator import Communicator
 from fastdist.context import ReplicaContext, state
 from fastdist.data import InputLayout
 from fastdist.engines.xla import SpmdEngine
-from fastdist.engines.xla_mesh import XlaMesh
-from fastdist.errors import UnsupportedError
 from fastdist.gradients import GradientReduction
 from fastdist.random_streams import draw_seed
 from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.compilations import Compilations
 from fastdist.strategies.stacked import MeshCopy, Stacked, is_stacked, stack
+from fastdist.strategies.tpu_devices import find_slice
 from fastdist.strategies.xla_functions import ReplicaFunctions
 from fastdist.strategies.xla_gradients import XlaGradients
 from fastdist.strategies.xla_members import XlaMembers
@@ -46,7 +45,8 @@ class TPUStrategy(Strategy):
     The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four of a CPU.
 
     Args:
-        resolver: says who the hosts of the slice are; by default what PJRT finds.
+        resolver: says who the hosts of the slice are, each of which runs the program; by default
+            what PJRT finds, and the environment where there are several.
         spmd: "manual": each core is a replica with its own part of the batch, as under any
             other strategy. "auto": there is one replica, whose function sees the global batch,
             and XLA's partitioner spreads over the cores what follows from the batch.
@@ -59,7 +59,8 @@ class TPUStrategy(Strategy):
 
     Raises:
         ImportError: torch_xla is not installed.
-        UnsupportedError: no TPU can be initialised, or the slice has several hosts.
+        UnsupportedError: no TPU can be initialised.
+        ClusterConfigError: the slice has other hosts than the resolver says.
     """
 
     def __init__(
@@ -79,17 +80,25 @@ class TPUStrategy(Strategy):
                 f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
             )
         self._is_auto = spmd == "auto"
-        self._mesh = _find_mesh(resolver, not self._is_auto)
+        found = find_slice(resolver, not self._is_auto)
+        self._mesh = found.mesh
+        self._hosts = None if self._is_auto else found.hosts  # that have replicas of their own
         replicas = 1 if self._is_auto else self._mesh.size
-        super().__init__([self._mesh.device] * replicas)
+        worker, workers = (0, 1)
+        if self._hosts is not None:
+            worker, workers = self._hosts.rank, self._hosts.world_size
+        super().__init__(
+            [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
+        )
         self.compilations = Compilations()
-        self._members = XlaMembers(self._mesh, replicas)
+        self._members = XlaMembers(self._mesh, replicas, found.hosts)
         self._communicator: Communicator | None = None
         self._gradients: XlaGradients | None = None
         if replicas > 1:
-            self._communicator = Communicator(SpmdEngine(self._mesh), _NO_TIMEOUT_S)
+            peers = None if self._hosts is None else self._hosts.engine
+            self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
             self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
-            self._ids = self._mesh.stack(torch.arange(replicas))
+            self._ids = self._mesh.stack(torch.tensor(self.local_replica_ids))
         self._functions: ReplicaFunctions | None = None  # of the run that is traced
         self._metrics = DeferredUpdates(self._outside, self._to_host)
         self._steps = steps_per_execution
@@ -111,12 +120,17 @@ class TPUStrategy(Strategy):
         return InputLayout(
             num_replicas=self.num_replicas_in_sync,
             local_replicas=self.local_replica_ids,
-            num_workers=1,
-            worker=0,
+            num_workers=self._workers,
+            worker=self._worker,
             devices=self.devices,
-            all_gather_ints=lambda values: [list(values)],
+            all_gather_ints=self._all_gather_ints,
             make_copy=lambda is_even: MeshCopy(self._mesh, is_even, self._is_auto),
         )
+
+    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        assert self._hosts is not None
+        table: list[list[int]] = self._hosts.all_gather(np.array([values], np.int64)).tolist()
+        return table
 
     # --- running --------------------------------------------------------------------------------
 
@@ -222,7 +236,11 @@ class TPUStrategy(Strategy):
 
         def fetched(leaf: Any) -> Any:
             if is_stacked(leaf):
-                return PerReplica(self.local_results(leaf))
+                own = self.local_results(leaf)
+                if self._hosts is None:
+                    return PerReplica(own)
+                everyone = self._hosts.all_gather_object(own)
+                return PerReplica(tuple(value for values in everyone for value in values))
             return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
         return map_structure(fetched, given)
@@ -236,7 +254,7 @@ class TPUStrategy(Strategy):
     def _place(self, leaf: Any, filled: list[Stacked] | None = None) -> Any:
         """An argument of `run`, on the devices; values that are filled up are noted."""
         if type(leaf) is PerReplica:
-            if len(leaf.values) == 1 and not is_stacked(leaf):
+            if self._communicator is None and not is_stacked(leaf):
                 return self._place(leaf.values[0])
             placed = leaf if is_stacked(leaf) else stack(self._mesh, leaf)
             if filled is not None and placed.values[0].sizes is not None:
@@ -282,7 +300,8 @@ class TPUStrategy(Strategy):
         if key not in self._counts:
             counts = torch.tensor(sizes, dtype=torch.float32)
             weights = counts * (len(sizes) / max(1, sum(sizes)))
-            self._counts[key] = self._mesh.stack(counts), self._mesh.stack(weights)
+            stack, own = self._mesh.stack, self._mesh.own
+            self._counts[key] = stack(own(counts)), stack(own(weights))
         count, weight = (self._mesh.enter(tensor, True) for tensor in self._counts[key])
         return Padding(rows, count, weight, sizes)
 
@@ -322,8 +341,9 @@ class TPUStrategy(Strategy):
             values: list[Any] = list(self.local_results(value))
             if len(values) != len(self.devices):
                 values = values * len(self.devices)
-            reduced = reduce_values(None, op, values, axis, self._weights(op, value, axis))
-            return self._computed(reduced)
+            weights = self._weights(op, value, axis)
+            own = None if weights is None else self._mesh.own(weights)
+            return self._computed(reduce_values(self._hosts, op, values, axis, own))
         tensor = value.values[0].tensor
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.get_default_dtype())
@@ -354,13 +374,16 @@ class TPUStrategy(Strategy):
 
     def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
         if not is_stacked(value) or value.values[0].sizes is not None:
-            return gather_values(None, self.local_results(value), axis)
+            return gather_values(self._hosts, self.local_results(value), axis)
         tensor = value.values[0].tensor
-        axis = check_joinable([tuple(tensor.shape[1:])] * len(self.devices), axis)
+        axis = check_joinable([tuple(tensor.shape[1:])] * self._mesh.size, axis)
         return self._computed(torch.cat(list(tensor), axis))
 
     def _computed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Starts the computation, unless it is to be part of a later one."""
+        if tensor.device.type != "xla":
+            return tensor
+        tensor = self._mesh.shared(tensor)
         if self._traced:
             self._results.append(weakref.ref(tensor))
         else:
@@ -368,7 +391,7 @@ class TPUStrategy(Strategy):
         return tensor
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of all replicas, in order; what they returned of `run` comes to the CPU.
+        """The values of this host's replicas, in order; what `run` returned comes to the CPU.
 
         Args:
             value: what `run` returned, or a `fastdist.Variable` of this strategy.
@@ -378,7 +401,7 @@ class TPUStrategy(Strategy):
         if is_stacked(value):
             stacked = value.values[0]
             rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
-            return tuple(stacked.parts(rows))
+            return tuple(stacked.parts(rows, self._mesh.local))
         return value.values if type(value) is PerReplica else (value,)
 
     def update(
@@ -406,35 +429,8 @@ class TPUStrategy(Strategy):
             fn(ReplicaContext(self, None, self._merge, replica))
             for replica in range(len(self.devices))
         ]
-        return made[0] if len(made) == 1 else regroup(made)
+        return made[0] if self._communicator is None else regroup(made)
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are the same bits on every device."""
         self._members.require_in_sync()
-
-
-def _find_mesh(resolver: TPUClusterResolver | None, is_manual: bool) -> XlaMesh:
-    asked = os.environ.get("PJRT_DEVICE")
-    if resolver is not None and resolver.num_hosts > 1:
-        raise UnsupportedError(
-            f"TPU slices of several hosts are not supported yet; {resolver.source} names "
-            f"{resolver.num_hosts}"
-        )
-    said = "" if resolver is None else f", {resolver.source}"
-    try:
-        mesh = XlaMesh(is_manual)
-    except UnsupportedError as error:
-        raise UnsupportedError(_not_found(asked, said, str(error))) from error
-    if mesh.kind == "CPU" and not asked:
-        raise UnsupportedError(_not_found(asked, said, "PJRT fell back to the CPU"))
-    return mesh
-
-
-def _not_found(asked: str | None, said: str, why: str) -> str:
-    devices = [path for path in ("/dev/accel0", "/dev/vfio/0") if os.path.exists(path)]
-    return (
-        f"no TPU could be initialised: {why}. Looked for PJRT_DEVICE (found {asked!r}), "
-        f"the device files of TPUs (found {devices or 'none'}){said}. On a TPU VM: pip install "
-        "'fastdist[tpu]' 'torch_xla[tpu]' and PJRT_DEVICE=TPU. Without a TPU use "
-        "fd.MirroredStrategy() instead, or virtual devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=4"
-    )

@@ -19,7 +19,13 @@ from fastdist.communicator import Communicator
 from fastdist.engines.xla_mesh import XlaMesh
 from fastdist.errors import UnsupportedError
 from fastdist.module_structure import copy_hooks, structure_of
-from fastdist.modules import is_materialized, named_buffers, named_parameters
+from fastdist.modules import (
+    broadcast_state,
+    is_materialized,
+    named_buffers,
+    named_parameters,
+    require_same_structure,
+)
 from fastdist.strategies.in_sync import require_in_sync
 from fastdist.strategies.optimizer_states import make_states
 from fastdist.variables import Variable, local_components, note_component, own
@@ -31,17 +37,18 @@ class XlaMembers:
     Args:
         mesh: of the devices.
         replicas: how many replicas there are; 1 where XLA partitions by itself.
+        hosts: one rank for each process of the mesh; None where there is one.
 
     Attributes:
         held: ids of the parameters whose gradients are each replica's own.
         has_batch_norm: whether a module normalizes over batches.
     """
 
-    workers: Communicator | None = None
-
-    def __init__(self, mesh: XlaMesh, replicas: int) -> None:
+    def __init__(self, mesh: XlaMesh, replicas: int, hosts: Communicator | None = None) -> None:
         self.num_replicas_in_sync = replicas
-        self.local_replica_ids = tuple(range(replicas))
+        self.local_replica_ids = (0,) if replicas == 1 else tuple(mesh.local)
+        self.workers = hosts if replicas > 1 else None  # that have replicas of their own
+        self._hosts = hosts
         self.roots: list[nn.Module] = []
         self.held: set[int] = set()
         self._mesh = mesh
@@ -60,12 +67,13 @@ class XlaMembers:
 
         Raises:
             UnsupportedError: a lazy module has not made its parameters yet.
+            FastdistError: the modules differ between processes.
         """
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        _require_materialized(named)
+        self._move(named)
         known = set(map(id, self.roots))
         self.roots += [root for root in roots if id(root) not in known]
-        self._require_materialized()
-        for _, tensor in [*named_parameters(roots), *named_buffers(roots)]:
-            self._move(tensor)
         self._look()
         for thing in made:
             if isinstance(thing, torch.optim.Optimizer):
@@ -77,18 +85,17 @@ class XlaMembers:
                     note_component(module)
                     own(module, self)
 
-    def _require_materialized(self) -> None:
-        for name, tensor in [*named_parameters(self.roots), *named_buffers(self.roots)]:
-            if not is_materialized(tensor):
-                raise UnsupportedError(
-                    f"{name} is a lazy module's and has no shape yet: call the model once, before "
-                    "it is adopted, so that it makes its parameters"
-                )
+    def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Turn what is new into tensors on the devices, with the first process's values."""
+        new = [(name, tensor) for name, tensor in named if tensor.device.type != "xla"]
+        if self._hosts is not None:
+            require_same_structure(self._hosts, new)
+            broadcast_state(self._hosts, [tensor for _, tensor in new])
+        for _, tensor in new:
+            self._replicate(tensor)
 
-    def _move(self, tensor: torch.Tensor) -> None:
+    def _replicate(self, tensor: torch.Tensor) -> None:
         """Turn a tensor into one on the devices; the object stays."""
-        if tensor.device.type == "xla":
-            return
         moved = self._mesh.replicate(tensor)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, tensor.requires_grad)
@@ -104,8 +111,7 @@ class XlaMembers:
         if structure != self._structure:
             self._structure = structure
             self._look()
-            for tensor in [*(p for _, p in self._parameters), *self._buffers]:
-                self._move(tensor)
+            self._move([*self._parameters, *named_buffers(self.roots)])
         self._push_components()
 
     def _look(self) -> None:
@@ -119,7 +125,7 @@ class XlaMembers:
         for _, buffer in named:
             known = self._locals.get(id(buffer))
             if id(buffer) in apart and (known is None or known[0] is not buffer):
-                rows = buffer.detach().cpu().expand(self.num_replicas_in_sync, *buffer.shape)
+                rows = buffer.detach().cpu().expand(len(self.local_replica_ids), *buffer.shape)
                 self._locals[id(buffer)] = buffer, self._mesh.stack(rows.contiguous())
 
     @property
@@ -163,14 +169,14 @@ class XlaMembers:
             for key, (buffer, _) in self._locals.items():
                 stacked = leave(buffer, True)
                 self._locals[key] = buffer, stacked
-                buffer.data = stacked[0]
+                buffer.data = self._mesh.shared(stacked[0])
                 made.append(stacked)
             for _, parameter in self._parameters:
                 if parameter.grad is None:
                     self.held.discard(id(parameter))
                 elif id(parameter) in self.held and self.num_replicas_in_sync > 1:
                     stacked = leave(parameter.grad, True)
-                    parameter.grad = stacked[0]
+                    parameter.grad = self._mesh.shared(stacked[0])
                     self._local_gradients[id(parameter)] = parameter.grad, stacked
                     made.append(stacked)
                 else:
@@ -268,7 +274,16 @@ class XlaMembers:
         for name, tensor in [*self._parameters, *buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
-        require_in_sync(None, replicas)
+        require_in_sync(self._hosts, replicas)
+
+
+def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in named:
+        if not is_materialized(tensor):
+            raise UnsupportedError(
+                f"{name} is a lazy module's and has no shape yet: call the model once, before "
+                "it is adopted, so that it makes its parameters"
+            )
 
 
 def _component(variable: Variable, value: torch.Tensor) -> Variable:

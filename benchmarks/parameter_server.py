@@ -1,12 +1,17 @@
-"""A parameter server beside torch's rpc: one worker, one server, over TCP on one machine.
+"""A parameter server beside torch's rpc and TensorFlow's: one worker, one server, one machine.
 
-    python benchmarks/parameter_server.py [--rpc-over-tcp] [--hashed-rows 20000000] [--json]
+    python benchmarks/parameter_server.py [--rpc-over-tcp] [--tensorflow PYTHON]
+                                          [--hashed-rows 20000000] [--json]
 
 A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
-the same rows. At once: a worker pulls the next rows while it pushes. The two servers take turns,
+the same rows. At once: a worker pulls the next rows while it pushes. The servers take turns,
 a few requests each, in one run. Rows per second are of the median request; p99 is of all. Results
 are checked against what was sent. Dense values, of 100 MB, are pulled into fresh memory, as rpc
-does it, and into the same again, as a worker does in each step.
+does it, and into the same again, as a worker does in each step. The ratio is to the faster peer.
+
+TensorFlow runs in a Python of its own (parameter_server_tensorflow.py), which --tensorflow names:
+
+    python -m venv tf && tf/bin/pip install tensorflow-cpu==2.20.0
 
 Left alone, rpc moves tensors between processes of one machine through memory that both can read;
 --rpc-over-tcp has it take the way that fastdist takes, and between machines either would.
@@ -20,10 +25,13 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +43,7 @@ from torch.distributed import rpc
 
 BATCH, DIM = 4096, 64
 DENSE = 25_000_000  # elements: 100 MB
+TENSORFLOW_HAS = ("lookups", "lookups and updates", "dense pull", "dense push")
 SGD = RuleSpec("SGD", {"lr": 0.5})
 spawn = multiprocessing.get_context("spawn")
 
@@ -106,36 +115,90 @@ def rpc_server(over_tcp: bool) -> Iterator[None]:
     process.join()
 
 
+class TensorFlow:
+    """The same requests in a process that has TensorFlow.
+
+    Args:
+        python: that runs it.
+        rows: of the table.
+    """
+
+    def __init__(self, python: str, rows: int) -> None:
+        script = Path(__file__).with_name("parameter_server_tensorflow.py")
+        self._process = subprocess.Popen(
+            [python, script, str(rows), str(DENSE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.version = self._answer()
+
+    def measure(self, what: str, requests: int) -> list[float]:
+        """The seconds of each of so many requests."""
+        assert self._process.stdin is not None
+        print(json.dumps([what, requests]), file=self._process.stdin, flush=True)
+        times: list[float] = self._answer()
+        return times
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"TensorFlow's process has ended with code {self._process.wait()}")
+        return json.loads(line)
+
+
 # --- what is measured ----------------------------------------------------------------------------
 
 
 class Work:
-    """Requests of one kind to both servers, on data that is made before each."""
+    """Requests of one kind to all servers, on data that is made before each.
+
+    Args:
+        name: what they do.
+        ways: of each server, what makes one request.
+        data: arguments of a request.
+    """
 
     def __init__(self, name: str, ways: dict[str, Callable[..., Any]], data: Callable[[], Any]):
-        self.name, self.ways, self.data = name, ways, data
-        self.times: dict[str, list[float]] = {way: [] for way in ways}
+        self.name, self.data = name, data
+        self.ways: dict[str, Callable[[int], list[float]]] = {
+            way: partial(self._times, call) for way, call in ways.items()
+        }
+        self.times: dict[str, list[float]] = {}
+
+    def _times(self, call: Callable[..., Any], requests: int) -> list[float]:
+        times = []
+        for _ in range(requests):
+            arguments = self.data()
+            begin = time.perf_counter()
+            call(*arguments)
+            times.append(time.perf_counter() - begin)
+        return times
 
     def measure(self, rounds: int, requests: int) -> None:
-        for number, (way, call) in itertools.product(range(rounds), self.ways.items()):
-            for _ in range(requests):
-                arguments = self.data()
-                begin = time.perf_counter()
-                call(*arguments)
-                if number:  # the first round warms up
-                    self.times[way].append(time.perf_counter() - begin)
+        for number, (way, ask) in itertools.product(range(rounds), self.ways.items()):
+            times = ask(requests)
+            if number:  # the first round warms up
+                self.times.setdefault(way, []).extend(times)
 
     def row(self, amount: float) -> dict[str, Any]:
         row: dict[str, Any] = {"what": self.name}
         for way, times in self.times.items():
             p50, p99 = np.percentile(times, [50, 99])
             row[way] = {
-                "per_s": amount / p50,
+                "per_s": round(amount / p50),
                 "p50_ms": round(p50 * 1e3, 3),
                 "p99_ms": round(p99 * 1e3, 3),
             }
-        if "rpc" in self.times:
-            row["ratio"] = round(row["fastdist"]["per_s"] / row["rpc"]["per_s"], 2)
+        peers = [row[way]["per_s"] for way in self.times if way != "fastdist"]
+        if peers:
+            row["ratio"] = round(row["fastdist"]["per_s"] / max(peers), 2)
         return row
 
 
@@ -257,27 +320,40 @@ def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hashed-rows", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rpc-over-tcp", action="store_true")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     rows = []
+    tensorflow = None
+    if options.tensorflow:
+        tensorflow = TensorFlow(options.tensorflow, options.rows)
+    else:
+        print("without TensorFlow, which --tensorflow takes (see --help)", file=sys.stderr)
+
+    def measure(works: list[Work], rounds: int, requests: int, amount: int) -> None:
+        for work in works:
+            if tensorflow is not None and work.name in TENSORFLOW_HAS:
+                work.ways["TensorFlow"] = partial(tensorflow.measure, work.name)
+            work.measure(rounds, requests)
+            rows.append(work.row(amount))
+
     with fastdist_server() as client, rpc_server(options.rpc_over_tcp):
-        for work in rows_work(client, options.rows, rng):
-            work.measure(options.rounds, 40)
-            rows.append(work.row(BATCH))
-        for work in dense_work(client, rng):
-            work.measure(options.rounds // 2, 3)
-            rows.append(work.row(4 * DENSE))
-        for work in hashed_work(client, options.hashed_rows, rng):
-            work.measure(options.rounds, 40)
-            rows.append(work.row(BATCH))
+        measure(rows_work(client, options.rows, rng), options.rounds, 40, BATCH)
+        measure(dense_work(client, rng), options.rounds // 2, 3, 4 * DENSE)
+        measure(hashed_work(client, options.hashed_rows, rng), options.rounds, 40, BATCH)
+    if tensorflow is not None:
+        tensorflow.close()
     if options.json:
-        print(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
+        facts = machine_facts() | {"tensorflow": tensorflow.version if tensorflow else None}
+        print(json.dumps({"machine": facts, "rows": rows}, indent=1))
         return
     for row in rows:
         unit = 1e9 if "dense" in row["what"] else 1e6
@@ -285,7 +361,7 @@ def main() -> None:
         cells = [
             f"{way} {row[way]['per_s'] / unit:.2f} {name} (p50 {row[way]['p50_ms']} ms, "
             f"p99 {row[way]['p99_ms']} ms)"
-            for way in ("fastdist", "rpc")
+            for way in ("fastdist", "rpc", "TensorFlow")
             if way in row
         ]
         ratio = f"  ratio {row['ratio']}" if "ratio" in row else ""

@@ -1,0 +1,148 @@
+"""The requests of benchmarks/parameter_server.py through TensorFlow's ParameterServerStrategy.
+
+Runs in a Python that has TensorFlow, which needs neither torch nor fastdist: parameter_server.py
+starts it, and asks for so many requests at a time by a line of JSON on its standard input. The
+answer is a line with their seconds. One worker, one server, each a process of its own, over gRPC.
+
+Requests follow each other inside one scheduled function, which is the fastest that TensorFlow has:
+scheduling is not in their times, and neither is the way of ids and gradients to the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+import numpy as np
+import tensorflow as tf
+
+BATCH, DIM = 4096, 64
+
+
+def serve(cluster: dict[str, list[str]], job: str) -> None:
+    spec = tf.train.ClusterSpec(cluster)
+    tf.distribute.Server(spec, job_name=job, task_index=0, protocol="grpc").join()
+
+
+def start_cluster() -> tf.distribute.cluster_resolver.SimpleClusterResolver:
+    """Servers are spawned: of a forked process that has TensorFlow loaded they would hang."""
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    cluster = {"worker": [f"127.0.0.1:{ports[0]}"], "ps": [f"127.0.0.1:{ports[1]}"]}
+    spawn = multiprocessing.get_context("spawn")
+    for job in cluster:
+        spawn.Process(target=serve, args=(cluster, job), daemon=True).start()
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster), rpc_layer="grpc"
+    )
+
+
+class Peer:
+    """A table of rows and a dense variable on the server; functions run on the worker."""
+
+    def __init__(self, rows: int, dense: int) -> None:
+        strategy = tf.distribute.ParameterServerStrategy(start_cluster())
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self.rows = rows
+        with strategy.scope():
+            table = tf.Variable(tf.zeros((rows, DIM)))
+            variable = tf.Variable(tf.zeros((dense,)))
+
+        def lookup(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            return table.sparse_read(ids[i])
+
+        def update(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
+            rows = table.sparse_read(ids[i])
+            with tf.control_dependencies([rows]):
+                done = tf.raw_ops.ResourceScatterSub(
+                    resource=table.handle, indices=ids[i], updates=gradients[i]
+                )
+            with tf.control_dependencies([done]):
+                return tf.identity(rows)
+
+        def pull(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            return tf.identity(variable.read_value())
+
+        def push(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
+            done = tf.raw_ops.AssignSubVariableOp(resource=variable.handle, value=gradients)
+            with tf.control_dependencies([done]):
+                return tf.identity(ids)
+
+        self._functions = {
+            "lookups": timed(lookup),
+            "lookups and updates": timed(update),
+            "dense pull": timed(pull),
+            "dense push": timed(push),
+        }
+        self._rng = np.random.default_rng(0)
+        self._dense = dense
+        self.check()
+
+    def check(self) -> None:
+        """Lookups see what updates have done."""
+        ids = np.stack([np.arange(BATCH)] * 2)
+        self.run("lookups and updates", ids, np.full((2, BATCH, DIM), 2.0, np.float32))
+        assert self.run("lookups", ids, np.zeros(0, np.float32))[1] == -4
+        self.run("dense push", ids, np.full(self._dense, 2, np.float32))
+        assert self.run("dense pull", ids, np.zeros(0, np.float32))[1] == -4
+
+    def run(self, what: str, ids: Any, gradients: Any) -> tuple[list[float], float]:
+        """The seconds of each request, and the last element of what the last one got."""
+        arguments = (tf.constant(ids), tf.constant(gradients))
+        times, last = self.coordinator.schedule(self._functions[what], args=arguments).fetch()
+        return [float(time) for time in times], float(last)
+
+    def measure(self, what: str, requests: int) -> list[float]:
+        """The seconds of each of so many requests."""
+        ids = self._rng.integers(0, self.rows, (requests, BATCH))
+        gradients = np.zeros(0, np.float32)
+        if what == "lookups and updates":
+            gradients = self._rng.standard_normal((requests, BATCH, DIM), np.float32)
+        elif what == "dense push":
+            gradients = self._rng.standard_normal(self._dense, np.float32)
+        return self.run(what, ids, gradients)[0]
+
+
+def timed(request: Callable[..., tf.Tensor]) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
+    """A function that makes a request for each row of `ids`, one after another."""
+
+    @tf.function
+    def function(ids: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        times = tf.TensorArray(tf.float64, tf.shape(ids)[0])
+        last = tf.zeros(())
+        for i in tf.range(tf.shape(ids)[0]):
+            with tf.control_dependencies([last]):
+                begin = tf.timestamp()
+            with tf.control_dependencies([begin]):
+                got = request(i, ids, gradients)
+            with tf.control_dependencies([got]):
+                end = tf.timestamp()
+            last = tf.cast(tf.reshape(got, [-1])[-1], tf.float32)
+            times = times.write(i, end - begin)
+        return times.stack(), last
+
+    return function
+
+
+def main() -> None:
+    rows, dense = (int(text) for text in sys.argv[1:])
+    peer = Peer(rows, dense)
+    print(json.dumps(tf.__version__), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(peer.measure(*json.loads(line))), flush=True)
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(0)  # what TensorFlow cleans up it would ask the servers for
+
+
+if __name__ == "__main__":
+    main()

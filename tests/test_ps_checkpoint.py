@@ -97,6 +97,32 @@ def test_into_another_number_of_servers_and_on(
     require_same(third.values(), first.values())
 
 
+def test_without_slots_and_without_elements(stack: ExitStack, tmp_path: Path) -> None:
+    sgd = RuleSpec("SGD", {"lr": 1.0})
+
+    def things() -> list[Any]:
+        client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+        pieces = RoundRobin(1).place((5,), 4)
+        return [
+            client,
+            ShardedRows(client, RowsSpec("rows", 4, sgd), pieces),
+            ShardedRows(client, RowsSpec("fixed", 4, sgd, rows=5), pieces),
+            ShardedVariable(client, DenseSpec("w", (5,), sgd), pieces, np.ones(5)),
+            ShardedVariable(client, DenseSpec("empty", (5, 0), sgd), pieces, np.ones((5, 0))),
+        ]
+
+    client, *first = things()
+    first[0].push([-3], np.ones((1, 4)))
+    first[1].push([3], np.ones((1, 4)))
+    save_checkpoint(client, tmp_path, first)
+    client, *second = things()
+    second[2].push(np.ones(5))
+    restore_checkpoint(client, tmp_path, second)
+    assert (second[0].pull([-3]) == -1).all()
+    assert second[1].pull(np.arange(5))[:, 0].tolist() == [0, 0, 0, -1, 0]
+    assert (second[2].pull() == 1).all()
+
+
 def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
     """Every row is one that there was, whole."""
     job = Job(stack, 2, 2)

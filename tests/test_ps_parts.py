@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
 from fastdist import _core
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps.frames import fill
 from fastdist.ps.partition import RoundRobin
 from fastdist.ps.parts import PART_SIZE, OpenPushes, extent, parts_of
 from fastdist.ps.protocol import Op
@@ -74,9 +76,8 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     one.begin_push(gradients[0], round=5).result()
     (_, number, _), *_ = two.parts()
     client = two._client
-    client.submit(0, Op.PUSH, number, [gradients[1]], round=5)
-    assert commit_round(one._client, 5, [(one, None)], of=2).result() is False
-    assert commit_round(client, 5, [(two, None)], of=2, weight=3.0).result() is True
+    client.wait(client.submit(0, Op.PUSH, number, [gradients[1]], round=5))
+    assert commit_round(one._client, 5, [(one, None)], weight=4.0).result() is True
     alone.push((gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
     alone.pull(expected)
@@ -94,7 +95,7 @@ def test_parts_that_there_are_not(stack: ExitStack, server: Server) -> None:
         client.wait(client.submit(0, Op.PUSH, number, [np.zeros(5, np.float32)], part=2))
     out = np.zeros(5, np.float32)
     with pytest.raises(ValueError, match=r"expected float32 of shape \(5,\), got 308 bytes"):
-        client.wait(client.submit(0, Op.PULL, number, part=3, out=out))
+        client.wait(client.submit(0, Op.PULL, number, part=3, take=partial(fill, out)))
     with pytest.raises((ValueError, UnavailableError)):
         client.push(0, number, np.zeros(SIZE + 1))
 

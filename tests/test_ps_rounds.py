@@ -12,9 +12,9 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op
-from fastdist.ps.rounds import commit_round, discard_rounds, round_state
+from fastdist.ps.rounds import commit_round, discard_rounds
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.staging import APPLIED, DISCARDED, OPEN, Rounds
+from fastdist.ps.staging import DISCARDED, Rounds
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVERS = (0, 1)
@@ -34,9 +34,9 @@ class Worker:
         self.dense.begin_push(np.full((4, 3), value), round=round)
         self.rows.begin_push(ids, np.full((len(ids), 2), value), round=round)
 
-    def commit(self, round: int, of: int = 1, weight: float = 1.0, lr: float | None = None) -> bool:
+    def commit(self, round: int, weight: float = 1.0, lr: float | None = None) -> bool:
         things = [(self.dense, lr), (self.rows, lr)]
-        return commit_round(self.client, round, things, of=of, weight=weight).result()
+        return commit_round(self.client, round, things, weight=weight).result()
 
     def values(self, ids: list[int]) -> tuple[float, list[float]]:
         dense, rows = self.dense.begin_pull(), self.rows.begin_pull(ids)
@@ -104,15 +104,14 @@ def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]
     one, two = workers(stack, servers, 2)
     one.push(1.0, [1, 2, 3, 4], round=7)
     two.push(4.0, [3, 4, 4], round=7)
+    for worker in (one, two):
+        for server in SERVERS:
+            worker.client.settle(server, 7)
     assert one.values([1, 2, 3, 4]) == (0, [0, 0, 0, 0])
-    assert one.commit(7, of=2) is False
-    assert one.commit(7, of=2) is False  # the same client counts once
-    assert round_state(two.client, SERVERS, 7) == (OPEN, OPEN)
-    assert two.commit(7, of=2, weight=3.0, lr=2.0) is True
+    assert two.commit(7, weight=4.0, lr=2.0) is True
     assert one.values([1, 2, 3, 4]) == (-2.5, [-0.5, -0.5, -2.5, -4.5])
-    assert round_state(one.client, SERVERS, 7) == (APPLIED, APPLIED)
     one.push(9.0, [1], round=7)
-    assert one.commit(7, of=2) is True
+    assert one.commit(7) is True  # it is applied, and stays as it is
     assert one.values([1]) == (-2.5, [-0.5])
     for server in servers:
         assert [entry["steps"] for entry in server.stats()["objects"]] == [1, 1]
@@ -146,8 +145,6 @@ def test_discarded_rounds(stack: ExitStack, servers: list[Server]) -> None:
     for round in (1, 3):
         worker.push(1.0, [1], round)
         assert worker.commit(round) is False
-        assert round_state(worker.client, SERVERS, round) == (DISCARDED, DISCARDED)
-    assert round_state(worker.client, SERVERS, 2) == (APPLIED, APPLIED)
     assert worker.values([1]) == (-1, [-1])
     assert servers[0].stats()["rounds"] == {"open": 0, "nbytes": 0}
 
@@ -157,7 +154,7 @@ def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]
     worker.push(1.0, [1], round=1)
     worker.client.settle(0, 1)
     server, number, _ = worker.dense.parts()[0]
-    body = f'{{"of": 1, "weight": 1, "objects": [[{number}, null]]}}'.encode()
+    body = f'{{"weight": 1, "objects": [[{number}, null]]}}'.encode()
     ticket = worker.client.submit(server, Op.COMMIT, 0, [body], round=1)
     connection = worker.client._connections[server]
     for _ in range(3):
@@ -172,16 +169,16 @@ def test_commits_that_make_no_sense(stack: ExitStack, servers: list[Server]) -> 
     number = worker.dense.parts()[0][1]
     for body, message in (
         (b"[]", "expected a JSON dict, got a list"),
-        (b'{"of": 0, "weight": 1, "objects": []}', "0 clients with the weight 1"),
-        (b'{"of": 1, "weight": 0, "objects": []}', "1 clients with the weight 0"),
-        (f'{{"of": 1, "weight": 1, "objects": [[{number}, -1]]}}'.encode(), "lr must be"),
-        (f'{{"of": 1, "weight": 1, "objects": [[{number + 9}, 1]]}}'.encode(), "does not exist"),
+        (b'{"weight": 0, "objects": []}', "a commit with the weight 0"),
+        (f'{{"weight": 1, "objects": [[{number}, -1]]}}'.encode(), "lr must be"),
+        (f'{{"weight": 1, "objects": [[{number + 9}, 1]]}}'.encode(), "does not exist"),
     ):
         with pytest.raises(ValueError, match=message):
             worker.client.wait(worker.client.submit(0, Op.COMMIT, 0, [body], round=1))
     with pytest.raises(ValueError, match="expected a JSON list, got a dict"):
         worker.client.wait(worker.client.submit(0, Op.DISCARD, 0, [b"{}"]))
-    assert round_state(worker.client, SERVERS, 1) == (OPEN, OPEN)
+    worker.push(1.0, [1], round=1)
+    assert worker.commit(1) is True
 
 
 def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
@@ -207,39 +204,40 @@ def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list
     worker.client.submit(server, Op.PUSH, number, [np.ones(5, np.float32)], round=1)
     with pytest.raises(ValueError, match="expected float32 of shape"):
         worker.commit(1)
-    assert round_state(worker.client, SERVERS, 1) == (OPEN, OPEN)
+    assert (worker.dense.pull() == 0).all()
+    worker.push(1.0, [1], round=1)
+    assert worker.commit(1) is True  # nothing had been
 
 
 def test_a_server_that_is_started_again_knows_no_rounds() -> None:
     server = Server()
     with Client([server.address], timeout_s=20) as client:
-        assert round_state(client, [0], 1) == (OPEN,)
         pieces = RoundRobin(1).place((2,), 4)
         thing = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
         thing.begin_push(np.ones(2), round=1).result()
-        assert round_state(client, [0], 1) == (OPEN,)
         server.close()
         with Server(server.address):
             for call in (
-                lambda: round_state(client, [0], 1),
                 lambda: thing.begin_push(np.ones(2), round=1).result(),
                 lambda: commit_round(client, 1, [(thing, None)]).result(),
             ):
                 with pytest.raises(UnavailableError, match="has been started again"):
                     call()
-            ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
-            assert round_state(client, [0], 1) == (OPEN,)
+            new = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
+            assert commit_round(client, 1, [(new, None)]).result() is True
+            assert (new.pull() == 0).all()
 
 
 def test_rounds_that_nobody_touches_go() -> None:
     rounds = Rounds(1 << 20, idle_s=0.2)
-    gradient = [(0, np.ones(3, np.float32))]
-    assert rounds.stage(1, 5, gradient) == OPEN
+    gradient = [(5, (0, np.ones(3, np.float32)))]
+    rounds.stage(1, gradient)
     for _ in range(4):
         time.sleep(0.1)
-        assert rounds.stage(2, 5, gradient) == OPEN
-    assert rounds.state(1) == DISCARDED
-    assert rounds.stage(1, 5, gradient) == DISCARDED
+        rounds.stage(2, gradient)
+    assert rounds.stats() == {"open": 1, "nbytes": 4 * 12}
+    rounds.stage(1, gradient)
+    assert rounds.commit(1, 1.0, {5: None}) == DISCARDED
     assert rounds.stats() == {"open": 1, "nbytes": 4 * 12}
 
 
@@ -247,12 +245,12 @@ def test_open_and_finished_rounds_are_few() -> None:
     rounds = Rounds(1 << 20)
     rounds.discard(list(range(1, 10_000)))
     assert len(rounds._finished) == 4096
-    assert rounds.state(9_999) == DISCARDED
-    gradient = [(0, np.ones(1, np.float32))]
+    assert rounds.commit(9_999, 1.0, {}) == DISCARDED
+    gradient = [(0, (0, np.ones(1, np.float32)))]
     for round in range(10_000, 11_024):
-        rounds.stage(round, 0, gradient)
+        rounds.stage(round, gradient)
     with pytest.raises(ValueError, match="1024 rounds are open already"):
-        rounds.stage(11_024, 0, gradient)
+        rounds.stage(11_024, gradient)
 
 
 def test_headers_survive_a_journey() -> None:

@@ -52,8 +52,6 @@ class Client:
 
     Attributes:
         servers: their addresses.
-        numbers_made: of each server, the number of something that `create` has made or found
-            there; 0 for nothing. The server knows by it whether it is still the same.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Client:
             raise ValueError("servers must name at least one address")
         keep_freed_memory()
         self.servers = tuple(servers)
-        self.numbers_made = [0] * len(servers)
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._retry_s = retry_s
@@ -116,8 +113,7 @@ class Client:
         round: int = 0,
         step: int = UNKNOWN_STEP,
         part: int = 0,
-        out: Array | None = None,
-        wire: _core.WireFormat | None = None,
+        take: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
         """Send a request; several may be under way, to all servers.
 
@@ -131,8 +127,7 @@ class Client:
             round: that a push waits for, 0 for none; or that the request is about.
             step: of the value that the gradient of a push was computed from.
             part: of a dense value.
-            out: contiguous float32, to which the reply's body is copied when it comes.
-            wire: how that is encoded; None for float32.
+            take: is given the reply's body when it comes; a ValueError is what `wait` raises.
 
         Returns:
             What `wait` takes. What frames refer to must not change before that.
@@ -158,7 +153,7 @@ class Client:
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(
-            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, out, wire
+            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, take
         )
         under_way[header.number] = ticket
         self._send(ticket)
@@ -262,9 +257,9 @@ class Client:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
-        elif ticket.out is not None and ticket.reply is not None:
+        elif ticket.take is not None:
             try:
-                fill(ticket.out, ticket.reply, ticket.wire)
+                ticket.take(ticket.reply if ticket.reply is not None else memoryview(b""))
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -288,9 +283,7 @@ class Client:
         frames: list[Any] = [to_json(spec)]
         if initial is not None:
             frames.append(floats_frame(initial))
-        number = int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
-        self.numbers_made[server] = number
-        return number
+        return int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
 
     def hello(self, server: int) -> dict[str, Any]:
         """The version that a server speaks, and the specs of what it keeps."""
@@ -336,8 +329,8 @@ class Client:
         flat = out.reshape(-1)
         tickets = []
         for part in parts_of(flat.size):
-            into = flat[extent(part, flat.size)]
-            tickets.append(self.submit(server, Op.PULL, number, part=part, out=into, wire=wire))
+            take = partial(fill, flat[extent(part, flat.size)], wire=wire)
+            tickets.append(self.submit(server, Op.PULL, number, part=part, take=take))
         return tickets
 
     def begin_push(

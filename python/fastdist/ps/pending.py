@@ -25,6 +25,9 @@ class Pending(Generic[T]):
         client: that sent them.
         tickets: those for each piece.
         finish: makes the result of the replies to all tickets, in their order.
+
+    Attributes:
+        tickets: those for each piece.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Pending(Generic[T]):
         finish: Callable[[list[memoryview]], T],
     ) -> None:
         self._client = client
-        self._tickets = tickets
+        self.tickets = tickets
         self._finish = finish
         self._result: T
         self._is_finished = False
@@ -47,7 +50,7 @@ class Pending(Generic[T]):
             Exception: what a server raised.
         """
         if not self._is_finished:
-            tickets = itertools.chain.from_iterable(self._tickets)
+            tickets = itertools.chain.from_iterable(self.tickets)
             self._result = self._finish([self._client.wait(ticket) for ticket in tickets])
             self._is_finished = True
         return self._result
@@ -60,10 +63,16 @@ class Pending(Generic[T]):
         """
         return tuple(
             min((ticket.step for ticket in tickets), default=UNKNOWN_STEP)
-            for tickets in self._tickets
+            for tickets in self.tickets
         )
 
     @property
     def step(self) -> int:
         """The smallest of `steps`."""
         return min(self.steps, default=UNKNOWN_STEP)
+
+
+def all_of(client: Client, pendings: Sequence[Pending[None]]) -> Pending[None]:
+    """Several changes as one."""
+    tickets = [tickets for pending in pendings for tickets in pending.tickets]
+    return Pending(client, tickets, lambda replies: None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 2
+VERSION = 3
 MAX_META_BYTES = 64 << 10
 MAX_COMMIT_BYTES = 4 << 20
 UNKNOWN_STEP = 2**64 - 1
@@ -34,11 +34,12 @@ class Op(enum.IntEnum):
     STATS = 9  # none
     SAVE = 10  # JSON: part, path that names of files begin with
     RESTORE = 11  # JSON: part, files
-    COMMIT = 12  # JSON: of, weight, objects
-    ROUND_STATE = 13  # none
-    DISCARD = 14  # JSON: a list of rounds
-    RESET = 15  # none
-    END = 16  # none
+    COMMIT = 12  # JSON: weight, objects
+    DISCARD = 13  # JSON: a list of rounds
+    RESET = 14  # none
+    END = 15  # none
+    PULL_MANY = 16  # numbers
+    PUSH_MANY = 17  # numbers, steps and learning rates; gradients
 
 
 FRAMES = {
@@ -54,14 +55,25 @@ FRAMES = {
     Op.SAVE: (1,),
     Op.RESTORE: (1,),
     Op.COMMIT: (1,),
-    Op.ROUND_STATE: (0,),
     Op.DISCARD: (1,),
     Op.RESET: (0,),
     Op.END: (0,),
+    Op.PULL_MANY: (1,),
+    Op.PUSH_MANY: (2,),
 }
 # Applied once, however often they arrive.
 CHANGES = frozenset(
-    (Op.PUSH, Op.PUSH_ROWS, Op.ASSIGN, Op.ASSIGN_ROWS, Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET)
+    (
+        Op.PUSH,
+        Op.PUSH_ROWS,
+        Op.PUSH_MANY,
+        Op.ASSIGN,
+        Op.ASSIGN_ROWS,
+        Op.SAVE,
+        Op.RESTORE,
+        Op.COMMIT,
+        Op.RESET,
+    )
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from fastdist import _core
 from fastdist.ps.applied import Applied, Progress
 from fastdist.ps.frames import Array, floats_in, ids_in
+from fastdist.ps.many import PUSHED, joined, values_in
 from fastdist.ps.objects import Objects
 from fastdist.ps.parts import OpenPushes, extent, extents, parts_of
 from fastdist.ps.protocol import (
@@ -132,6 +133,8 @@ class Service:
     ) -> tuple[Header, Any]:
         if op is Op.PULL or op is Op.PULL_ROWS:
             return self._pull(op, header, frames, buffers)
+        if op is Op.PULL_MANY:
+            return _reply(header), self._pull_many(frames[0], buffers)
         answer: Any
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._objects.all()]
@@ -140,10 +143,6 @@ class Service:
             answer = self.stats()
         elif op is Op.CREATE:
             answer = self._create(frames)
-        elif op is Op.ROUND_STATE:
-            if header.object:
-                self._objects.require_same(header.object)
-            answer = {"state": self._rounds.state(header.round)}
         elif op is Op.END:
             self.ended.set()
             answer = {}
@@ -174,6 +173,18 @@ class Service:
             wire.encode(out, reply)
         return _reply(header, step=step), reply
 
+    def _pull_many(self, frame: memoryview, buffers: SendBuffers) -> Array:
+        found = [self._objects.dense(int(number)) for number in ids_in(frame)]
+        steps = np.array([variable.step for _, variable in found], np.uint64).view(np.uint8)
+        values = []
+        for spec, variable in found:
+            values.append(np.empty(spec.size, np.float32))
+            variable.pull_part(values[-1], 0)
+        body = joined(values, [(spec.shape, spec.wire_format()) for spec, _ in found])
+        reply = buffers.take(steps.size + body.size)
+        np.concatenate((steps, body), out=reply)
+        return reply
+
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
         try:
@@ -199,56 +210,80 @@ class Service:
     def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         if op is Op.PUSH:
             return self._push(header, frames[0])
+        if op is Op.PUSH_MANY:
+            return self._push_many(header, *frames)
         if op is Op.ASSIGN:
             dense, variable = self._objects.dense(header.object)
             variable.assign(floats_in(frames[0], dense.shape))
             return b""
-        rounds = self._rounds
         spec, table = self._objects.rows(header.object)
         ids = ids_in(frames[0])
         if op is Op.ASSIGN_ROWS:
             table.assign(ids, floats_in(frames[1], (ids.size, spec.dim)))
             return b""
         values = floats_in(frames[1], (ids.size, spec.dim), spec.wire_format())
-        self._check_finite(header, spec, values)
+        self._check_finite(header.object, spec, values)
         self._staleness.count(table.step, header.step)
         if header.round:
-            return _state(rounds.stage(header.round, header.object, [(ids, values)]))
-        table.push(ids, values, _lr(header))
+            self._rounds.stage(header.round, [(header.object, (ids, values))])
+        else:
+            table.push(ids, values, _lr(header.lr))
         return b""
 
     def _push(self, header: Header, frame: memoryview) -> bytes:
-        rounds = self._rounds
         dense, variable = self._objects.dense(header.object)
         part = extent(header.part, dense.size)
         gradient = floats_in(frame, (part.stop - part.start,), dense.wire_format())
-        self._check_finite(header, dense, gradient)
+        self._check_finite(header.object, dense, gradient)
         if header.round:
             if header.part <= 1:
                 self._staleness.count(variable.step, header.step)
             begin = part.start
             pieces = extents(dense.size) if header.part == 0 else [part]
             staged = [(p.start, gradient[p.start - begin : p.stop - begin]) for p in pieces]
-            return _state(rounds.stage(header.round, header.object, staged))
+            self._rounds.stage(header.round, [(header.object, piece) for piece in staged])
+            return b""
         if header.part == 0:
             self._staleness.count(variable.step, header.step)
-            variable.push(gradient, _lr(header))
+            variable.push(gradient, _lr(header.lr))
             return b""
         push = (header.client, header.number - header.part)
         parts = len(parts_of(dense.size))
         step, is_first = self._pushes.step(push, parts, variable.begin_step)
         if is_first:
             self._staleness.count(step - 1, header.step)
-        variable.push_part(gradient, part.start, step, _lr(header))
+        variable.push_part(gradient, part.start, step, _lr(header.lr))
         return b""
 
-    def _check_finite(self, header: Header, spec: Spec, gradient: Array) -> None:
+    def _push_many(self, header: Header, about: memoryview, frame: memoryview) -> bytes:
+        """What may be wrong is found before anything is changed."""
+        if about.nbytes % PUSHED.itemsize:
+            raise ValueError(f"{about.nbytes} bytes, not a multiple of {PUSHED.itemsize}")
+        pushed = np.frombuffer(about, PUSHED)
+        numbers = pushed["object"].tolist()
+        found = [self._objects.dense(number) for number in numbers]
+        lrs = [_checked(_lr(lr)) for lr in pushed["lr"].tolist()]
+        kinds = [((spec.size,), spec.wire_format()) for spec, _ in found]
+        gradients = list(values_in(frame, kinds))
+        for number, (spec, _), gradient in zip(numbers, found, gradients, strict=True):
+            self._check_finite(number, spec, gradient)
+        for (_, variable), seen in zip(found, pushed["step"].tolist(), strict=True):
+            self._staleness.count(variable.step, seen)
+        if header.round:
+            staged = zip(numbers, ((0, gradient) for gradient in gradients), strict=True)
+            self._rounds.stage(header.round, list(staged))
+            return b""
+        for (_, variable), gradient, lr in zip(found, gradients, lrs, strict=True):
+            variable.push(gradient, lr)
+        return b""
+
+    def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
         """Count what is not finite, and refuse it where that is wanted."""
         found = _core.count_nonfinite(gradient)
         if not found:
             return
         with self._counting:
-            self._nonfinite[header.object] = self._nonfinite.get(header.object, 0) + found
+            self._nonfinite[number] = self._nonfinite.get(number, 0) + found
         if spec.refuse_nonfinite:
             raise ValueError(
                 f"{spec.name!r}: {found} of {gradient.size} elements of the gradient are NaN or "
@@ -258,15 +293,13 @@ class Service:
     def _commit(self, header: Header, frame: memoryview) -> bytes:
         rounds = self._rounds
         about = _json(frame, dict, MAX_COMMIT_BYTES)
-        of, weight = int(about["of"]), float(about["weight"])
-        if of < 1 or not 0 < weight < math.inf:
-            raise ValueError(f"a commit of {of} clients with the weight {weight}")
-        lrs = {int(number): lr for number, lr in about["objects"]}
-        for number, lr in lrs.items():
+        weight = float(about["weight"])
+        if not 0 < weight < math.inf:
+            raise ValueError(f"a commit with the weight {weight}")
+        lrs = {int(number): _checked(lr) for number, lr in about["objects"]}
+        for number in lrs:
             self._objects.find(number)
-            if lr is not None and not 0 <= lr < math.inf:
-                raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
-        done = rounds.commit(header.round, header.client, of, weight, lrs)
+        done = rounds.commit(header.round, weight, lrs)
         if isinstance(done, str):
             return _state(done)
         state = DISCARDED
@@ -321,8 +354,14 @@ def _room(
     return np.empty(shape, np.float32), buffers.take(wire.nbytes(size))
 
 
-def _lr(header: Header) -> float | None:
-    return None if math.isnan(header.lr) else header.lr
+def _lr(sent: float) -> float | None:
+    return None if math.isnan(sent) else sent
+
+
+def _checked(lr: float | None) -> float | None:
+    if lr is not None and not 0 <= lr < math.inf:
+        raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
+    return lr
 
 
 def _state(state: str) -> bytes:

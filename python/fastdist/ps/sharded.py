@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fastdist import _core
 from fastdist.ps.client import Client
-from fastdist.ps.frames import Array, encoded, floats_frame, ids_frame
+from fastdist.ps.frames import Array, encoded, fill, floats_frame, ids_frame
 from fastdist.ps.partition import Piece
 from fastdist.ps.pending import Pending
 from fastdist.ps.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.snapshot import Part
 from fastdist.ps.specs import DenseSpec, RowsSpec
 from fastdist.ps.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class DensePiece:
+    """What one server keeps of a dense variable.
+
+    Attributes:
+        server: that keeps it.
+        number: of it there.
+        values: of the piece, a view of those of the whole.
+        wire: how they travel; None for float32.
+    """
+
+    server: int
+    number: int
+    values: Array
+    wire: _core.WireFormat | None
 
 
 class ShardedVariable:
@@ -37,12 +56,14 @@ class ShardedVariable:
         self.pieces = tuple(pieces)
         self._client = client
         self._wire = spec.wire_format()
-        value = None if initial is None else self._whole(initial)
+        rows = None
+        if initial is not None:
+            rows = self.whole(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
         self._numbers = [
             client.create(
                 piece.server,
                 self._part_of(piece),
-                None if value is None else self._rows(value, piece),
+                None if rows is None else self._rows(rows, piece),
             )
             for piece in self.pieces
         ]
@@ -73,19 +94,12 @@ class ShardedVariable:
         Args:
             out: float32, contiguous, of the whole shape: where the value is to be.
         """
-        if out is None:
-            out = np.empty(self.spec.shape, np.float32)
-        elif out.shape != self.spec.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ValueError(
-                f"{self.spec.name!r}: out must be contiguous float32 of shape {self.spec.shape}, "
-                f"got {out.dtype} of shape {out.shape}"
-            )
-        rows = out.reshape(self._length, *self.spec.shape[1:])
+        value = self.room(out)
         tickets = [
-            self._client.begin_pull(piece.server, number, self._rows(rows, piece), self._wire)
-            for piece, number in zip(self.pieces, self._numbers, strict=True)
+            self._client.begin_pull(piece.server, piece.number, piece.values, piece.wire)
+            for piece in self.cut(value)
         ]
-        return Pending(self._client, tickets, lambda replies: out)
+        return Pending(self._client, tickets, lambda replies: value)
 
     def begin_push(
         self,
@@ -105,40 +119,60 @@ class ShardedVariable:
                 all pieces; None: unknown.
         """
         steps = _steps(step, len(self.pieces))
-        whole = self._whole(gradient)
         tickets = [
-            self._client.begin_push(
-                piece.server,
-                number,
-                self._rows(whole, piece),
-                lr,
-                round=round,
-                step=seen,
-                wire=self._wire,
-                in_parts=not self.spec.refuse_nonfinite,
-            )
-            for piece, number, seen in zip(self.pieces, self._numbers, steps, strict=True)
+            self.begin_push_piece(piece, lr, round, seen)
+            for piece, seen in zip(self.cut(self.whole(gradient)), steps, strict=True)
         ]
         return Pending(self._client, tickets, _nothing)
 
+    def begin_push_piece(
+        self, piece: DensePiece, lr: float | None, round: int, step: int
+    ) -> list[Ticket]:
+        """Send one piece's gradient."""
+        return self._client.begin_push(
+            piece.server,
+            piece.number,
+            piece.values,
+            lr,
+            round=round,
+            step=step,
+            wire=piece.wire,
+            in_parts=not self.spec.refuse_nonfinite,
+        )
+
     def begin_assign(self, value: Any) -> Pending[None]:
         """As `assign`, without waiting."""
-        whole = self._whole(value)
         tickets = [
-            self._client.submit(piece.server, Op.ASSIGN, number, [self._rows(whole, piece)])
-            for piece, number in zip(self.pieces, self._numbers, strict=True)
+            self._client.submit(piece.server, Op.ASSIGN, piece.number, [piece.values])
+            for piece in self.cut(self.whole(value))
         ]
         return Pending(self._client, [tickets], _nothing)
 
-    @property
-    def _length(self) -> int:
-        return self.pieces[-1].end
+    def room(self, out: Array | None) -> Array:
+        """Where a value is to be: `out`, or new memory."""
+        if out is None:
+            return np.empty(self.spec.shape, np.float32)
+        if out.shape != self.spec.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(
+                f"{self.spec.name!r}: out must be contiguous float32 of shape {self.spec.shape}, "
+                f"got {out.dtype} of shape {out.shape}"
+            )
+        return out
 
-    def _whole(self, values: Any) -> Array:
+    def whole(self, values: Any) -> Array:
+        """A value or gradient as contiguous float32; a copy unless it is that."""
         array = floats_frame(values)
         if array.shape != self.spec.shape and not (self.spec.shape == () and array.size == 1):
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
-        return array.reshape(self._length, *self.spec.shape[1:])
+        return array
+
+    def cut(self, values: Array) -> list[DensePiece]:
+        """The pieces of a value: views of it."""
+        rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
+        return [
+            DensePiece(piece.server, number, self._rows(rows, piece), self._wire)
+            for piece, number in zip(self.pieces, self._numbers, strict=True)
+        ]
 
     def _part_of(self, piece: Piece) -> DenseSpec:
         if len(self.pieces) == 1:
@@ -211,7 +245,9 @@ class ShardedRows:
             frames = [local[part]]
             asked = part.start < part.stop
             tickets.append(
-                [self._send(Op.PULL_ROWS, piece, frames, out=rows[part])] if asked else []
+                [self._send(Op.PULL_ROWS, piece, frames, take=self._into(rows[part]))]
+                if asked
+                else []
             )
 
         def finish(replies: list[memoryview]) -> Array:
@@ -269,12 +305,15 @@ class ShardedRows:
         lr: float | None = None,
         round: int = 0,
         step: int = UNKNOWN_STEP,
-        out: Array | None = None,
+        take: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
         return self._client.submit(
-            server, op, number, frames, lr, round=round, step=step, out=out, wire=self._wire
+            server, op, number, frames, lr, round=round, step=step, take=take
         )
+
+    def _into(self, rows: Array) -> Callable[[memoryview], None]:
+        return partial(fill, rows, wire=self._wire)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

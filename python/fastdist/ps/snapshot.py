@@ -98,7 +98,7 @@ def restore(spec: Spec, kept: Any, part: Part, files: Sequence[Path]) -> int:
                 f"{part.name!r}: rows {part.begin} to {part.end} need {part.end - part.begin} "
                 f"rows, the checkpoint has {found}"
             )
-        kept.assign(values.reshape(spec.shape), slots.reshape(-1, *spec.shape))  # type: ignore[union-attr]
+        kept.assign(values.reshape(spec.shape), slots.reshape(slots.shape[0], *spec.shape))  # type: ignore[union-attr]
     return found
 
 
@@ -196,7 +196,8 @@ def _read_rows(file: Any, kept: _core.RowTable, source: Part, part: Part) -> int
             ids = ids - part.begin
         if not mine.any():
             continue
-        slots = file.get_slice("slots")[there][mine].reshape(-1, len(kept.slots), kept.dim)
+        count = int(mine.sum())
+        slots = file.get_slice("slots")[there][mine].reshape(count, len(kept.slots), kept.dim)
         kept.assign(ids[mine], file.get_slice("values")[there][mine], slots)
-        read += int(mine.sum())
+        read += count
     return read

@@ -31,16 +31,12 @@ class _Round:
 
     Attributes:
         staged: of each object, what came.
-        lrs: of each object that a commit has named.
-        weights: of each client that has committed.
         nbytes: of what is staged.
         touched: when somebody used it, on the monotonic clock.
         is_closed: it is being applied.
     """
 
     staged: dict[int, list[Gradient]] = field(default_factory=dict)
-    lrs: dict[int, float | None] = field(default_factory=dict)
-    weights: dict[bytes, float] = field(default_factory=dict)
     nbytes: int = 0
     touched: float = 0.0
     is_closed: bool = False
@@ -94,58 +90,44 @@ class Rounds:
         self._open: dict[int, _Round] = {}
         self._finished: OrderedDict[int, str] = OrderedDict()
 
-    def stage(self, round_: int, number: int, gradients: Sequence[Gradient]) -> str:
-        """Keep a gradient of an object.
+    def stage(self, round_: int, gradients: Sequence[tuple[int, Gradient]]) -> None:
+        """Keep gradients, unless their round has ended.
 
         Args:
-            round_: which it is of.
-            number: of the object.
-            gradients: what came; kept as it is.
-
-        Returns:
-            The round's state; unless it is open, nothing is kept.
+            round_: which they are of.
+            gradients: what came, each with the number of its object; kept as it is.
 
         Raises:
             MemoryError: too much is staged.
             ValueError: too many rounds are open.
         """
-        kept = [(_own(where), _own(gradient)) for where, gradient in gradients]
-        nbytes = sum(gradient.nbytes for _, gradient in kept)
+        kept = [(number, (_own(at), _own(gradient))) for number, (at, gradient) in gradients]
+        nbytes = sum(gradient.nbytes for _, (_, gradient) in kept)
         with self._lock:
             this = self._find(round_)
-            if this is None:
-                return self._finished[round_]
-            if this.is_closed:
-                return APPLIED
+            if this is None or this.is_closed:
+                return
             staged = sum(other.nbytes for other in self._open.values())
             if staged + nbytes > self._max_bytes:
                 raise MemoryError(
                     f"round {round_}: gradients of {staged} bytes are staged, {nbytes} more are "
                     f"over the server's limit of {self._max_bytes} (max_staged_bytes)"
                 )
-            this.staged.setdefault(number, []).extend(kept)
+            for number, gradient in kept:
+                this.staged.setdefault(number, []).append(gradient)
             this.nbytes += nbytes
-        return OPEN
 
-    def commit(
-        self,
-        round_: int,
-        client: bytes,
-        of: int,
-        weight: float,
-        lrs: dict[int, float | None],
-    ) -> str | list[Sum]:
-        """Note that a client has sent all it has for a round.
+    def commit(self, round_: int, weight: float, lrs: dict[int, float | None]) -> str | list[Sum]:
+        """All gradients of a round are there.
 
         Args:
             round_: which.
-            client: who; counts once.
-            of: clients that have to commit.
-            weight: the sum of all is divided by the sum of these.
-            lrs: learning rates of the objects to be changed; those of the last commit count.
+            weight: what sums are divided by.
+            lrs: learning rates of the objects to be changed.
 
         Returns:
-            The round's state, or what is to be done now: then call `finish`.
+            What is to be done now: then call `finish`. Of a round that has ended, or is being
+            applied, its state.
         """
         with self._lock:
             this = self._find(round_)
@@ -153,25 +135,18 @@ class Rounds:
                 return self._finished[round_]
             if this.is_closed:
                 return OPEN
-            this.weights[client] = weight
-            this.lrs.update(lrs)
-            if len(this.weights) < of:
-                return OPEN
             this.is_closed = True
-        return _sums(this)
+        scale = np.float32(1.0 / weight)
+        return [
+            Sum(number, lr, this.staged[number], scale)
+            for number, lr in lrs.items()
+            if number in this.staged
+        ]
 
     def finish(self, round_: int, state: str) -> None:
         """A round has been applied, or is given up."""
         with self._lock:
             self._finish(round_, state)
-
-    def state(self, round_: int) -> str:
-        """Open (also where nothing is known of it), applied or discarded."""
-        with self._lock:
-            self._expire()
-            if round_ in self._open:
-                self._open[round_].touched = time.monotonic()
-            return self._finished.get(round_, OPEN)
 
     def discard(self, rounds: list[int]) -> None:
         """Drop what is staged, and what will come later; applied rounds stay applied."""
@@ -211,15 +186,6 @@ class Rounds:
         self._finished[round_] = state
         while len(self._finished) > _FINISHED:
             self._finished.popitem(last=False)
-
-
-def _sums(this: _Round) -> list[Sum]:
-    scale = np.float32(1.0 / sum(this.weights.values()))
-    return [
-        Sum(number, lr, this.staged[number], scale)
-        for number, lr in this.lrs.items()
-        if number in this.staged
-    ]
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastdist import _core
-from fastdist.ps.frames import Array
 from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op
 
 
@@ -18,6 +16,7 @@ class Ticket:
     What its frames refer to must stay as it is until it has been waited for: it may be sent again.
 
     Attributes:
+        take: is given the reply's body when it comes; None: `wait` returns it.
         step: in the reply to a pull, how many pushes the value has seen.
     """
 
@@ -28,8 +27,7 @@ class Ticket:
     timeout_s: float
     deadline: float
     resend_at: float
-    out: Array | None = None
-    wire: _core.WireFormat | None = None
+    take: Callable[[memoryview], None] | None = None
     sent: int = 1
     step: int = UNKNOWN_STEP
     reply: memoryview | None = None

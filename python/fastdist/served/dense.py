@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from fastdist.ps.frames import Array
 from fastdist.ps.pending import Pending
 from fastdist.ps.sharded import ShardedVariable
+from fastdist.ps.together import Pulled, Push
 from fastdist.tensor_stamps import value_stamp
 
 
@@ -25,7 +24,6 @@ class ServedTensor:
         self.tensor = tensor
         self.sharded = variable
         self._steps: tuple[int, ...] | None = None
-        self._pulling: Pending[Array] | None = None
         self._is_buffer = not isinstance(tensor, torch.nn.Parameter)
         self.note()
 
@@ -36,22 +34,18 @@ class ServedTensor:
         is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
         return is_plain and tensor.device.type == "cpu"
 
-    def begin_pull(self) -> None:
-        """Ask for the value."""
-        out = self.tensor.detach().numpy() if self.is_in_place else None
-        self._pulling = self.sharded.begin_pull(out)
+    def room(self) -> Array | None:
+        """Where its value can be written to; None: `take` copies it."""
+        return self.tensor.detach().numpy() if self.is_in_place else None
 
-    def end_pull(self) -> None:
-        """Take the value that was asked for."""
-        assert self._pulling is not None
-        value = self._pulling.result()
-        self._steps = self._pulling.steps
-        self._pulling = None
+    def take(self, pulled: Pulled) -> None:
+        """A value has come, to `room` if there was any."""
+        self._steps = pulled.steps
         if self.is_in_place:
             torch.autograd.graph.increment_version(self.tensor)
         else:
             with torch.no_grad():
-                self.tensor.copy_(torch.from_numpy(value))
+                self.tensor.copy_(torch.from_numpy(pulled.value))
         self.note()
 
     def note(self) -> None:
@@ -76,15 +70,15 @@ class ServedTensor:
         self.note()
         return pending
 
-    def begin_push(self, gradient: Any, lr: float | None = None, round: int = 0) -> Pending[None]:
-        """Send a gradient, as an array."""
-        return self.sharded.begin_push(gradient, lr, round=round, step=self._steps)
+    def push_of(self, gradient: Array, lr: float | None = None) -> Push:
+        """A gradient, to be sent."""
+        return Push(self.sharded, gradient, lr, self._steps)
 
-    def begin_add(self) -> Pending[None]:
-        """Send by how much a buffer has changed; what others have added stays."""
-        pending = self.begin_push(self._noted - self._value())  # its rule subtracts
+    def addition(self) -> Push:
+        """By how much a buffer has changed, to be sent; what others have added stays."""
+        push = self.push_of(self._noted - self._value())  # its rule subtracts
         self.note()
-        return pending
+        return push
 
     def _value(self) -> Array:
         return np.asarray(self.tensor.detach().float().cpu().numpy())

@@ -13,11 +13,14 @@ from fastdist.errors import FastdistError
 from fastdist.module_structure import modules_of, structure_of
 from fastdist.modules import named_parameters
 from fastdist.ps.client import Client
-from fastdist.ps.pending import Pending
+from fastdist.ps.frames import Array
+from fastdist.ps.many import SMALL_SIZE
+from fastdist.ps.pending import Pending, all_of
 from fastdist.ps.rounds import commit_round, discard_rounds
 from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.specs import DenseSpec
+from fastdist.ps.together import Pulled, begin_pulls, begin_pushes
 from fastdist.served.dense import ServedTensor
 from fastdist.served.embeddings import Table, serve, tables_in
 from fastdist.served.plan import Place, tensors_in
@@ -61,7 +64,7 @@ class ServedModel:
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._buffers: dict[str, ServedTensor] = {}
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
-        self._pulled: list[ServedTensor] = []  # that are on their way
+        self._pulling: tuple[list[ServedTensor], Pending[list[Pulled]]] | None = None
         self._fixed = [_fixed_rates(optimizer) for optimizer in optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
@@ -76,7 +79,7 @@ class ServedModel:
             initialize: what is not there begins with the values that are here.
         """
         tensors = [tensor for _, tensor in tensors_in(self.roots)]
-        self._pulled = []
+        self._pulling = None
         for place in self.places:
             tensor = tensors[place.tensor]
             if isinstance(place.spec, DenseSpec):
@@ -113,19 +116,20 @@ class ServedModel:
 
     def begin_pull(self) -> None:
         """Ask for the values of all parameters and live buffers, unless they are on their way."""
-        if self._pulled:
+        if self._pulling is not None:
             return
         live = [served for name, served in self._buffers.items() if name in self.live]
-        pulled = [*self._parameters.values(), *live]
-        for served in pulled:
-            served.begin_pull()
-        self._pulled = pulled  # not before: where a server is gone, nothing is on its way
+        asked = [*self._parameters.values(), *live]
+        variables, rooms = [one.sharded for one in asked], [one.room() for one in asked]
+        self._pulling = asked, begin_pulls(self._client, variables, rooms)
 
     def end_pull(self) -> None:
         """Take the values that were asked for."""
-        pulled, self._pulled = self._pulled, []
-        for served in pulled:
-            served.end_pull()
+        if self._pulling is None:
+            return
+        (asked, pending), self._pulling = self._pulling, None
+        for served, pulled in zip(asked, pending.result(), strict=True):
+            served.take(pulled)
 
     def assign_changed(self) -> None:
         """Send what was changed here, by hand, to the servers."""
@@ -138,8 +142,7 @@ class ServedModel:
     def add_buffers(self) -> None:
         """Send by how much buffers have changed."""
         changed = {name: served for name, served in self._buffers.items() if served.has_changed}
-        for pending in [served.begin_add() for served in changed.values()]:
-            pending.result()
+        begin_pushes(self._client, [served.addition() for served in changed.values()]).result()
         self.live |= changed.keys()
 
     # --- gradients ------------------------------------------------------------------------------
@@ -173,20 +176,27 @@ class ServedModel:
         """Whether the value of a parameter is on servers."""
         return id(parameter) in self._parameters or id(parameter) in self._tables
 
+    def is_small(self, parameter: torch.Tensor) -> bool:
+        """Whether its gradient had better be sent with others."""
+        return id(parameter) in self._parameters and parameter.numel() <= SMALL_SIZE
+
     def begin_push(
-        self, parameter: nn.Parameter, lr: float | None, round: int, weight: float = 1.0
+        self,
+        given: Iterable[tuple[nn.Parameter, float | None]],
+        round: int,
+        weight: float = 1.0,
     ) -> Pending[None]:
-        """Send a parameter's gradient."""
-        table = self._tables.get(id(parameter))
-        if table is not None:
-            return table.begin_push(lr, round, weight)
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        array = gradient.detach().float().cpu().numpy()
-        array = array if weight == 1.0 else array * np.float32(weight)
-        return self._parameters[id(parameter)].begin_push(array, lr, round)
+        """Send the gradients of parameters, with learning rates, times `weight`."""
+        dense, sent = [], []
+        for parameter, lr in given:
+            table = self._tables.get(id(parameter))
+            if table is not None:
+                sent.append(table.begin_push(lr, round, weight))
+            else:
+                gradient = _dense_gradient(parameter)
+                gradient = gradient if weight == 1.0 else gradient * np.float32(weight)
+                dense.append(self._parameters[id(parameter)].push_of(gradient, lr))
+        return all_of(self._client, [*sent, begin_pushes(self._client, dense, round)])
 
     def clear_gradients(self) -> None:
         """Parameters have no gradients any more, of whatever function they were."""
@@ -283,6 +293,14 @@ class ServedModel:
         for table in self._tables.values():
             table.take_weight()
         self._structure = structure_of(self.roots)
+
+
+def _dense_gradient(parameter: nn.Parameter) -> Array:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return np.asarray(gradient.detach().float().cpu().numpy())
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

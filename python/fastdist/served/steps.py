@@ -18,16 +18,18 @@ from fastdist.served.model import ServedModel
 from fastdist.tensor_stamps import GradientStamp
 
 _STEP_BITS, _OPTIMIZER_BITS = 20, 8
+# So many elements of small gradients are sent in one message.
+_JOINT_SIZE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staged:
-    """A gradient that was sent in backward."""
+    """A gradient that was there in backward; its request, when it has been sent."""
 
-    pending: Pending[None]
     stamp: GradientStamp
     values: tuple[float, float]
     round: int
+    pending: Pending[None] | None = None
 
 
 def _examples(replica: ReplicaContext | None) -> float:
@@ -46,9 +48,9 @@ def _merged(strategy: object, steps: ServedSteps, *args: Any) -> None:
 class ServedSteps:
     """Makes `step` of a model's optimizers send gradients to the servers, and fetch what they give.
 
-    Gradients are sent while backward runs, to wait on the servers for the step. When something
-    changes them in between (clipping, a second backward), they are sent again by the step, and
-    from then on by steps alone.
+    Gradients are sent while backward runs, small ones together, to wait on the servers for the
+    step. When something changes them in between (clipping, a second backward), they are sent again
+    by the step, and from then on by steps alone.
 
     Where a task has several replicas, they have reduced their gradients; all of them call `step`,
     which is taken once.
@@ -79,6 +81,7 @@ class ServedSteps:
         self._first = first
         self._turn: Turn | None = None
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
+        self._unsent: dict[int, list[nn.Parameter]] = {}  # by round: those to be sent together
         self._steps = [0] * len(model.optimizers)  # in this turn
         self._is_early: list[bool] = []
         for number, optimizer in enumerate(model.optimizers):
@@ -96,6 +99,7 @@ class ServedSteps:
         self.is_fresh = False
         self._steps = [0] * len(self._steps)
         self._staged.clear()
+        self._unsent.clear()
         self._model.clear_gradients()
 
     def end(self) -> None:
@@ -104,6 +108,7 @@ class ServedSteps:
         for round in {staged.round for staged in self._staged.values()}:
             self._model.discard(round)
         self._staged.clear()
+        self._unsent.clear()
 
     def _round(self, turn: Turn, number: int) -> int:
         """Of this step of this optimizer; no other step of the job has it."""
@@ -123,11 +128,22 @@ class ServedSteps:
             if id(parameter) not in self._staged:  # else a second backward
                 assert isinstance(parameter, nn.Parameter)
                 round = self._round(turn, number)
-                pending = self._model.begin_push(parameter, None, round)
                 stamp, values = GradientStamp(parameter), _summary(parameter)
-                self._staged[id(parameter)] = _Staged(pending, stamp, values, round)
+                self._staged[id(parameter)] = _Staged(stamp, values, round)
+                unsent = self._unsent.setdefault(round, [])
+                unsent.append(parameter)
+                is_small = self._model.is_small(parameter)
+                if not is_small or sum(one.numel() for one in unsent) >= _JOINT_SIZE:
+                    self._send(round)
 
         return gradient_is_there
+
+    def _send(self, round: int) -> None:
+        """What backward has made for a round, unless it is gone already."""
+        given = [one for one in self._unsent.pop(round, ()) if one.grad is not None]
+        pending = self._model.begin_push([(parameter, None) for parameter in given], round)
+        for parameter in given:
+            self._staged[id(parameter)].pending = pending
 
     # --- step -----------------------------------------------------------------------------------
 
@@ -165,8 +181,7 @@ class ServedSteps:
         elif self._is_early[number] and self._take_staged(number, given):
             self._model.commit(self._round(turn, number), given, 1.0)
         else:
-            for pending in [self._model.begin_push(parameter, lr, 0) for parameter, lr in given]:
-                pending.result()
+            self._model.begin_push(given, 0).result()
         self._steps[number] += 1
         self._model.forget_rows(parameter for parameter, _ in rates)
         self._model.add_buffers()
@@ -182,13 +197,9 @@ class ServedSteps:
         weight: float,
     ) -> None:
         """The mean of all workers' gradients, weighted."""
-        pushes = [
-            self._model.begin_push(parameter, None, round, weight)
-            for parameter, _ in rates
-            if parameter.grad is not None and weight > 0
-        ]
-        for pending in pushes:
-            pending.result()
+        if weight > 0:
+            given = [(parameter, None) for parameter, _ in rates if parameter.grad is not None]
+            self._model.begin_push(given, round, weight).result()
 
         def lead(total: float) -> None:
             if total > 0:
@@ -198,10 +209,12 @@ class ServedSteps:
 
     def _take_staged(self, number: int, given: Sequence[tuple[nn.Parameter, float]]) -> bool:
         """Whether what was sent in backward is what the step is to apply; else it is dropped."""
+        for round in list(self._unsent):
+            self._send(round)
         taken = [self._staged.pop(id(parameter), None) for parameter, _ in given]
-        sent = [one for one in taken if one is not None]
-        for one in sent:
-            one.pending.result()
+        sent = [one for one in taken if one is not None and one.pending is not None]
+        for pending in [one.pending for one in sent if one.pending is not None]:
+            pending.result()
         if len(sent) == len(given) and not any(
             one.stamp.is_stale(parameter) or one.values != _summary(parameter)
             for one, (parameter, _) in zip(sent, given, strict=True)

@@ -1,0 +1,167 @@
+"""Two servers, and clients that push to them and count; killed and stopped by a test.
+
+Imports no torch: clients are processes that have to start soon.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+from fastdist.errors import UnavailableError
+from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
+from fastdist.ps.partition import FixedShards, RoundRobin
+from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.together import Push, begin_pushes
+from ps_cluster import wait_for
+
+ADD = RuleSpec("SGD", {"lr": 1.0})
+CLIENTS, MOST = 3, 4000  # at a time, and ever
+LARGE = (1 << 20) + 6  # in two pieces, one of which travels in parts
+SERVE = (
+    "import sys; from fastdist.ps import Server; "
+    "print(Server(sys.argv[1]).address, flush=True); sys.stdin.read()"
+)
+spawn = multiprocessing.get_context("spawn")
+
+
+class Things:
+    """What a client pushes to: its own row and small variable, and a large variable of all."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        placement = RoundRobin(2, FixedShards(2))
+        self.client, self.number = client, number
+
+        def dense(name: str, shape: tuple[int, ...]) -> ShardedVariable:
+            pieces = placement.place(shape, 4)
+            return ShardedVariable(client, DenseSpec(name, shape, ADD), pieces, np.zeros(shape))
+
+        self.rows = ShardedRows(client, RowsSpec("rows", 4, ADD), placement.place((2, 4), 4))
+        self.large = dense("large", (LARGE,))
+        self.all = [dense(f"small {i}", (3,)) for i in range(2 * CLIENTS)]
+        self.small = self.all[number % len(self.all)]
+
+    def push(self, with_large: bool) -> None:
+        row = self.rows.begin_push([self.number], -np.ones((1, 4), np.float32))
+        pushes = [Push(self.small, -np.ones(3, np.float32))]
+        if with_large:
+            pushes.append(Push(self.large, -np.ones(LARGE, np.float32)))
+        begin_pushes(self.client, pushes).result()
+        row.result()
+
+    def row(self, number: int) -> int:
+        return whole(self.rows.pull([number]))
+
+    @property
+    def sharded(self) -> list[Any]:
+        return [self.rows, self.large, *self.all]
+
+
+def whole(values: np.ndarray) -> int:
+    """All elements are the same count."""
+    assert (values == values.flat[0]).all()
+    return int(values.flat[0])
+
+
+def push_on(
+    addresses: list[str], number: int, begun: Any, acked: Any, is_out: Any, go: Any
+) -> None:
+    """Push until killed, while `go` is even; of a lost server, wait until `go` has changed."""
+    while True:
+        is_out[number] = 1
+        while go.value % 2:
+            time.sleep(0.01)
+        is_out[number], turn = 0, go.value
+        try:
+            with Client(addresses, retry_s=0.3, timeout_s=60) as client:
+                things = Things(client, number)
+                while go.value == turn:
+                    begun[number] += 1
+                    things.push(with_large=number % CLIENTS == 0)
+                    acked[number] += 1
+        except UnavailableError:
+            is_out[number] = 1
+            while go.value == turn:
+                time.sleep(0.01)
+
+
+class Job:
+    """Two servers, and clients that push to them."""
+
+    def __init__(self) -> None:
+        self.servers = [self._serve("tcp://127.0.0.1:*") for _ in range(2)]
+        self.addresses = [address for _, address in self.servers]
+        self.begun, self.acked, self.is_out = (spawn.RawArray("q", MOST) for _ in range(3))
+        self.go = spawn.RawValue("q", 0)
+        self.clients: dict[int, Any] = {}
+        self.made = 0
+        for _ in range(CLIENTS):
+            self.start_client()
+
+    def _serve(self, address: str) -> tuple[subprocess.Popen[str], str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", SERVE, address]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().strip()
+
+    def start_client(self) -> None:
+        shared = (self.begun, self.acked, self.is_out, self.go)
+        process = spawn.Process(target=push_on, args=(self.addresses, self.made, *shared))
+        process.start()
+        self.clients[self.made] = process
+        self.made += 1
+
+    def kill_client(self, number: int) -> None:
+        process = self.clients.pop(number)
+        process.kill()
+        process.join()
+
+    def pause_server(self, server: int, for_s: float) -> None:
+        process, _ = self.servers[server]
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(process.pid, signal.SIGCONT)
+
+    def kill_server(self, server: int) -> None:
+        process, _ = self.servers[server]
+        process.kill()
+        process.communicate()
+
+    def start_server(self, server: int) -> None:
+        self.servers[server] = self._serve(self.addresses[server])
+
+    def disturb(self, for_s: float, rng: random.Random) -> None:
+        """Stop servers until clients send again, and kill clients; others take their places."""
+        end = time.monotonic() + for_s
+        rounds = 0
+        while rounds < 2 or time.monotonic() < end:
+            rounds += 1
+            self.pause_server(rng.randrange(2), rng.choice((0.7, 1.5)))
+            victim = rng.choice(list(self.clients))
+            wait_for(partial(self.acked.__getitem__, victim))
+            self.kill_client(victim)
+            self.start_client()
+
+    def hold(self) -> None:
+        """Clients end what they have begun, and wait."""
+        self.go.value += self.go.value % 2 == 0
+        wait_for(lambda: all(self.is_out[n] for n in self.clients))
+
+    def go_on(self) -> None:
+        self.go.value += 1
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.kill()
+        for process, _ in self.servers:
+            process.kill()
+            process.communicate()

@@ -12,6 +12,7 @@ void bind_host(pybind11::module_& m);
 void bind_table(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
+void bind_pack(pybind11::module_& m);
 
 // Inside a catch block: sets the Python error that the exception stands for.
 void translate_exception();

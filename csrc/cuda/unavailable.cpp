@@ -1,6 +1,8 @@
 // What stands in for this folder where CUDA is not built.
 
+#include "core/error.h"
 #include "cuda/devices.h"
+#include "cuda/packed_list.h"
 
 namespace fastdist::cuda {
 
@@ -12,5 +14,10 @@ std::string why_unusable() {
 }
 std::vector<DeviceFacts> devices() { return {}; }
 std::optional<int> device_of(const void*) { return std::nullopt; }
+
+std::unique_ptr<PackedList> make_packed_list(const std::vector<TensorView>&, std::optional<DType>,
+                                             std::size_t, int) {
+  throw Error(ErrorCode::kUnsupported, why_unusable());
+}
 
 }  // namespace fastdist::cuda

@@ -225,6 +225,8 @@ def test_right_results_of_every_reduce_op_count_as_right(
 class OneRankDriver:
     """An engine of one rank; it changes as many elements of each result as it is told to."""
 
+    gpu = None
+
     def __init__(self, corrupted: int) -> None:
         self.rank = 0
         self.world_size = 1
@@ -260,9 +262,10 @@ def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
     call = MeasuredCall(
         OneRankDriver(corrupted), array_case(name, 4000, 1, "float32", "sum", "numpy"), ""
     )
-    times_ns, wall_ns = call.time(4)
-    assert len(times_ns) == 4
-    assert 0 < sum(times_ns) <= wall_ns
+    times = call.time(4)
+    assert len(times.times_ns) == 4
+    assert 0 < sum(times.times_ns) <= times.wall_ns
+    assert (times.host_ns, times.graph_ns) == ([], [])
     assert call.wrong_elements() == 2 * corrupted  # of the last timed call, and of one more
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fastdist.cli.bench.cases import ARRAYS, DTYPE_BYTES, REDUCE_OPS
+from fastdist.cli.bench.cases import ARRAYS, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.models import MODEL_NAMES
-from fastdist.cli.bench.peers import PEER_NAMES, default_peers_dir
+from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, default_peers_dir
+
+PACK = "pack"
 
 _DESCRIPTION = """\
 Measures a collective between processes on this machine. Columns are those of nccl-tests:
 p50 and p99 of the slowest rank's time, algbw = bytes / p50, busbw = algbw times the
 collective's bus factor, the number of wrong elements, and the share of the memory floor,
-which is the speed that copying the least possible bytes would have here.
+which is the speed that copying the least possible bytes would have here. On GPUs p50 and p99
+are the time between two events on the GPU, host is the time until a call returns, graph that
+of a replay of a CUDA graph with the call; where each rank has a GPU of its own, floor is the
+share of the speed of what connects them.
 """
 
 
@@ -22,13 +27,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the `bench` command."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a collective, side by side with gloo and MPI",
+        help="measure a collective, side by side with gloo and MPI, on GPUs with other NCCLs",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "collective", metavar="OP", choices=tuple(COLLECTIVES), help=", ".join(COLLECTIVES)
+        "collective",
+        metavar="OP",
+        choices=(*COLLECTIVES, PACK),
+        help=f"{', '.join(COLLECTIVES)}; or {PACK}: lists into buckets and out again, on a GPU",
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(
@@ -44,18 +52,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--list",
         dest="model",
         choices=MODEL_NAMES,
-        help="instead of sizes: one fused all_reduce of this model's gradients",
+        help="instead of sizes: one fused all_reduce of this model's gradients; or what pack packs",
     )
     what.add_argument(
-        "--ranks", "-n", type=int, help="processes (default: usable cores, at least 2)"
+        "--ranks",
+        "-n",
+        type=int,
+        help="processes (default: usable cores, or GPUs; at least 2)",
     )
     what.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="float32")
     what.add_argument("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
     what.add_argument(
+        "--device",
+        choices=tuple(DEVICE_ARRAYS),
+        help="where arrays lie (default: cpu); ranks share GPUs where there are fewer of them",
+    )
+    what.add_argument(
         "--array",
         choices=ARRAYS,
-        default="numpy",
-        help="what fastdist is called with; empty: comm.empty, which needs no copy",
+        help="what fastdist is called with (default: numpy, on GPUs torch); empty: comm.empty, "
+        "which needs no copy",
     )
     _add_effort(parser.add_argument_group("how much"))
     _add_output(parser)
@@ -83,6 +99,12 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         help="keep each rank on a core of its own, where there are enough",
     )
     group.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on GPUs: also replay a CUDA graph that holds the call",
+    )
+    group.add_argument(
         "--timeout-s", type=float, default=300.0, help="an engine silent for so long has failed"
     )
 
@@ -93,7 +115,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--vs",
         metavar="PEERS",
         default="",
-        help=f"engines to measure side by side, out of {','.join(PEER_NAMES)}; mpi: every MPI",
+        help=f"engines to measure side by side, out of {','.join(PEER_NAMES)}; mpi: every MPI; "
+        f"on GPUs out of {','.join(CUDA_PEER_NAMES)}",
     )
     group.add_argument(
         "--peers-dir",
@@ -111,6 +134,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from fastdist.cli.bench.command import run_command  # numpy and more: only when it runs
+    # numpy and more: only when it runs
+    if options.collective == PACK:
+        from fastdist.cli.bench.pack_command import run_pack
 
+        return run_pack(options)
+    from fastdist.cli.bench.command import run_command
+
+    options.device = options.device or "cpu"
     return run_command(options)

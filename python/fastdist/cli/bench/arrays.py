@@ -1,4 +1,4 @@
-"""The arrays that a rank passes: what a measurement needs of numpy and of torch."""
+"""The arrays that a rank passes: what a measurement needs of numpy, torch and cupy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Array = Any  # a numpy array or a torch tensor
+Array = Any  # a numpy or cupy array, or a torch tensor
 
 
 class UnsupportedCaseError(Exception):
@@ -27,6 +27,7 @@ class ArrayLibrary:
         filler: The bound method that sets every element to its argument.
         write: Copies a numpy block into a flat array's part.
         read: A flat array's part as numpy, float32 where numpy lacks the dtype.
+        copy_all: Copies the second list's arrays into those of the first.
     """
 
     make: Callable[[Sequence[int], str], Array]
@@ -34,6 +35,7 @@ class ArrayLibrary:
     filler: Callable[[Array], Callable[[float], object]]
     write: Callable[[Array, int, npt.NDArray[Any]], None]
     read: Callable[[Array, int, int], npt.NDArray[Any]]
+    copy_all: Callable[[Sequence[Array], Sequence[Array]], object]
 
 
 def _numpy_empty(shape: Sequence[int], dtype: str) -> Array:
@@ -46,6 +48,11 @@ def _numpy_write(flat: Array, start: int, block: npt.NDArray[Any]) -> None:
     flat[start : start + block.size] = block
 
 
+def _copy_each(to: Sequence[Array], source: Sequence[Array]) -> None:
+    for target, array in zip(to, source, strict=True):
+        target[...] = array
+
+
 def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> ArrayLibrary:
     """numpy arrays, or what another allocator makes of them (`comm.empty`)."""
     return ArrayLibrary(
@@ -54,25 +61,60 @@ def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> 
         filler=lambda array: array.fill,
         write=_numpy_write,
         read=lambda flat, start, stop: flat[start:stop],
+        copy_all=_copy_each,
     )
 
 
-def torch_arrays() -> ArrayLibrary:
-    """torch tensors on the CPU."""
+def torch_arrays(
+    device: str = "cpu", make: Callable[[Sequence[int], str], Array] | None = None
+) -> ArrayLibrary:
+    """torch tensors on a device, or what another allocator makes of them (`comm.empty`)."""
     torch: Any = importlib.import_module("torch")
+
+    def empty(shape: Sequence[int], dtype: str) -> Array:
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def write(flat: Array, start: int, block: npt.NDArray[Any]) -> None:
         flat[start : start + block.size] = torch.from_numpy(block)
 
     def read(flat: Array, start: int, stop: int) -> npt.NDArray[Any]:
         part = flat[start:stop]
-        result: npt.NDArray[Any] = (part.float() if part.dtype == torch.bfloat16 else part).numpy()
+        result: npt.NDArray[Any] = (
+            (part.float() if part.dtype == torch.bfloat16 else part).cpu().numpy()
+        )
         return result
 
     return ArrayLibrary(
-        make=lambda shape, dtype: torch.empty(tuple(shape), dtype=getattr(torch, dtype)),
+        make=make or empty,
         flat=lambda array: array.view(-1),
         filler=lambda array: array.fill_,
         write=write,
         read=read,
+        copy_all=torch._foreach_copy_,
+    )
+
+
+def cupy_arrays() -> ArrayLibrary:
+    """cupy arrays on the current GPU."""
+    cupy: Any = importlib.import_module("cupy")
+
+    def empty(shape: Sequence[int], dtype: str) -> Array:
+        if dtype == "bfloat16":
+            raise UnsupportedCaseError("cupy has no bfloat16")
+        return cupy.empty(tuple(shape), dtype)
+
+    def write(flat: Array, start: int, block: npt.NDArray[Any]) -> None:
+        flat[start : start + block.size] = cupy.asarray(block)
+
+    def read(flat: Array, start: int, stop: int) -> npt.NDArray[Any]:
+        result: npt.NDArray[Any] = cupy.asnumpy(flat[start:stop])
+        return result
+
+    return ArrayLibrary(
+        make=empty,
+        flat=lambda array: array.reshape(-1),
+        filler=lambda array: array.fill,
+        write=write,
+        read=read,
+        copy_all=_copy_each,
     )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
 from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.gpu import Gpu
 
 Call = Callable[[], object]
 
@@ -17,6 +18,10 @@ LIST_VARIANTS = {
     "fastdist": ("list", "one array"),
     "gloo": ("25 MB buckets", "one by one", "coalesced"),
     "mpi": ("25 MB buckets",),
+    "fastdist_cuda": ("list", "list in bf16", "one array"),
+    "torch_nccl": ("25 MB buckets", "one by one", "coalesced"),
+    "nccl4py": ("25 MB buckets", "one group"),
+    "cupy": ("25 MB buckets", "one group"),
 }
 BUCKET_BYTES = 25 << 20
 
@@ -28,11 +33,15 @@ class Driver(Protocol):
     world_size: int
     version: str
 
+    @property
+    def gpu(self) -> Gpu | None:
+        """Where the calls run that are measured, in its stream's order; None: on the CPU."""
+
     def arrays(self, kind: str) -> ArrayLibrary:
         """The arrays this engine is called with when fastdist is called with arrays of `kind`."""
 
     def barrier_call(self) -> Call:
-        """The engine's own barrier."""
+        """The engine's own barrier; on GPUs what lets their streams wait for each other."""
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         """The collective on these arrays; nothing but the call itself is left to be done.
@@ -48,14 +57,15 @@ class Driver(Protocol):
         """Leaves the engine. Every rank must call."""
 
 
-def open_driver(kind: str, folder: Path) -> Driver:
+def open_driver(kind: str, folder: Path, array: str) -> Driver:
     """Starts a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
     Args:
         folder: Private to this run and the same for all ranks, for engines that meet in a file.
+        array: What fastdist is called with, one of `ARRAYS`.
     """
     module = importlib.import_module(f"fastdist.cli.bench.{kind}_driver")
-    driver: Driver = module.open_driver(folder)
+    driver: Driver = module.open_driver(folder, array)
     return driver
 
 

@@ -8,20 +8,62 @@ from pathlib import Path
 from typing import Any
 
 import fastdist
-from fastdist.cli.bench.arrays import Array, ArrayLibrary, numpy_arrays, torch_arrays
+from fastdist.cli.bench.arrays import (
+    Array,
+    ArrayLibrary,
+    UnsupportedCaseError,
+    numpy_arrays,
+    torch_arrays,
+)
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
 from fastdist.cli.bench.driver import Call, Driver, ring_call
 
 
+class FastdistCalls:
+    """Binds arrays, wherever they lie, to calls of a communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        """See `Driver`."""
+        comm = self._comm
+        # The default reduce op is left out, as users leave it out.
+        redop = () if case.redop in ("", "sum") else (case.redop,)
+        if case.collective == "barrier":
+            barrier: Call = comm.barrier
+            return barrier
+        if case.collective == "send_recv":
+            return ring_call(comm.rank, comm.world_size, comm.send, comm.recv, (passes, gets))
+        call = getattr(comm, case.collective)
+        if case.collective in ("gather", "scatter"):
+            return partial(call, passes, ROOT, out=gets)
+        if gets is None:
+            return partial(call, passes, *redop)
+        return partial(call, passes, *redop, out=gets)
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+        """See `Driver`."""
+        if variant == "list in bf16":
+            if case.dtype not in ("float32", "float64"):
+                raise UnsupportedCaseError(f"{case.dtype} is not compressed")
+            return partial(self._comm.all_reduce, list(arrays), case.redop, compress="bf16")
+        argument = arrays[0] if variant == "one array" else list(arrays)
+        return partial(self._comm.all_reduce, argument, case.redop)
+
+
 class FastdistDriver:
     """Calls go to the default communicator over all ranks."""
+
+    gpu = None
 
     def __init__(self) -> None:
         self._comm: Any = fastdist.init()
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.world_size
         self.version = f"fastdist {fastdist.__version__}"
+        self._calls = FastdistCalls(self._comm)
 
     def arrays(self, kind: str) -> ArrayLibrary:
         """See `Driver`."""
@@ -38,30 +80,17 @@ class FastdistDriver:
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         """See `Driver`."""
-        comm = self._comm
-        # The default reduce op is left out, as users leave it out.
-        redop = () if case.redop in ("", "sum") else (case.redop,)
-        if case.collective == "barrier":
-            return self.barrier_call()
-        if case.collective == "send_recv":
-            return ring_call(self.rank, self.world_size, comm.send, comm.recv, (passes, gets))
-        call = getattr(comm, case.collective)
-        if case.collective in ("gather", "scatter"):
-            return partial(call, passes, ROOT, out=gets)
-        if gets is None:
-            return partial(call, passes, *redop)
-        return partial(call, passes, *redop, out=gets)
+        return self._calls.bind(case, passes, gets)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         """See `Driver`."""
-        argument = arrays[0] if variant == "one array" else list(arrays)
-        return partial(self._comm.all_reduce, argument, case.redop)
+        return self._calls.bind_list(case, variant, arrays)
 
     def close(self) -> None:
         """See `Driver`."""
         self._comm.close()
 
 
-def open_driver(folder: Path) -> Driver:
+def open_driver(folder: Path, array: str) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return FastdistDriver()

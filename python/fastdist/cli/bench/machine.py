@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdist import _core
 from fastdist.cli.bench.cases import format_size, parse_size
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -51,3 +52,20 @@ def machine_facts() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["torch"] = importlib.metadata.version("torch")
     return facts
+
+
+def cuda_major() -> int:
+    """The version of CUDA that packages have to be for: the driver's, else this build's."""
+    return (_core.cuda_driver_version() or _core.cuda_runtime_version() or 13000) // 1000
+
+
+def gpu_facts() -> dict[str, str]:
+    """GPUs, the driver's CUDA and the one inside this build, by name."""
+    devices = _core.cuda_devices()
+    versions = (_core.cuda_driver_version(), _core.cuda_runtime_version())
+    driver, runtime = (f"{version // 1000}.{version // 10 % 100}" for version in versions)
+    return {
+        "gpus": ", ".join(f"{d.name} ({d.bytes / 2**30:.0f} GiB)" for d in devices),
+        "cuda driver": driver,
+        "cuda runtime": runtime,
+    }

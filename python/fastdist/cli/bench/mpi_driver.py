@@ -23,6 +23,8 @@ from fastdist.cli.bench.driver import BUCKET_BYTES, Call, Driver, ring_call
 class MpiDriver:
     """Calls go to COMM_WORLD."""
 
+    gpu = None
+
     def __init__(self) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._comm: Any = self._mpi.COMM_WORLD
@@ -98,6 +100,6 @@ class MpiDriver:
         self._mpi.Finalize()
 
 
-def open_driver(folder: Path) -> Driver:
+def open_driver(folder: Path, array: str) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return MpiDriver()

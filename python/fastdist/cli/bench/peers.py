@@ -31,6 +31,7 @@ class Engine:
         command: What starts its ranks; the worker's arguments are added.
         environment: Variables beyond the current ones.
         per_rank: One process per rank is started, with RANK and WORLD_SIZE set, not a launcher.
+        array: What fastdist is called with in this run.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Engine:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     per_rank: bool = False
+    array: str = "numpy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ _MPIS = {
 }
 MPI_NAMES = tuple(_MPIS)
 PEER_NAMES = ("gloo", *MPI_NAMES)
+CUDA_PEER_NAMES = ("torch", "nccl4py", "cupy")
 
 
 def default_peers_dir() -> Path:
@@ -73,26 +76,69 @@ def default_peers_dir() -> Path:
     return Path(cache) / "fastdist" / "peers"
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
+def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     """Names of a comma list; `mpi` stands for every MPI.
 
     Raises:
-        ValueError: A name is not a peer.
+        ValueError: A name is not a peer on this device.
     """
+    on_cpu = device == "cpu"
+    known = PEER_NAMES if on_cpu else CUDA_PEER_NAMES
     names: list[str] = []
     for name in text.split(","):
-        if name not in (*PEER_NAMES, "mpi"):
+        if name == "mpi" and on_cpu:
+            names.extend(MPI_NAMES)
+        elif name in known:
+            names.append(name)
+        else:
+            and_mpi = " and mpi (all three)" if on_cpu else ""
             raise ValueError(
-                f"expected peers out of {', '.join(PEER_NAMES)} and mpi (all three), got {name!r}"
+                f"expected peers on --device {device} out of {', '.join(known)}{and_mpi}, "
+                f"got {name!r}"
             )
-        names.extend(MPI_NAMES if name == "mpi" else (name,))
     return tuple(dict.fromkeys(names))
 
 
-def fastdist_engine(ranks: int) -> Engine:
+def fastdist_engine(ranks: int, device: str = "cpu", array: str = "numpy") -> Engine:
     """fastdist through its own launcher."""
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
-    return Engine("fastdist", "fastdist", (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
+    driver = "fastdist" if device == "cpu" else "fastdist_cuda"
+    return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"}, array=array)
+
+
+def find_cuda_peer(name: str, array: str, cuda_major: int) -> Engine | MissingPeer:
+    """A peer of `CUDA_PEER_NAMES`, ready to be started.
+
+    Args:
+        array: What fastdist is called with; the peer is called with the same where it can be.
+        cuda_major: The version of CUDA that a missing package has to be for.
+    """
+    driver, modules = {
+        "torch": ("torch_nccl", ("torch",)),
+        "nccl4py": ("nccl4py", ("nccl.core", "cuda.core")),
+        "cupy": ("cupy", ("cupy",)),
+    }[name]
+    if not all(map(_is_installed, modules)):
+        return MissingPeer(name, cuda_install(name, cuda_major))
+    command = (sys.executable, *_WORKER)
+    return Engine(name, driver, command, {"OMP_NUM_THREADS": "1"}, per_rank=True, array=array)
+
+
+def cuda_install(name: str, cuda_major: int) -> str:
+    """The command that brings a peer of `CUDA_PEER_NAMES`."""
+    packages = {
+        "torch": "fastdist[torch]",
+        "nccl4py": f"nccl4py[cu{cuda_major}]",
+        "cupy": f"cupy-cuda{cuda_major}x nvidia-nccl-cu{cuda_major}",
+    }
+    return f"pip install {packages[name]}"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:

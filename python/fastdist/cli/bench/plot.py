@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import format_size
-from fastdist.cli.bench.results import Measurement, Report, busbw, floor_us
+from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
 
 _COLORS = {
     "fastdist": "#d1495b",
@@ -16,6 +16,9 @@ _COLORS = {
     "openmpi": "#2a6fbb",
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",
+    "torch": "#e07b39",
+    "nccl4py": "#76a713",
+    "cupy": "#2a9db0",
 }
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
@@ -72,6 +75,12 @@ def _title(report: Report) -> str:
     machine = report.machine
     what = f"{case.collective} of {case.model}'s gradients" if case.model else case.collective
     redop = f" {case.redop}" if case.redop else ""
+    if report.placement is not None:
+        return (
+            f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays\n"
+            f"{report.placement}, CUDA {machine['cuda driver']}, "
+            f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth"
+        )
     return (
         f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays in Python\n"
         f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
@@ -87,11 +96,11 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
         _draw_engine(report, axes, column, figure, other.engine)
     _draw_engine(report, axes, [row.ours for row in report.rows], figure, "fastdist")
     low, high = axes.get_ylim()
-    floor = [_floor(report, index, figure) for index in range(len(report.rows))]
+    floor = [_floor(report, row, figure) for row in report.rows]
     if any(floor):
         sizes = [row.case.bytes for row in report.rows]
         style = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6, "zorder": 1}
-        axes.plot(sizes, floor, **style, label="memory floor")
+        axes.plot(sizes, floor, **style, label=_floor_name(report))
     # What is below the engines is the floor of messages that never leave the caches.
     axes.set_ylim(low, max(high, 1.5 * max(floor)))
     sizes = sorted({row.case.bytes for row in report.rows})
@@ -123,12 +132,21 @@ def _draw_engine(
     )
 
 
-def _floor(report: Report, index: int, figure: str) -> float:
-    case = report.rows[index].case
-    least_us = floor_us(case, report.ranks, report.copy_gb_per_s)
+def _floor(report: Report, row: Row, figure: str) -> float:
+    least_us = row.floor_us
+    if not _is_link(report):  # of all rows' copies, not of this row's: a straight line
+        least_us = floor_us(row.case, report.ranks, report.copy_gb_per_s)
     if figure == "p50_us" or not least_us:
         return least_us
-    return busbw(case, report.ranks, 1e3 * least_us)
+    return busbw(row.case, report.ranks, 1e3 * least_us)
+
+
+def _floor_name(report: Report) -> str:
+    return "speed of the links" if _is_link(report) else "memory floor"
+
+
+def _is_link(report: Report) -> bool:
+    return report.placement is not None and not report.placement.is_shared
 
 
 def _style(axes: Any, title: str) -> None:
@@ -163,7 +181,7 @@ def _draw_bars(report: Report, axes: Any) -> None:
     if row.floor_us:
         axes.axvline(row.floor_us, color=_FLOOR_COLOR, linestyle=(0, (4, 3)), linewidth=1.6)
         at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
-        axes.annotate(" memory floor", (row.floor_us, 1.0), **at)
+        axes.annotate(f" {_floor_name(report)}", (row.floor_us, 1.0), **at)
     _style(axes, "")
     axes.grid(False, axis="y")
     axes.xaxis.set_major_formatter(lambda us, _: _format_time(us) if us else "0")

@@ -23,6 +23,8 @@ _COLUMNS = (
     ("floor", 6),
 )
 _UNITS = ("", "", "", "", "us", "us", "GB/s", "GB/s", "", "%")
+# On GPUs they stand behind the others.
+_GPU_COLUMNS = (("host", 9), ("graph", 10))
 _PEER_WIDTH = 10
 _RATIO_WIDTH = 7
 _WAY_WIDTH = 26
@@ -37,18 +39,25 @@ def heading(report: Report, title: str) -> list[str]:
         f"{machine['memory']}; Linux {machine['kernel']}, Python {machine['python']}",
         f"# {', '.join(report.engines.values())}",
     ]
+    if report.placement is not None:
+        lines.insert(2, f"# {report.placement}; CUDA {machine['cuda driver']}")
     lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
     return [*lines, "#"]
 
 
-def column_lines(others: Sequence[str]) -> list[str]:
+def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
     """The two lines of column names and units; peers stand at the right."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     units = "".join(unit.rjust(width) for unit, (_, width) in zip(_UNITS, _COLUMNS, strict=True))
+    host = ""
+    if on_gpu:
+        names += "".join(name.rjust(width) for name, width in _GPU_COLUMNS)
+        units += "".join("us".rjust(width) for _, width in _GPU_COLUMNS)
+        host = "host".rjust(_GPU_COLUMNS[0][1])
     for other in others:
         width = _other_width(other)
-        names += "  " + other.center(width)
-        units += "  " + "us".rjust(width - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH)
+        names += "  " + other.center(width + len(host))
+        units += "  " + "us".rjust(width - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH) + host
     return [names.rstrip(), units.rstrip()]
 
 
@@ -66,16 +75,29 @@ def row_line(row: Row) -> str:
         f"{ours.algbw:.2f}" if moves else "-",
         f"{ours.busbw:.2f}" if moves else "-",
         "-" if ours.wrong is None else str(ours.wrong),
-        f"{row.floor_percent:.0f}" if moves else "-",
+        f"{row.floor_percent:.0f}" if row.floor_us else "-",
     )
     line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    line += _gpu_cells(ours)
     for other in row.others:
         ratio = row.times_as_fast(other)
         time = _time(other.p50_us) if ratio else "n/a"
         width = _other_width(other.engine)
         line += "  " + time.rjust(width - _RATIO_WIDTH)
         line += (f"{_three_digits(ratio)}x" if ratio else "").rjust(_RATIO_WIDTH)
+        if ours.host_us is not None:
+            line += _optional_time(other.host_us).rjust(_GPU_COLUMNS[0][1])
     return line.rstrip()
+
+
+def _gpu_cells(measured: Measurement) -> str:
+    """The host's time and a graph's; nothing on CPUs."""
+    if measured.host_us is None:
+        return ""
+    times = (measured.host_us, measured.graph_us)
+    return "".join(
+        _optional_time(us).rjust(width) for us, (_, width) in zip(times, _GPU_COLUMNS, strict=True)
+    )
 
 
 def list_lines(row: Row) -> list[str]:
@@ -84,7 +106,10 @@ def list_lines(row: Row) -> list[str]:
     columns = (("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7))
     names = "# engine and way".ljust(_WAY_WIDTH)
     names += "".join(name.rjust(width) for name, width in columns)
-    lines = [names + "floor %".rjust(9) + "ratio".rjust(9)]
+    names += "floor %".rjust(9)
+    if ours.host_us is not None:
+        names += "".join(f"{name} us".rjust(width) for name, width in _GPU_COLUMNS)
+    lines = [names + "ratio".rjust(9)]
     for way in (ours, *row.others):
         if way.unsupported:
             lines.append(way.engine.ljust(_WAY_WIDTH) + "n/a".rjust(11))
@@ -100,7 +125,8 @@ def list_lines(row: Row) -> list[str]:
         line = way.engine.ljust(_WAY_WIDTH)
         line += "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
         ratio = row.times_as_fast(way)
-        line += f"{100 * row.floor_us / way.p50_us:.0f}".rjust(9)
+        line += (f"{100 * row.floor_us / way.p50_us:.0f}" if row.floor_us else "-").rjust(9)
+        line += _gpu_cells(way)
         line += (f"{_three_digits(ratio)}x" if ratio and way is not ours else "").rjust(9)
         lines.append(line.rstrip())
     return lines
@@ -108,6 +134,9 @@ def list_lines(row: Row) -> list[str]:
 
 def row_notes(row: Row) -> Iterator[str]:
     """What a line cannot say: why a peer has no figures, and whose results are wrong."""
+    for measured in (row.ours, *row.others):
+        if measured.no_graph:
+            yield f"# {measured.engine}: {measured.no_graph}"
     for other in row.others:
         if other.unsupported:
             yield f"# {other.engine}: {other.unsupported}"
@@ -117,13 +146,39 @@ def row_notes(row: Row) -> Iterator[str]:
 
 def footing(report: Report) -> list[str]:
     """What is below the table."""
-    lines = ["#", f"# {report.ranks} ranks copying at once move {report.copy_gb_per_s:.1f} GB/s"]
-    lines[-1] += " (read and written); floor: the share of the speed that this allows"
+    lines = ["#", *_floor_lines(report)]
     if any(row.others for row in report.rows):
         lines.append("# ratio: how many times as fast as the peer fastdist is")
+    if report.placement is not None:
+        lines.append(
+            "# p50, p99: of the work on the GPU, between events; host: until a call returns"
+        )
+        lines.append("# graph: of a replay of a CUDA graph with the call; -: none")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
     return lines
+
+
+def _floor_lines(report: Report) -> list[str]:
+    copies = (
+        f"# {report.ranks} ranks copying at once move {report.copy_gb_per_s:.1f} GB/s (read and "
+        "written)"
+    )
+    placement = report.placement
+    if placement is None:
+        return [f"{copies}; floor: the share of the speed that this allows"]
+    if placement.is_shared:
+        return [
+            f"# {placement.sharing}: the figures say nothing about GPUs that have a rank each",
+            f"{copies}; floor: the share of the speed that this allows",
+        ]
+    if not placement.link_gb_per_s:
+        return [copies, "# what connects the GPUs is not known: no share of its speed"]
+    return [
+        copies,
+        f"# each GPU sends {placement.link_gb_per_s:.0f} GB/s over {placement.link}; floor: the "
+        "share of that which busbw has",
+    ]
 
 
 def _other_width(name: str) -> int:
@@ -134,12 +189,16 @@ def _time(us: float) -> str:
     return f"{us:.2f}" if us < 1000 else f"{us:.1f}" if us < 1e5 else f"{us:.0f}"
 
 
+def _optional_time(us: float | None) -> str:
+    return "-" if us is None else _time(us)
+
+
 def _three_digits(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def _figures(measured: Measurement) -> dict[str, Any]:
-    return {
+    figures = {
         "p50_us": round(measured.p50_us, 3),
         "p99_us": round(measured.p99_us, 3),
         "algbw_gb_per_s": round(measured.algbw, 4),
@@ -147,6 +206,11 @@ def _figures(measured: Measurement) -> dict[str, Any]:
         "iterations": measured.iterations,
         "wrong": measured.wrong,
     }
+    if measured.host_us is not None:
+        graph_us = measured.graph_us
+        figures["host_us"] = round(measured.host_us, 3)
+        figures["graph_us"] = None if graph_us is None else round(graph_us, 3)
+    return figures
 
 
 def row_object(row: Row) -> dict[str, Any]:
@@ -158,6 +222,8 @@ def row_object(row: Row) -> dict[str, Any]:
             peers[other.engine] = {"unsupported": other.unsupported}
         else:
             peers[other.engine] = {**_figures(other), "times_as_fast": round(ratio, 3)}
+            if host_ratio := row.host_times_as_fast(other):
+                peers[other.engine]["host_times_as_fast"] = round(host_ratio, 3)
     return {
         **asdict(row.case),
         **_figures(row.ours),
@@ -169,8 +235,13 @@ def row_object(row: Row) -> dict[str, Any]:
 
 def report_object(report: Report) -> dict[str, Any]:
     """A report as JSON can hold it; `peers` has every peer and every other way to reduce a list."""
+    placement = report.placement
+    on_gpus = {}
+    if placement is not None:
+        on_gpus["gpus"] = {**asdict(placement), "shared": placement.sharing}
     return {
         "ranks": report.ranks,
+        **on_gpus,
         "machine": report.machine,
         "engines": report.engines,
         "missing": report.missing,
@@ -186,13 +257,15 @@ def write_json(report: Report, file: TextIO) -> None:
 
 
 def write_csv(report: Report, file: TextIO) -> None:
-    """Writes a line per case; each peer has a column for its p50 and one for the ratio."""
+    """Writes a line per case; each peer has a column for its p50, its ratio, its host's time."""
     lines = []
     for row in map(row_object, report.rows):
         peers = row.pop("peers")
         for name, figures in peers.items():
             row[f"{name} p50_us"] = figures.get("p50_us")
             row[f"{name} times_as_fast"] = figures.get("times_as_fast")
+            if "host_us" in figures:
+                row[f"{name} host_us"] = figures["host_us"]
         lines.append({"ranks": report.ranks, **row})
     columns = dict.fromkeys(name for line in lines for name in line)
     writer = csv.DictWriter(file, list(columns))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class Measurement:
         iterations: How many were timed.
         wrong: Wrong elements over all ranks; None where nothing was checked.
         unsupported: Why there are no figures (they are 0 then); empty where there are.
+        host_us: On GPUs: median time until the call returns, of the slowest rank; else None.
+        graph_us: On GPUs: median time of a replay of a graph with the call; None where there is
+            none.
+        no_graph: Why the call could not be captured.
     """
 
     engine: str
@@ -33,6 +38,9 @@ class Measurement:
     iterations: int = 0
     wrong: int | None = None
     unsupported: str = ""
+    host_us: float | None = None
+    graph_us: float | None = None
+    no_graph: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,8 @@ class Row:
     """All engines' figures for one case.
 
     Attributes:
-        floor_us: The least time that its memory traffic takes; 0 for a barrier.
+        floor_us: The least time that its memory traffic takes, or the links between GPUs need; 0
+            for a barrier, and where their speed is not known.
         ours: fastdist.
         others: Peers, and other ways to reduce a list.
     """
@@ -59,6 +68,12 @@ class Row:
         """How many times as fast as another fastdist is; None where the other has no figures."""
         return other.p50_us / self.ours.p50_us if other.p50_us else None
 
+    def host_times_as_fast(self, other: Measurement) -> float | None:
+        """The same of the host's time per call; None on CPUs too."""
+        if other.host_us is None or not self.ours.host_us:
+            return None
+        return other.host_us / self.ours.host_us
+
 
 @dataclass(slots=True)
 class Report:
@@ -69,6 +84,7 @@ class Report:
         machine: Facts by name.
         engines: Version by engine.
         missing: Peers that were asked for but are not installed, each with its pip command.
+        placement: The ranks' GPUs; None on CPUs.
         copy_gb_per_s: What all ranks copying at once move (read and written), GB/s.
     """
 
@@ -78,6 +94,7 @@ class Report:
     missing: dict[str, str]
     copy_gb_per_s: float = 0.0
     rows: list[Row] = field(default_factory=list)
+    placement: Placement | None = None
 
     @property
     def wrong(self) -> int:
@@ -90,17 +107,21 @@ def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
     return [max(ranks) for ranks in zip(*times_ns, strict=True)]
 
 
+def p99_ns(times_ns: Sequence[int]) -> int:
+    """Their 99th percentile."""
+    ordered = sorted(times_ns)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
 def measurement(
     engine: str, case: Case, world_size: int, times_ns: Sequence[int], wrong: int | None
 ) -> Measurement:
     """Figures of one engine from the slowest rank's times."""
     p50_ns = statistics.median(times_ns)
-    ordered = sorted(times_ns)
-    p99_ns = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     return Measurement(
         engine=engine,
         p50_us=p50_ns / 1e3,
-        p99_us=p99_ns / 1e3,
+        p99_us=p99_ns(times_ns) / 1e3,
         algbw=case.bytes / p50_ns,
         busbw=busbw(case, world_size, p50_ns),
         iterations=len(times_ns),
@@ -111,6 +132,19 @@ def measurement(
 def busbw(case: Case, world_size: int, time_ns: float) -> float:
     """nccl-tests' bus bandwidth of a call that takes so long, GB/s."""
     return case.bytes / time_ns * COLLECTIVES[case.collective].bus_factor(world_size)
+
+
+def median_us(times_ns: Sequence[int]) -> float | None:
+    """Microseconds; None of nothing."""
+    return statistics.median(times_ns) / 1e3 if times_ns else None
+
+
+def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
+    """Microseconds that a case takes where its bus bandwidth is that of a GPU's links; 0 where
+    that is not known.
+    """
+    factor = COLLECTIVES[case.collective].bus_factor(world_size)
+    return factor * case.bytes / link_gb_per_s / 1e3 if link_gb_per_s else 0.0
 
 
 def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:

@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -25,8 +25,17 @@ from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.machine import largest_cache_bytes
 from fastdist.cli.bench.peers import Engine
+from fastdist.cli.bench.placement import Placement
 from fastdist.cli.bench.processes import EngineError, EngineProcesses
-from fastdist.cli.bench.results import Measurement, Row, floor_us, measurement, slowest_rank
+from fastdist.cli.bench.results import (
+    Measurement,
+    Row,
+    floor_us,
+    link_us,
+    measurement,
+    median_us,
+    slowest_rank,
+)
 
 ROUNDS = 5
 
@@ -34,6 +43,7 @@ _START_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _COPIES = 4  # per round; the first is not counted
 _LEAST_COPY_BYTES = 64 << 20
+_GPU_COPY_BYTES = 512 << 20  # several times the cache of any GPU
 _MOST_ITERATIONS = 20_000  # per round
 
 
@@ -49,6 +59,7 @@ class Effort:
         check: Verify results.
         bind: Keep each rank on a core of its own, where there are enough.
         timeout_s: An engine that doesn't answer for so long has failed.
+        graph: On GPUs: also replay a graph that holds the call.
     """
 
     time_s: float = 1.0
@@ -58,6 +69,7 @@ class Effort:
     check: bool = True
     bind: bool = True
     timeout_s: float = 300.0
+    graph: bool = False
 
 
 @dataclass(slots=True)
@@ -68,8 +80,11 @@ class _Contender:
     variant: str
     iterations: int = 0
     times_ns: list[int] = field(default_factory=list)
+    host_ns: list[int] = field(default_factory=list)
+    graph_ns: list[int] = field(default_factory=list)
     wrong: int | None = None
     unsupported: str = ""
+    no_graph: str = ""
 
     @property
     def name(self) -> str:
@@ -83,13 +98,25 @@ class Session:
     The first engine is fastdist.
     """
 
-    def __init__(self, engines: Sequence[Engine], ranks: int, effort: Effort) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        ranks: int,
+        effort: Effort,
+        placement: Placement | None = None,
+    ) -> None:
+        """`placement`: the GPUs of the ranks, for engines that call with arrays there."""
         self._effort = effort
+        self._placement = placement
         self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
         self._socket_path = self._folder / "socket"
         self._engines = [EngineProcesses(engine, ranks, self._socket_path) for engine in engines]
-        self._copy_bytes = max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
+        self._copy_bytes = (
+            max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
+            if placement is None
+            else _GPU_COPY_BYTES
+        )
         self._copies_ns: list[int] = []
 
     def __enter__(self) -> Session:
@@ -188,6 +215,10 @@ class Session:
             for variant in (LIST_VARIANTS[engine.engine.driver] if case.model else ("",))
         ]
         running = [contender for contender in contenders if self._prepare(contender, case)]
+        if contenders[0].unsupported:
+            raise EngineError(
+                f"fastdist {case.collective} of {case.label}: {contenders[0].unsupported}"
+            )
         copies_ns: list[int] = []
         for _ in range(self._effort.rounds):
             copies_ns += self._time_copies()
@@ -196,14 +227,21 @@ class Session:
             on_round()
         for contender in running:
             if self._effort.check:
-                replies = self._command(contender, "check")
+                replies = self._command(contender, "check", graph=self._graphs(contender))
                 contender.wrong = sum(int(reply["wrong"]) for reply in replies)
         for engine in self._engines:
             engine.command({"command": "release"}, self._effort.timeout_s)
         self._copies_ns += copies_ns
         ours, *others = (self._measurement(contender, case) for contender in contenders)
-        floor = floor_us(case, self._ranks, self._bandwidth(copies_ns))
-        return Row(case, floor, ours, tuple(others))
+        return Row(case, self._floor_us(case, copies_ns), ours, tuple(others))
+
+    def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
+        if self._placement is not None and not self._placement.is_shared:
+            return link_us(case, self._ranks, self._placement.link_gb_per_s)
+        return floor_us(case, self._ranks, self._bandwidth(copies_ns))
+
+    def _graphs(self, contender: _Contender) -> bool:
+        return self._effort.graph and not contender.no_graph
 
     def _command(self, contender: _Contender, command: str, **arguments: object) -> list[Message]:
         message = {"command": command, "variant": contender.variant, **arguments}
@@ -211,36 +249,43 @@ class Session:
 
     def _prepare(self, contender: _Contender, case: Case) -> bool:
         fields = {name: getattr(case, name) for name in case.__slots__}
-        replies = self._command(contender, "prepare", case=fields)
+        replies = self._command(contender, "prepare", case=fields, graph=self._effort.graph)
         reasons = [str(reply["unsupported"]) for reply in replies if "unsupported" in reply]
-        if reasons and contender.processes.engine.driver == "fastdist":
-            raise EngineError(f"fastdist {case.collective} of {case.label}: {reasons[0]}")
         if reasons:
             contender.unsupported = reasons[0]
             return False
+        contender.no_graph = next(filter(None, (str(reply["no_graph"]) for reply in replies)), "")
         contender.iterations = self._iterations(contender)
         return True
 
     def _iterations(self, contender: _Contender) -> int:
         """Warms up, and returns the number of iterations per round."""
         effort = self._effort
-        self._command(contender, "time", iterations=max(1, effort.warmup))
+        self._timed(contender, max(1, effort.warmup))
         if effort.iterations is not None:
             return max(1, -(-effort.iterations // effort.rounds))
         round_s = effort.time_s / effort.rounds
         trial, trial_s = 1, 0.0
         while trial_s < round_s / 4 and trial < _MOST_ITERATIONS:
             trial *= 4
-            replies = self._command(contender, "time", iterations=trial)
+            replies = self._timed(contender, trial)
             trial_s = max(int(reply["wall_ns"]) for reply in replies) / 1e9
         return min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
 
     def _time(self, contender: _Contender) -> None:
         # The first calls of a turn find the caches as the engine before has left them.
         settle = min(self._effort.warmup, contender.iterations)
-        iterations = settle + contender.iterations
-        replies = self._command(contender, "time", iterations=iterations)
-        contender.times_ns += slowest_rank([reply["times_ns"] for reply in replies])[settle:]
+        replies = self._timed(contender, settle + contender.iterations)
+        for name, times_ns in (
+            ("times_ns", contender.times_ns),
+            ("host_ns", contender.host_ns),
+            ("graph_ns", contender.graph_ns),
+        ):
+            times_ns += slowest_rank([reply[name] for reply in replies])[settle:]
+
+    def _timed(self, contender: _Contender, iterations: int) -> list[Message]:
+        graph = self._graphs(contender)
+        return self._command(contender, "time", iterations=iterations, graph=graph)
 
     def _time_copies(self) -> list[int]:
         message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}
@@ -250,4 +295,12 @@ class Session:
     def _measurement(self, contender: _Contender, case: Case) -> Measurement:
         if contender.unsupported:
             return Measurement(contender.name, unsupported=contender.unsupported)
-        return measurement(contender.name, case, self._ranks, contender.times_ns, contender.wrong)
+        figures = measurement(
+            contender.name, case, self._ranks, contender.times_ns, contender.wrong
+        )
+        return replace(
+            figures,
+            host_us=median_us(contender.host_ns),
+            graph_us=median_us(contender.graph_ns),
+            no_graph=contender.no_graph,
+        )

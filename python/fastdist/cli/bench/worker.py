@@ -1,6 +1,6 @@
 """What each rank of each engine runs: it does what the bench tells it over its channel.
 
-    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --socket PATH
+    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --array KIND --socket PATH
 
 Exits with 1 after it has sent the error that ended it, or when the bench has gone.
 """
@@ -11,6 +11,7 @@ import argparse
 import os
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -20,8 +21,9 @@ import numpy as np
 from fastdist.cli.bench.arrays import UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
-from fastdist.cli.bench.driver import Driver, open_driver
-from fastdist.cli.bench.measured_call import MeasuredCall
+from fastdist.cli.bench.driver import Call, Driver, open_driver
+from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
+from fastdist.cli.bench.measured_call import Measured, MeasuredCall
 from fastdist.cluster.launch import detect_launch
 
 _COMMANDS = frozenset(("bind", "prepare", "time", "check", "release", "copy"))
@@ -32,8 +34,10 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._calls: dict[str, MeasuredCall] = {}
+        self._calls: dict[str, Measured] = {}
         self._copy_buffers: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+        self._lead = None if driver.gpu is None else Lead(driver.gpu)
+        self._gpu_copy: tuple[int, Call] | None = None
 
     def bind(self, message: Message) -> Message:
         """Keeps this rank's thread, not those that the engine has started, on one core."""
@@ -44,23 +48,29 @@ class Worker:
         """Makes the arrays of a case and calls once, which shows what the engine cannot do."""
         variant = str(message["variant"])
         try:
-            call = MeasuredCall(self._driver, Case(**message["case"]), variant)
-            call.time(1)
+            call = self._measured(Case(**message["case"]), variant, bool(message["graph"]))
+            call.time(1, False)
         except UnsupportedCaseError as error:
             return {"unsupported": str(error)}
         except Exception as error:
             return {"unsupported": f"{type(error).__name__}: {error}"}
         self._calls[variant] = call
-        return {}
+        return {"no_graph": call.no_graph}
+
+    def _measured(self, case: Case, variant: str, graph: bool) -> Measured:
+        gpu = self._driver.gpu
+        if gpu is None or self._lead is None:
+            return MeasuredCall(self._driver, case, variant)
+        return GpuCall(self._driver, gpu, self._lead, case, variant, graph)
 
     def time(self, message: Message) -> Message:
         """Times a number of calls."""
-        times_ns, wall_ns = self._calls[message["variant"]].time(message["iterations"])
-        return {"times_ns": times_ns, "wall_ns": wall_ns}
+        times = self._calls[message["variant"]].time(message["iterations"], message["graph"])
+        return asdict(times)
 
     def check(self, message: Message) -> Message:
         """Counts wrong elements."""
-        return {"wrong": self._calls[message["variant"]].wrong_elements()}
+        return {"wrong": self._calls[message["variant"]].wrong_elements(message["graph"])}
 
     def release(self, message: Message) -> Message:
         """Frees the arrays of the case."""
@@ -69,6 +79,8 @@ class Worker:
 
     def copy(self, message: Message) -> Message:
         """Times copies of a buffer while every rank copies, for the floor."""
+        if self._driver.gpu is not None:
+            return {"times_ns": self._copies_on_gpu(message["bytes"], message["iterations"])}
         from fastdist import _core  # not in peers' ranks
 
         elements = message["bytes"] // 8
@@ -83,6 +95,15 @@ class Worker:
             _core.stream_copy(to, source)
             times_ns.append(perf_counter_ns() - began)
         return {"times_ns": times_ns}
+
+    def _copies_on_gpu(self, nbytes: int, iterations: int) -> list[int]:
+        gpu, lead = self._driver.gpu, self._lead
+        assert gpu is not None
+        assert lead is not None
+        if self._gpu_copy is None or self._gpu_copy[0] != nbytes:
+            self._gpu_copy = nbytes, gpu.copy_call(nbytes)
+        barrier = self._driver.barrier_call()
+        return Batches(gpu, lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
 
     def answer(self, message: Message) -> Message:
         """Does what a message says."""
@@ -106,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
     parser.add_argument("--engine", required=True)
     parser.add_argument("--driver", required=True)
+    parser.add_argument("--array", required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args(arguments)
     channel = Channel.connect(options.socket)
@@ -113,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = detect_launch()
         rank = 0 if launch is None else launch.rank
         channel.send({"engine": options.engine, "rank": rank})
-        _serve(channel, open_driver(options.driver, options.socket.parent))
+        _serve(channel, open_driver(options.driver, options.socket.parent, options.array))
     except ChannelClosedError:
         os._exit(1)  # at once: leaving the engine could wait for ranks that are gone too
     except BaseException:

@@ -1,0 +1,73 @@
+"""Drives fastdist itself on GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fastdist
+from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
+from fastdist.cli.bench.cases import DTYPE_BYTES, Case
+from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.fastdist_driver import FastdistCalls
+from fastdist.cli.bench.gpu import open_gpu
+from fastdist.cluster.launch import detect_launch
+from fastdist.engines import nccl_library
+
+
+class FastdistCudaDriver:
+    """Calls go to the default communicator, in the order of the array library's stream."""
+
+    def __init__(self, library: str) -> None:
+        launch = detect_launch()
+        self.gpu = open_gpu(0 if launch is None else launch.local_rank, library)
+        self._comm: Any = fastdist.init()
+        self.rank: int = self._comm.rank
+        self.world_size: int = self._comm.world_size
+        nccl = nccl_library.load().version_text
+        self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
+        self._calls = FastdistCalls(self._comm)
+        self._flag = self.gpu.arrays.make((1,), "int32")
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        """See `Driver`."""
+        if kind == "empty":
+            return torch_arrays(make=self._registered)
+        return self.gpu.arrays
+
+    def _registered(self, shape: Sequence[int], dtype: str) -> Array:
+        """A tensor in memory of `comm.empty`, of which torch keeps the owner. Every rank calls."""
+        torch: Any = importlib.import_module("torch")
+        elements = 1
+        for length in shape:
+            elements *= length
+        device = torch.cuda.current_device()
+        nbytes = elements * DTYPE_BYTES[dtype]
+        memory = self._comm.empty((nbytes,), dtype="uint8", device=f"cuda:{device}")
+        flat = torch.as_tensor(memory, device=f"cuda:{device}")
+        return flat.view(getattr(torch, dtype)).view(tuple(shape))
+
+    def barrier_call(self) -> Call:
+        """See `Driver`."""
+        return partial(self._comm.all_reduce, self._flag)
+
+    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        """See `Driver`."""
+        return self._calls.bind(case, passes, gets)
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+        """See `Driver`."""
+        return self._calls.bind_list(case, variant, arrays)
+
+    def close(self) -> None:
+        """See `Driver`."""
+        self.gpu.synchronize()
+        self._comm.close()
+
+
+def open_driver(folder: Path, array: str) -> Driver:
+    """Joins the other ranks. Every rank must call."""
+    return FastdistCudaDriver("cupy" if array == "cupy" else "torch")

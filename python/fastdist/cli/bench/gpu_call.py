@@ -1,0 +1,163 @@
+"""The timed loops around one engine's call of one case on one rank's GPU.
+
+A call on a GPU enqueues work and returns. Its three times are taken apart from each other:
+
+- of the work, between two events. The stream is kept busy until all calls of a batch are enqueued,
+  so that the time between two events never is one in which the GPU waits for the host;
+- of the host, until the call returns, with the stream busy all the while;
+- of a replay of a graph that holds the call, between two events again.
+
+Before each timed call this rank writes its data, and the streams of all ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter_ns
+
+from fastdist.cli.bench.bound_case import BoundCase
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.gpu import Gpu
+from fastdist.cli.bench.measured_call import Times
+
+# Together with what they fill, calls of a batch stay below what a device's queue holds.
+_MOST_IN_BATCH = 32
+_LEAD_BYTES = 64 << 20
+_FIRST_LEAD_NS = 1_000_000
+_MOST_LEAD_NS = 50_000_000
+_MOST_LEAD_COPIES = 500  # they take places in the device's queue, too
+
+
+class Lead:
+    """Copies that keep a stream busy while the host enqueues what comes behind them."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._copy = gpu.copy_call(_LEAD_BYTES)
+        start, end = gpu.event(), gpu.event()
+        self._copy()
+        gpu.record(start)
+        for _ in range(4):
+            self._copy()
+        gpu.record(end)
+        gpu.synchronize()
+        self._copy_ns = max(1, gpu.elapsed_ns(start, end) // 4)
+
+    def enqueue(self, least_ns: int) -> None:
+        """Keeps the stream busy for at least so long, within reason."""
+        for _ in range(min(_MOST_LEAD_COPIES, -(-least_ns // self._copy_ns))):
+            self._copy()
+
+
+class Batches:
+    """Times what calls enqueue on one GPU, some calls at once."""
+
+    def __init__(self, gpu: Gpu, lead: Lead, most: int) -> None:
+        self._gpu = gpu
+        self._most = most
+        self._lead = lead
+        self._lead_ns = _FIRST_LEAD_NS
+        self._events = [(gpu.event(), gpu.event()) for _ in range(most)]
+        self._behind = gpu.event()
+
+    def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
+        """Nanoseconds that each call's work takes; one call of `prepare` goes before each."""
+        times_ns: list[int] = []
+        gpu = self._gpu
+        for first in range(0, len(prepare), self._most):
+            batch = prepare[first : first + self._most]
+            began = self._begin()
+            for before, (start, end) in zip(batch, self._events, strict=False):
+                before()
+                gpu.record(start)
+                call()
+                gpu.record(end)
+            self._end(began)
+            times_ns += [gpu.elapsed_ns(start, end) for start, end in self._events[: len(batch)]]
+        return times_ns
+
+    def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
+        """Nanoseconds until each call returns; `prepare` goes before each batch."""
+        times_ns: list[int] = []
+        while len(times_ns) < number:
+            began = self._begin()
+            prepare()
+            for _ in range(min(self._most, number - len(times_ns))):
+                called = perf_counter_ns()
+                call()
+                times_ns.append(perf_counter_ns() - called)
+            self._end(began)
+        return times_ns
+
+    def _begin(self) -> int:
+        began = perf_counter_ns()
+        self._lead.enqueue(self._lead_ns)
+        self._gpu.record(self._behind)
+        return began
+
+    def _end(self, began: int) -> None:
+        """Waits for the batch. The next one's lead is as long as this one's needed to be."""
+        took_ns = perf_counter_ns() - began
+        if self._gpu.is_over(self._behind):  # too short
+            self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))
+        self._gpu.synchronize()
+
+
+class GpuCall:
+    """Times calls that enqueue work on a GPU."""
+
+    def __init__(
+        self, driver: Driver, gpu: Gpu, lead: Lead, case: Case, variant: str, graph: bool
+    ) -> None:
+        self._bound = BoundCase(driver, case, variant)
+        self._gpu = gpu
+        self._last_iteration = 0
+        most = max(1, _MOST_IN_BATCH // max(1, self._bound.arrays))
+        self._batches = Batches(gpu, lead, most)
+        self._bound.fill(1)
+        self._bound.barrier()
+        self._bound.call()  # engines connect now: that cannot be captured
+        gpu.synchronize()
+        self._replay: Call | None = None
+        self.no_graph = ""
+        if graph:
+            self._capture()
+
+    def _capture(self) -> None:
+        try:
+            self._replay = self._gpu.capture(self._bound.call)
+        except Exception as error:
+            self.no_graph = f"not captured: {type(error).__name__}: {error}"
+        self._gpu.synchronize()
+
+    def time(self, iterations: int, graph: bool) -> Times:
+        """See `Measured`."""
+        bound = self._bound
+        values = bound.fill_values(iterations)
+        self._last_iteration = iterations - 1
+
+        def prepare(value: int) -> Call:
+            def fill_and_meet() -> None:
+                bound.fill(value)
+                bound.barrier()
+
+            return fill_and_meet
+
+        bound.barrier()
+        self._gpu.synchronize()
+        began = perf_counter_ns()
+        prepared = [prepare(value) for value in values]
+        host_ns = self._batches.host_ns(prepare(1), bound.call, iterations)
+        graph_ns: list[int] = []
+        if graph and self._replay is not None:
+            graph_ns = self._batches.work_ns(prepared, self._replay)
+        # Last, so that what is checked are these calls' results.
+        times_ns = self._batches.work_ns(prepared, bound.call)
+        return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
+
+    def wrong_elements(self, graph: bool) -> int:
+        """See `Measured`."""
+        calls = [self._bound.call]
+        if graph and self._replay is not None:
+            calls.append(self._replay)
+        return self._bound.wrong_elements(self._last_iteration, calls)

@@ -1,0 +1,181 @@
+"""What a command line asks for: cases, effort, engines, GPUs; checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdist import _core
+from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case, parse_sizes
+from fastdist.cli.bench.machine import cuda_major, usable_cores
+from fastdist.cli.bench.peers import (
+    Engine,
+    MissingPeer,
+    cuda_install,
+    fastdist_engine,
+    find_cuda_peer,
+    find_peer,
+    parse_peers,
+)
+from fastdist.cli.bench.placement import Placement, place_ranks
+from fastdist.cli.bench.plot import check_plot
+from fastdist.cli.bench.session import ROUNDS, Effort
+
+_MOST_ITERATIONS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run that can begin.
+
+    Attributes:
+        ranks: World size.
+        cases: What is measured.
+        effort: How long.
+        engines: fastdist, and the peers that are installed.
+        missing: The peers that are not.
+        placement: The ranks' GPUs; None on CPUs.
+    """
+
+    ranks: int
+    cases: tuple[Case, ...]
+    effort: Effort
+    engines: tuple[Engine, ...]
+    missing: tuple[MissingPeer, ...]
+    placement: Placement | None
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Raises ValueError for options that make no sense, ImportError for a missing extra."""
+    cases, effort = _cases(options), _effort(options)
+    engines, missing = _engines(options)
+    placement = _placement(options)
+    check_files(options)
+    return Plan(_ranks(options), cases, effort, engines, missing, placement)
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    ranks: int = _default_ranks(options.device) if options.ranks is None else options.ranks
+    if ranks < 1:
+        raise ValueError(f"expected --ranks of at least 1, got {ranks}")
+    if ranks == 1 and options.collective == "send_recv":
+        raise ValueError("send_recv needs --ranks of at least 2, got 1")
+    return ranks
+
+
+def _default_ranks(device: str) -> int:
+    return max(2, usable_cores() if device == "cpu" else len(_core.cuda_devices()))
+
+
+def _array(options: argparse.Namespace) -> str:
+    """What fastdist is called with."""
+    possible = DEVICE_ARRAYS[options.device]
+    array: str = possible[0] if options.array is None else options.array
+    if array not in possible:
+        raise ValueError(
+            f"expected --array for --device {options.device} out of {', '.join(possible)}, "
+            f"got {array!r}"
+        )
+    return array
+
+
+def _placement(options: argparse.Namespace) -> Placement | None:
+    """The ranks' GPUs, where the run is on GPUs."""
+    if options.device == "cpu":
+        return None
+    if options.collective == "barrier":
+        raise ValueError("barrier is for --device cpu: on GPUs it is the host that waits")
+    if options.array == "empty" and options.collective in ("gather", "scatter"):
+        raise ValueError(
+            "--array empty: every rank must call comm.empty for GPUs, and only the root of a "
+            f"{options.collective} has a buffer of all blocks"
+        )
+    placement = place_ranks(_ranks(options))
+    require_library("cupy" if _array(options) == "cupy" else "torch")
+    return placement
+
+
+def require_library(name: str) -> None:
+    """Checks that torch or cupy, whose arrays fastdist is called with, is installed.
+
+    Raises:
+        ImportError: It is not; the message has the command that brings it.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise ImportError(
+            f"--device cuda needs {name} to make arrays there: {cuda_install(name, cuda_major())}"
+        )
+
+
+def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
+    array = _array(options)
+    made_by = "numpy" if array == "empty" and options.device == "cpu" else array
+    if options.dtype == "bfloat16" and made_by in ("numpy", "cupy"):
+        raise ValueError(f"{made_by} has no bfloat16: use --array torch")
+    if options.redop == "mean" and "int" in options.dtype:
+        raise ValueError(f"--op mean needs a floating point dtype, got {options.dtype}")
+    if options.model:
+        if options.collective != "all_reduce":
+            raise ValueError(f"--list is for all_reduce, got {options.collective}")
+        return (list_case(options.model, options.dtype, options.redop, array),)
+    sizes = parse_sizes(options.sizes, options.factor)
+    return array_cases(
+        options.collective, sizes, _ranks(options), options.dtype, options.redop, array
+    )
+
+
+def _effort(options: argparse.Namespace) -> Effort:
+    for name, least in (("iters", 1), ("warmup", 0), ("time_s", 0), ("timeout_s", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(
+                f"expected --{name.replace('_', '-')} of at least {least}, got {value}"
+            )
+    if options.iters is not None and options.iters > _MOST_ITERATIONS:
+        raise ValueError(f"expected --iters of at most {_MOST_ITERATIONS}, got {options.iters}")
+    return Effort(
+        time_s=options.time_s,
+        iterations=options.iters,
+        warmup=options.warmup,
+        rounds=min(ROUNDS, options.iters or ROUNDS),
+        check=options.check,
+        bind=options.bind and options.device == "cpu",
+        graph=options.graph and options.device == "cuda",
+        timeout_s=options.timeout_s,
+    )
+
+
+def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
+    ranks = _ranks(options)
+    device, array = options.device, _array(options)
+    names = parse_peers(options.vs, device) if options.vs else ()
+    found = [
+        find_peer(name, ranks, options.peers_dir)
+        if device == "cpu"
+        else find_cuda_peer(name, array, cuda_major())
+        for name in names
+    ]
+    missing = tuple(peer for peer in found if isinstance(peer, MissingPeer))
+    ours = fastdist_engine(ranks, device, array)
+    return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Finds out before the run what could not be written after it.
+
+    Raises:
+        ImportError, ValueError: An extra is missing, or a file cannot be written.
+    """
+    if options.plot:
+        check_plot(Path(options.plot))
+    for name in (options.json, options.csv, options.plot):
+        if name in (None, "-"):
+            continue
+        folder = Path(name).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ValueError(
+                f"cannot write {name}: {folder} is not a folder that can be written to"
+            )

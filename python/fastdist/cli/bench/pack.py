@@ -1,0 +1,207 @@
+"""Measures the kernels that move a list's arrays into buckets and out of them, on one GPU.
+
+fastdist's kernels take turns with torch's ways: `flatten_dense_tensors`, and out again
+`unflatten_dense_tensors` with a copy per tensor; and `_foreach_copy_` between the tensors and views
+of one flat tensor. Speeds are bytes read and written per time, and shares of what a plain copy of a
+large buffer reads and writes, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdist import _core
+from fastdist.cli.bench.arrays import Array
+from fastdist.cli.bench.bound_case import with_phases
+from fastdist.cli.bench.cases import DTYPE_BYTES
+from fastdist.cli.bench.gpu import Call, Gpu
+from fastdist.cli.bench.gpu_call import Batches, Lead
+from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.results import p99_ns
+from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
+
+WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+DIRECTIONS = ("pack", "unpack")
+
+CALLS_PER_TURN = 4
+_LEAST_COPY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackCase:
+    """A list, and what its numbers are cast to on the way; empty: nothing."""
+
+    model: str
+    dtype: str
+    compress: str = ""
+
+    @property
+    def label(self) -> str:
+        """As a person says it."""
+        cast = f" as {self.compress}" if self.compress else ""
+        return f"{self.model} {self.dtype}{cast}"
+
+    @property
+    def elements(self) -> int:
+        """Of all arrays."""
+        return sum(map(math.prod, gradient_shapes(self.model)))
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Read and written by packing or unpacking."""
+        wire = WIRE_DTYPES.get(self.compress, self.dtype)
+        return self.elements * (DTYPE_BYTES[self.dtype] + DTYPE_BYTES[wire])
+
+
+@dataclass(slots=True)
+class Way:
+    """One way to do one case in one direction, and its times."""
+
+    name: str
+    direction: str
+    call: Call
+    times_ns: list[int] = field(default_factory=list)
+    wrong: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackRow:
+    """What was found of one way.
+
+    Attributes:
+        case: What was moved.
+        way: `fastdist`, or a way of torch's.
+        direction: One of `DIRECTIONS`.
+        p50_us, p99_us: Time on the GPU.
+        gb_per_s: Bytes read and written in that time.
+        copy_percent: That speed's share of a plain copy's.
+        times_as_fast: How many times as fast as this way fastdist is.
+        iterations: How many calls were timed.
+        wrong: Elements that the way in and out again has changed.
+    """
+
+    case: PackCase
+    way: str
+    direction: str
+    p50_us: float
+    p99_us: float
+    gb_per_s: float
+    copy_percent: float
+    times_as_fast: float
+    iterations: int
+    wrong: int
+
+
+class PackBench:
+    """Times packing and unpacking on one GPU, one case after the other.
+
+    Args:
+        torch_ways: Measure torch's ways, too; the GPU must be torch's.
+        bucket_bytes: A list goes through as many buckets of this size as it takes.
+        rounds: Turns that each way takes, four calls each.
+    """
+
+    def __init__(self, gpu: Gpu, torch_ways: bool, bucket_bytes: int, rounds: int) -> None:
+        self._gpu = gpu
+        self._torch_ways = torch_ways
+        self._bucket_bytes = bucket_bytes
+        self._rounds = rounds
+        self._batches = Batches(gpu, Lead(gpu), CALLS_PER_TURN)
+        self.copy_gb_per_s = 0.0
+
+    def measure(self, case: PackCase) -> list[PackRow]:
+        """Every way in both directions, in turns."""
+        make, stream = self._gpu.arrays.make, self._gpu.stream
+        arrays = [make(shape, case.dtype) for shape in gradient_shapes(case.model)]
+        packed = _core.PackedList(
+            arrays, self._gpu.device, case.compress or None, self._bucket_bytes
+        )
+        ways = [
+            Way("fastdist", "pack", lambda: packed.pack(stream)),
+            Way("fastdist", "unpack", lambda: packed.unpack(stream)),
+        ]
+        if self._torch_ways:
+            ways += torch_ways(arrays, case)
+        copied = max(_LEAST_COPY_BYTES, case.elements * DTYPE_BYTES[case.dtype])
+        copy = Way("copy", "", self._gpu.copy_call(copied))
+        fillers = [self._gpu.arrays.filler(array) for array in arrays]
+
+        def fill() -> None:
+            for filler in fillers:
+                filler(1)
+
+        for number in range(self._rounds + 1):
+            for way in (copy, *ways):
+                times_ns = self._batches.work_ns([fill] * CALLS_PER_TURN, way.call)
+                if number:  # the first round warms up
+                    way.times_ns += times_ns
+        for into, out in zip(ways[::2], ways[1::2], strict=True):
+            into.wrong = out.wrong = self._changed(arrays, case, into.call, out.call)
+        speed = 2 * copied / statistics.median(copy.times_ns)
+        self.copy_gb_per_s = max(self.copy_gb_per_s, speed)
+        return [pack_row(case, way, ways[i % 2], speed) for i, way in enumerate(ways)]
+
+    def _changed(self, arrays: Sequence[Array], case: PackCase, into: Call, out: Call) -> int:
+        """Elements that are others after they were packed, overwritten and unpacked."""
+        library = self._gpu.arrays
+        inputs = patterned_inputs(1, case.dtype, "")
+        phased = list(with_phases(arrays))
+        for array, phase in phased:
+            write_input(library, array, inputs, 0, phase)
+        into()
+        for array in arrays:
+            library.filler(array)(101)
+        out()
+        return sum(
+            count_wrong(library, array, "broadcast", 0, inputs, phase) for array, phase in phased
+        )
+
+
+def torch_ways(arrays: Sequence[Array], case: PackCase) -> list[Way]:
+    """torch's ways with tensors of any device: each into one flat tensor, and out of it again."""
+    torch: Any = importlib.import_module("torch")
+    flattening: Any = importlib.import_module("torch._utils")
+    wire = getattr(torch, WIRE_DTYPES.get(case.compress, case.dtype))
+    sizes = [array.numel() for array in arrays]
+    flat = torch.empty(sum(sizes), dtype=wire, device=arrays[0].device)
+    parts = list(flat.split(sizes))
+    lines = [array.view(-1) for array in arrays]
+    held = [flat]
+
+    def flatten() -> None:
+        held[0] = flattening._flatten_dense_tensors(arrays).to(wire)
+
+    def unflatten() -> None:
+        pieces = flattening._unflatten_dense_tensors(held[0], arrays)
+        for array, piece in zip(arrays, pieces, strict=True):
+            array.copy_(piece)
+
+    return [
+        Way("torch: flatten", "pack", flatten),
+        Way("torch: flatten", "unpack", unflatten),
+        Way("torch: foreach", "pack", lambda: torch._foreach_copy_(parts, lines)),
+        Way("torch: foreach", "unpack", lambda: torch._foreach_copy_(lines, parts)),
+    ]
+
+
+def pack_row(case: PackCase, way: Way, ours: Way, copy_gb_per_s: float) -> PackRow:
+    """Figures of a way from its times, those of ours in the same direction, and a copy's speed."""
+    p50_ns = statistics.median(way.times_ns)
+    speed = case.traffic_bytes / p50_ns
+    return PackRow(
+        case=case,
+        way=way.name,
+        direction=way.direction,
+        p50_us=p50_ns / 1e3,
+        p99_us=p99_ns(way.times_ns) / 1e3,
+        gb_per_s=speed,
+        copy_percent=100 * speed / copy_gb_per_s,
+        times_as_fast=p50_ns / statistics.median(ours.times_ns),
+        iterations=len(way.times_ns),
+        wrong=way.wrong,
+    )

@@ -1,0 +1,169 @@
+"""Runs `fastdist bench pack` from its parsed options: cases, table, files."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from fastdist import _core
+from fastdist.cli.bench.gpu import open_gpu
+from fastdist.cli.bench.machine import gpu_facts, machine_facts
+from fastdist.cli.bench.options import check_files, require_library
+from fastdist.cli.bench.pack import CALLS_PER_TURN, PackBench, PackCase, PackRow
+from fastdist.cli.bench.placement import place_ranks
+from fastdist.cli.bench.progress import shown_progress
+
+_FAILED = 1
+_USAGE = 2
+_INTERRUPTED = 130
+
+_MODELS = ("resnet50", "gpt2")
+_ROUNDS = 10
+_COLUMNS = (
+    ("p50 us", 11),
+    ("p99 us", 11),
+    ("GB/s", 9),
+    ("copy %", 8),
+    ("wrong", 7),
+    ("ratio", 8),
+)
+_WAY_WIDTH = 44
+
+
+def run_pack(options: argparse.Namespace) -> int:
+    """Runs the bench; an exit status as that of `run_command`."""
+    try:
+        cases = pack_cases(options)
+        library = _library(options)
+        check_files(options)
+        placement = place_ranks(1)
+        require_library(library)
+        gpu = open_gpu(0, library)
+    except (ValueError, ImportError, RuntimeError) as error:
+        print(f"fastdist bench: {error}", file=sys.stderr)
+        return _USAGE
+    bench = PackBench(gpu, bool(options.vs), _core.NCCL_BUCKET_BYTES, _rounds(options))
+    machine = machine_facts() | gpu_facts()
+    file = sys.stderr if options.json == "-" else sys.stdout
+    rows: list[PackRow] = []
+    try:
+        with shown_progress(file, len(cases)) as progress:
+            progress.line("# fastdist bench pack: gradients into buckets and out of them")
+            progress.line(f"# {placement}; CUDA {machine['cuda driver']}")
+            progress.line(heading())
+            for case in cases:
+                progress.begin(case.label)
+                found = bench.measure(case)
+                rows += found
+                for row in found:
+                    progress.line(row_line(row))
+                progress.step()
+            progress.line(f"# a plain copy moves {bench.copy_gb_per_s:.0f} GB/s (read and written)")
+    except KeyboardInterrupt:
+        print("fastdist bench: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    _write_files(options, rows, machine, bench.copy_gb_per_s)
+    return _FAILED if any(row.wrong for row in rows if row.way == "fastdist") else 0
+
+
+def pack_cases(options: argparse.Namespace) -> list[PackCase]:
+    """Each list as it is and, where its dtype allows, cast to bfloat16 on the way.
+
+    Raises:
+        ValueError: An option is for collectives only, or not for this.
+    """
+    for name in ("ranks", "plot"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} is for collectives, not for pack")
+    if options.device == "cpu":
+        raise ValueError("pack is for GPUs: the engine for CPUs has no buckets")
+    if options.vs not in ("", "torch"):
+        raise ValueError(
+            f"expected --vs torch, whose ways to flatten lists pack is compared with, "
+            f"got {options.vs!r}"
+        )
+    if options.iters is not None and options.iters < 1:
+        raise ValueError(f"expected --iters of at least 1, got {options.iters}")
+    narrower = ("", "bf16") if options.dtype in ("float32", "float64") else ("",)
+    models = (options.model,) if options.model else _MODELS
+    return [PackCase(model, options.dtype, wire) for model in models for wire in narrower]
+
+
+def _library(options: argparse.Namespace) -> str:
+    if options.array not in (None, "torch", "cupy"):
+        raise ValueError(f"expected --array torch or cupy, got {options.array!r}")
+    if options.array != "cupy":
+        return "torch"
+    if options.vs:
+        raise ValueError("--vs torch needs --array torch: the arrays are the same")
+    if options.dtype == "bfloat16":
+        raise ValueError("cupy has no bfloat16: use --array torch")
+    return "cupy"
+
+
+def _rounds(options: argparse.Namespace) -> int:
+    return _ROUNDS if options.iters is None else -(-options.iters // CALLS_PER_TURN)
+
+
+def heading() -> str:
+    """The names of the columns."""
+    names = "".join(name.rjust(width) for name, width in _COLUMNS)
+    return "# list, way and direction".ljust(_WAY_WIDTH) + names
+
+
+def row_line(row: PackRow) -> str:
+    """One line of the table."""
+    is_ours = row.way == "fastdist"
+    cells = (
+        f"{row.p50_us:.1f}",
+        f"{row.p99_us:.1f}",
+        f"{row.gb_per_s:.0f}",
+        f"{row.copy_percent:.0f}",
+        str(row.wrong),
+        "" if is_ours else f"{row.times_as_fast:.2f}x",
+    )
+    line = f"{row.case.label}, {row.way} {row.direction}".ljust(_WAY_WIDTH)
+    line += "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    return line.rstrip()
+
+
+def _write_files(
+    options: argparse.Namespace,
+    rows: Sequence[PackRow],
+    machine: dict[str, str],
+    copy_gb_per_s: float,
+) -> None:
+    found = [row_object(row) for row in rows]
+    report = {"machine": machine, "copy_gb_per_s": round(copy_gb_per_s, 1), "rows": found}
+    if options.json == "-":
+        _write_json(report, sys.stdout)
+    elif options.json:
+        with Path(options.json).open("w") as file:
+            _write_json(report, file)
+    if options.csv:
+        with Path(options.csv).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(found[0]))
+            writer.writeheader()
+            writer.writerows(found)
+
+
+def row_object(row: PackRow) -> dict[str, Any]:
+    """A row as JSON and CSV can hold it."""
+    fields = asdict(row)
+    case = fields.pop("case")
+    figures = {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in fields.items()
+    }
+    return {**case, "traffic_bytes": row.case.traffic_bytes, **figures}
+
+
+def _write_json(report: dict[str, Any], file: TextIO) -> None:
+    json.dump(report, file, indent=2)
+    file.write("\n")

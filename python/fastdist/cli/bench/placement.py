@@ -1,0 +1,105 @@
+"""Which GPUs the ranks have, and what connects them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from fastdist import _core
+from fastdist.cli.bench.gpu import gpu_of_rank
+
+_QUERY_TIMEOUT_S = 30
+_NVLINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
+# GB/s of a lane in one direction, by generation, its encoding taken off.
+_PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The GPUs of a run on one machine.
+
+    Attributes:
+        names: Of all GPUs that there are.
+        of_rank: Each rank's GPU.
+        link: What connects a GPU with others, for people; empty where that is not known.
+        link_gb_per_s: Its speed in one direction; 0 where that is not known.
+    """
+
+    names: tuple[str, ...]
+    of_rank: tuple[int, ...]
+    link: str = ""
+    link_gb_per_s: float = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Some ranks have the same GPU."""
+        return len(set(self.of_rank)) < len(self.of_rank)
+
+    @property
+    def sharing(self) -> str:
+        """`2 ranks share GPU 0`, for every shared GPU; empty where each rank has its own."""
+        counts = {gpu: self.of_rank.count(gpu) for gpu in sorted(set(self.of_rank))}
+        return ", ".join(f"{n} ranks share GPU {gpu}" for gpu, n in counts.items() if n > 1)
+
+    def __str__(self) -> str:
+        used = [self.names[gpu] for gpu in sorted(set(self.of_rank))]
+        kinds = ", ".join(f"{used.count(name)} x {name}" for name in dict.fromkeys(used))
+        return "; ".join(filter(None, (kinds, self.sharing)))
+
+
+def place_ranks(ranks: int) -> Placement:
+    """The GPUs that ranks of a run take.
+
+    Raises:
+        ValueError: There is no GPU; the message says why.
+    """
+    devices = _core.cuda_devices()
+    if not devices:
+        raise ValueError(f"no GPU: {_core.why_no_cuda()}")
+    of_rank = tuple(map(gpu_of_rank, range(ranks)))
+    link, speed = ("", 0.0) if len(set(of_rank)) == 1 else _link(of_rank[0])
+    return Placement(tuple(device.name for device in devices), of_rank, link, speed)
+
+
+def _link(gpu: int) -> tuple[str, float]:
+    # nvidia-smi numbers all GPUs, this process perhaps only those that it may see: it asks by name.
+    uuid = _core.cuda_devices()[gpu].uuid
+    nvlinks = _nvidia_smi("nvlink", "--status", "-i", uuid)
+    speed = nvlink_gb_per_s(nvlinks)
+    if speed:
+        return f"{len(_NVLINK.findall(nvlinks))} NVLinks", speed
+    query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
+    return pcie_link(_nvidia_smi(query, "--format=csv,noheader", "-i", uuid))
+
+
+def nvlink_gb_per_s(status: str) -> float:
+    """All links of a GPU together, of what `nvidia-smi nvlink --status` prints; 0: it has none."""
+    return sum(map(float, _NVLINK.findall(status)))
+
+
+def pcie_link(line: str) -> tuple[str, float]:
+    """A PCIe link's name and speed in GB/s, of `5, 16`: generation and lanes."""
+    match = re.fullmatch(r"\s*(\d+), *(\d+)\s*", line)
+    if match is None or int(match[1]) not in _PCIE_LANE_GB_PER_S:
+        return "", 0.0
+    generation, lanes = int(match[1]), int(match[2])
+    return f"PCIe {generation}.0 x{lanes}", lanes * _PCIE_LANE_GB_PER_S[generation]
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        result = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""

@@ -1,0 +1,96 @@
+"""The collectives of torch.distributed, whatever backend its default process group has."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
+from fastdist.cli.bench.buckets import Buckets
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.collectives import ROOT
+from fastdist.cli.bench.driver import BUCKET_BYTES, Call
+
+
+class TorchCalls:
+    """Binds torch tensors to calls. The process group must have been made."""
+
+    def __init__(self, library: ArrayLibrary) -> None:
+        self._dist: Any = importlib.import_module("torch.distributed")
+        warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
+        self._library = library
+        self._world_size = self._dist.get_world_size()
+
+    def _redop(self, case: Case) -> Any:
+        names = {"": "SUM", "sum": "SUM", "mean": "AVG", "prod": "PRODUCT"}
+        return getattr(self._dist.ReduceOp, names.get(case.redop, case.redop.upper()))
+
+    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        """All of them but `send_recv`."""
+        dist = self._dist
+        if case.collective in ("gather", "scatter"):
+            return self._rooted(case, passes, gets)
+        redop = self._redop(case)
+        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "all_reduce": ("all_reduce", (passes, redop)),
+            "reduce": ("reduce", (passes, ROOT, redop)),
+            "broadcast": ("broadcast", (passes, ROOT)),
+            "all_gather": ("all_gather_into_tensor", (gets, passes)),
+            "reduce_scatter": ("reduce_scatter_tensor", (gets, passes, redop)),
+            "all_to_all": ("all_to_all_single", (gets, passes)),
+            "barrier": ("barrier", ()),
+        }
+        name, arguments = calls[case.collective]
+        return partial(getattr(dist, name), *arguments)
+
+    def _rooted(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
+        if case.collective == "gather":
+            blocks = None if gets is None else list(gets.chunk(self._world_size))
+            return partial(self._dist.gather, passes, blocks, ROOT)
+        blocks = None if passes is None else list(passes.chunk(self._world_size))
+        return partial(self._dist.scatter, gets, blocks, ROOT)
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array], overlap: bool) -> Call:
+        """`overlap`: buckets are copied while others are reduced, as DDP does."""
+        all_reduce, redop = self._dist.all_reduce, self._redop(case)
+        if variant == "coalesced":
+            return partial(self._dist.all_reduce_coalesced, list(arrays), redop)
+        if variant == "one by one":
+
+            def one_by_one() -> None:
+                for array in arrays:
+                    all_reduce(array, redop)
+
+            return one_by_one
+        if variant != "25 MB buckets":
+            raise UnsupportedCaseError(f"torch.distributed has no {variant!r}")
+        buckets = Buckets(self._library, arrays, case.dtype, BUCKET_BYTES)
+        return self._overlapped(buckets, redop) if overlap else self._in_turn(buckets, redop)
+
+    def _in_turn(self, buckets: Buckets, redop: Any) -> Call:
+        all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all
+
+        def bucketed() -> None:
+            for bucket in buckets:
+                copy_all(bucket.parts, bucket.arrays)
+                all_reduce(bucket.flat, redop)
+                copy_all(bucket.arrays, bucket.parts)
+
+        return bucketed
+
+    def _overlapped(self, buckets: Buckets, redop: Any) -> Call:
+        all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all
+
+        def bucketed() -> None:
+            works = []
+            for bucket in buckets:
+                copy_all(bucket.parts, bucket.arrays)
+                works.append(all_reduce(bucket.flat, redop, async_op=True))
+            for bucket, work in zip(buckets, works, strict=True):
+                work.wait()
+                copy_all(bucket.arrays, bucket.parts)
+
+        return bucketed

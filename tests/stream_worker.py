@@ -1,0 +1,72 @@
+"""A rank of the bench whose GPU is a `StreamDevice`: fastdist's engine for CPUs works in its order.
+
+Started as the bench's own worker is; stands in for the drivers of GPUs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fastdist
+from fastdist.cli.bench.arrays import ArrayLibrary
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.fastdist_driver import FastdistCalls
+from fastdist.cli.bench.worker import main
+from stream_device import StreamDevice
+
+Call = Callable[[], object]
+
+
+class StreamDriver:
+    """A call enqueues what it does; called with "cupy", it cannot be captured."""
+
+    def __init__(self, array: str) -> None:
+        self._comm: Any = fastdist.init()
+        self.gpu = StreamDevice()
+        self.rank: int = self._comm.rank
+        self.world_size: int = self._comm.world_size
+        self.version = "streams on CPUs"
+        self._array = array
+        self._calls = FastdistCalls(self._comm)
+        self._flag = self.gpu.arrays.make((1,), "int32")
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        return self.gpu.arrays
+
+    def barrier_call(self) -> Call:
+        return partial(self.gpu.enqueue, partial(self._comm.all_reduce, self._flag))
+
+    def bind(self, case: Case, passes: Any, gets: Any) -> Call:
+        return self._enqueued(self._calls.bind(case, passes, gets))
+
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Any]) -> Call:
+        return self._enqueued(self._calls.bind_list(case, variant, arrays))
+
+    def _enqueued(self, call: Call) -> Call:
+        def enqueue() -> None:
+            if self._array == "cupy" and self.gpu.is_capturing:
+                raise RuntimeError("this is not captured")
+            self.gpu.enqueue(call)
+
+        return enqueue
+
+    def close(self) -> None:
+        self.gpu.synchronize()
+        self._comm.close()
+
+
+def open_driver(folder: Path, array: str) -> StreamDriver:
+    return StreamDriver(array)
+
+
+if __name__ == "__main__":
+    for kind in ("fastdist_cuda", "nccl4py"):
+        stand_in = ModuleType(f"fastdist.cli.bench.{kind}_driver")
+        stand_in.open_driver = open_driver  # type: ignore[attr-defined]
+        sys.modules[stand_in.__name__] = stand_in
+    raise SystemExit(main())

@@ -1,0 +1,490 @@
+"""The bench on GPUs, without one: options, tables, and timing on a stream of the CPU."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastdist import _core
+from fastdist.cli.bench import pack_command, peers
+from fastdist.cli.bench import report as text
+from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
+from fastdist.cli.bench.gpu import meet, nccl_version_text
+from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
+from fastdist.cli.bench.pack import PackCase, PackRow, Way, pack_row, torch_ways
+from fastdist.cli.bench.peers import CUDA_PEER_NAMES, Engine, MissingPeer, find_cuda_peer
+from fastdist.cli.bench.placement import Placement, nvlink_gb_per_s, pcie_link
+from fastdist.cli.bench.plot import write_plot
+from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
+from fastdist.cli.bench.session import Effort, Session
+from fastdist.errors import UnsupportedError
+from stream_device import StreamDevice
+
+HERE = Path(__file__).resolve().parent
+has_torch = importlib.util.find_spec("torch") is not None
+has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+without_gpu = pytest.mark.skipif(_core.why_no_cuda() == "", reason="this machine has a GPU")
+
+ALONE = Placement(("H",), (0,))
+SHARED = Placement(("H", "H"), (0, 1, 0), "18 NVLinks", 478.0)
+APART = Placement(("H", "H"), (0, 1), "18 NVLinks", 450.0)
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastdist", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# Options
+
+
+@without_gpu
+@pytest.mark.parametrize("arguments", [("all_reduce", "--device", "cuda"), ("pack",)])
+def test_without_a_gpu_the_bench_says_why(arguments: tuple[str, ...]) -> None:
+    done = run_bench(*arguments)
+    assert done.returncode == 2
+    assert done.stderr == f"fastdist bench: no GPU: {_core.why_no_cuda()}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all_reduce", "--device", "cuda", "--array", "numpy"), "torch, cupy, empty, got 'numpy'"),
+        (("all_reduce", "--array", "cupy"), "numpy, torch, empty, got 'cupy'"),
+        (("all_reduce", "--device", "cuda", "--vs", "gloo"), "torch, nccl4py, cupy, got 'gloo'"),
+        (("all_reduce", "--device", "cuda", "--vs", "torch,mpi"), "got 'mpi'"),
+        (("all_reduce", "--vs", "torch"), "got 'torch'"),
+        (
+            ("all_reduce", "--device", "cuda", "--array", "cupy", "--dtype", "bfloat16"),
+            "cupy has no bfloat16",
+        ),
+        (("barrier", "--device", "cuda"), "barrier is for --device cpu"),
+        (("gather", "--device", "cuda", "--array", "empty"), "the root of a gather"),
+        (("pack", "--device", "cpu"), "pack is for GPUs"),
+        (("pack", "--ranks", "2"), "--ranks is for collectives"),
+        (("pack", "--plot", "a.png"), "--plot is for collectives"),
+        (("pack", "--vs", "gloo"), "got 'gloo'"),
+        (("pack", "--vs", "torch", "--array", "cupy"), "--vs torch needs --array torch"),
+        (("pack", "--array", "empty"), "torch or cupy, got 'empty'"),
+        (("pack", "--iters", "0"), "got 0"),
+        (("pack", "--json", "/no/such/folder/a.json"), "/no/such/folder"),
+    ],
+)
+def test_options_that_make_no_sense_on_gpus_are_refused_by_name(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    done = run_bench(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [
+        ("torch", "fastdist[torch]"),
+        ("nccl4py", "nccl4py[cu12]"),
+        ("cupy", "cupy-cuda12x nvidia-nccl-cu12"),
+    ],
+)
+def test_a_missing_peer_is_named_with_its_pip_command(
+    name: str, packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_is_installed", lambda module: False)
+    peer = find_cuda_peer(name, "torch", 12)
+    assert isinstance(peer, MissingPeer)
+    assert str(peer).endswith(f"pip install {packages}")
+
+
+def test_installed_peers_are_started_with_the_arrays_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "_is_installed", lambda module: True)
+    engines = [find_cuda_peer(name, "cupy", 13) for name in CUDA_PEER_NAMES]
+    assert [engine.driver for engine in engines if isinstance(engine, Engine)] == [
+        "torch_nccl",
+        "nccl4py",
+        "cupy",
+    ]
+    assert all(isinstance(e, Engine) and e.per_rank and e.array == "cupy" for e in engines)
+
+
+def test_a_package_that_is_not_there_is_not_installed() -> None:
+    assert peers._is_installed("json")
+    assert not peers._is_installed("no_such_package.core")
+
+
+# Where ranks are
+
+
+def test_ranks_that_share_gpus_are_labelled() -> None:
+    assert not ALONE.is_shared
+    assert not APART.is_shared
+    assert str(APART) == "2 x H"
+    assert SHARED.is_shared
+    assert SHARED.sharing == "2 ranks share GPU 0"
+    assert str(SHARED) == "2 x H; 2 ranks share GPU 0"
+    assert str(Placement(("A", "B"), (1, 1))) == "1 x B; 2 ranks share GPU 1"
+
+
+def test_the_speed_of_nvlinks_is_that_of_all() -> None:
+    status = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-x)\n" + "".join(
+        f"\t Link {link}: 26.562 GB/s\n" for link in range(18)
+    )
+    assert nvlink_gb_per_s(status) == pytest.approx(478.116)
+    assert nvlink_gb_per_s("GPU 0: NVIDIA L4\n\t Link 0: <inactive>\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "link", "speed"),
+    [("5, 16\n", "PCIe 5.0 x16", 63.008), ("3, 8", "PCIe 3.0 x8", 7.88), ("[N/A], 16", "", 0.0)],
+)
+def test_the_speed_of_a_pcie_link(line: str, link: str, speed: float) -> None:
+    assert pcie_link(line) == (link, pytest.approx(speed))
+
+
+def test_a_rank_meets_the_others_in_a_file(tmp_path: Path) -> None:
+    assert meet(tmp_path, "id", 0, lambda: b"\0made") == b"\0made"
+    assert meet(tmp_path, "id", 1, lambda: b"never") == b"\0made"
+    assert [path.name for path in tmp_path.iterdir()] == ["id"]
+
+
+def test_versions_of_nccl_are_written_as_people_do() -> None:
+    assert nccl_version_text(23203) == "2.32.3"
+    assert nccl_version_text(22707) == "2.27.7"
+
+
+# Timing on a stream
+
+
+@pytest.fixture(scope="module")
+def stream() -> StreamDevice:
+    return StreamDevice()
+
+
+def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
+    batches = Batches(stream, Lead(stream), 4)
+
+    def call() -> None:
+        stream.enqueue(lambda: time.sleep(0.001))
+        time.sleep(0.005)  # the host takes longer than the stream
+
+    batches.work_ns([lambda: None] * 4, call)  # finds out how long a lead it takes
+    work = batches.work_ns([lambda: None] * 10, call)
+    assert len(work) == 10
+    assert 1e6 <= sorted(work)[3] < 5e6
+    host = batches.host_ns(lambda: None, call, 6)
+    assert len(host) == 6
+    assert sorted(host)[3] >= 5e6
+
+
+def test_what_prepares_a_call_is_not_in_its_time(stream: StreamDevice) -> None:
+    batches = Batches(stream, Lead(stream), 4)
+    prepared: list[int] = []
+
+    def prepare(number: int) -> Any:
+        return lambda: stream.enqueue(lambda: (time.sleep(0.005), prepared.append(number)))
+
+    work = batches.work_ns([prepare(n) for n in range(6)], lambda: stream.enqueue(int))
+    assert prepared == list(range(6))
+    assert sorted(work)[3] < 2e6
+
+
+class OneRankOnAStream:
+    """An engine of one rank on a stream; it changes as many elements as it is told to."""
+
+    rank = 0
+    world_size = 1
+    version = "test"
+
+    def __init__(self, gpu: StreamDevice, corrupted: int, captured: bool = True) -> None:
+        self.gpu = gpu
+        self._corrupted = corrupted
+        self._captured = captured
+
+    def arrays(self, kind: str) -> Any:
+        return self.gpu.arrays
+
+    def barrier_call(self) -> Any:
+        return lambda: None
+
+    def bind(self, case: Case, passes: Any, gets: Any) -> Any:
+        def work() -> None:
+            result = passes if gets is None else gets
+            result[:] = passes
+            result[: self._corrupted] += 1
+
+        def call() -> None:
+            if self.gpu.is_capturing and not self._captured:
+                raise RuntimeError("cannot be captured")
+            self.gpu.enqueue(work)
+
+        return call
+
+    def bind_list(self, case: Case, variant: str, arrays: Any) -> Any:
+        return self.bind(case, arrays[-1], None)
+
+    def close(self) -> None:
+        pass
+
+
+def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> GpuCall:
+    return GpuCall(driver, driver.gpu, Lead(driver.gpu), case, "list", graph)
+
+
+@pytest.mark.parametrize("corrupted", [0, 3])
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_corrupting_engine_is_found_out_in_calls_and_in_graphs(
+    stream: StreamDevice, name: str, corrupted: int
+) -> None:
+    driver = OneRankOnAStream(stream, corrupted)
+    call = gpu_call(driver, array_case(name, 4000, 1, "float32", "sum", "torch"))
+    times = call.time(5, graph=True)
+    assert [len(part) for part in (times.times_ns, times.host_ns, times.graph_ns)] == [5, 5, 5]
+    assert all(part > 0 for part in (*times.times_ns, *times.host_ns, *times.graph_ns))
+    assert call.wrong_elements(graph=False) == 2 * corrupted
+    call.time(1, graph=True)
+    assert call.wrong_elements(graph=True) == 3 * corrupted  # and of a replay
+
+
+def test_a_call_that_is_not_captured_is_measured_without_a_graph(stream: StreamDevice) -> None:
+    driver = OneRankOnAStream(stream, 0, captured=False)
+    call = gpu_call(driver, array_case("all_reduce", 64, 1, "float32", "sum", "torch"))
+    assert call.no_graph == "not captured: RuntimeError: cannot be captured"
+    assert call.time(3, graph=True).graph_ns == []
+    assert call.wrong_elements(graph=True) == 0
+
+
+def test_a_corrupted_list_on_a_stream_is_found_out(stream: StreamDevice) -> None:
+    call = gpu_call(
+        OneRankOnAStream(stream, 2), list_case("resnet50", "int8", "sum", "torch"), graph=False
+    )
+    assert call.time(2, graph=False).graph_ns == []
+    assert call.wrong_elements(graph=False) == 4
+
+
+def stream_engine(name: str, driver: str, array: str) -> Engine:
+    launcher = (sys.executable, "-m", "fastdist", "run", "-n", "2", str(HERE / "stream_worker.py"))
+    return Engine(name, driver, launcher, {"OMP_NUM_THREADS": "1"}, array=array)
+
+
+def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
+    engines = [
+        stream_engine("fastdist", "fastdist_cuda", "torch"),
+        stream_engine("nccl4py", "nccl4py", "cupy"),  # which cannot be captured
+    ]
+    effort = Effort(iterations=4, warmup=1, rounds=2, bind=False, graph=True)
+    with Session(engines, 2, effort, APART) as session:
+        (case,) = array_cases("all_reduce", (4096,), 2, array="torch")
+        row = session.measure(case)
+        gathered = session.measure(array_case("all_gather", 4096, 2, "int32", "", "torch"))
+        with_mean = session.measure(replace(case, redop="mean"))
+        assert session.copy_gb_per_s > 0
+    assert [row.ours.wrong, gathered.ours.wrong, with_mean.ours.wrong] == [0, 0, 0]
+    (other,) = row.others
+    assert (row.ours.iterations, other.iterations, other.wrong) == (4, 4, 0)
+    assert row.ours.p50_us > 0
+    assert None not in (row.ours.host_us, row.ours.graph_us, other.host_us)
+    assert row.ours.no_graph == ""
+    assert (other.graph_us, other.no_graph) == (
+        None,
+        "not captured: RuntimeError: this is not captured",
+    )
+    assert row.floor_us == pytest.approx(4096 / 450e3)  # the links' speed, not the memory's
+    ratio = row.host_times_as_fast(other)
+    assert ratio == pytest.approx((other.host_us or 0) / (row.ours.host_us or 1))
+
+
+# Figures and tables
+
+
+def gpu_row(others: tuple[Measurement, ...] = (), floor_us: float = 5.0) -> Row:
+    case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "torch")
+    ours = Measurement("fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0, host_us=2.0, graph_us=9.0)
+    return Row(case, floor_us, ours, others)
+
+
+TORCH = Measurement("torch", 30.0, 31.0, 1.0, 1.0, 5, 0, host_us=8.0, no_graph="not captured: x")
+
+
+def gpu_report(placement: Placement, *rows: Row) -> Report:
+    names = ("processor", "cores", "cache", "memory", "kernel", "python", "cuda driver")
+    machine = dict.fromkeys(names, "1")
+    engines = {"fastdist": "fastdist 1", "torch": "torch 1"}
+    missing = {"cupy": "pip install it"}
+    return Report(2, machine, engines, missing, 50.0, list(rows), placement)
+
+
+def test_links_are_the_floor_where_each_rank_has_a_gpu() -> None:
+    case = array_case("all_reduce", 4 << 20, 4, "float32", "sum", "torch")
+    assert link_us(case, 4, 450.0) == pytest.approx(1.5 * (4 << 20) / 450e3)
+    assert link_us(case, 4, 0.0) == 0.0
+    assert median_us([3000, 1000, 2000]) == 2.0
+    assert median_us([]) is None
+
+
+def test_host_and_graph_have_columns_of_their_own() -> None:
+    row = gpu_row((TORCH, Measurement("cupy", unsupported="has no such thing")))
+    names, units = text.column_lines(["torch", "cupy"], on_gpu=True)
+    line = text.row_line(row)
+    assert names.split()[-5:] == ["floor", "host", "graph", "torch", "cupy"]
+    cells = "1048576 262144 float32 sum 10.00 20.00 1.00 1.00 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
+    assert " ".join(line.split()) == cells
+    for name, cell in (("host", "2.00 "), ("graph", "9.00")):
+        end = names.index(name) + len(name)
+        assert line[:end].endswith(cell.strip())
+    assert len(units) == len(line)
+    assert list(text.row_notes(row)) == ["# torch: not captured: x", "# cupy: has no such thing"]
+
+
+def test_a_floor_that_is_not_known_is_not_shown() -> None:
+    assert text.row_line(gpu_row(floor_us=0.0)).split()[9] == "-"
+    (_, line) = text.list_lines(replace(gpu_row(floor_us=0.0)))
+    assert line.split()[6] == "-"
+
+
+def test_lists_show_host_and_graph_too() -> None:
+    names, ours, peer = text.list_lines(gpu_row((TORCH,)))
+    assert names.split()[-5:] == ["host", "us", "graph", "us", "ratio"]
+    assert ours.split()[-2:] == ["2.00", "9.00"]
+    assert peer.split()[-3:] == ["8.00", "-", "3.00x"]
+    assert len(ours) == names.index("graph us") + len("graph us")
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        (SHARED, "2 ranks share GPU 0: the figures say nothing about GPUs that have a rank each"),
+        (APART, "each GPU sends 450 GB/s over 18 NVLinks"),
+        (replace(APART, link="", link_gb_per_s=0.0), "what connects the GPUs is not known"),
+    ],
+)
+def test_the_table_says_what_the_gpus_are(placement: Placement, expected: str) -> None:
+    report = gpu_report(placement, gpu_row((TORCH,)))
+    assert f"# {placement}; CUDA 1" in text.heading(report, "all_reduce")
+    assert expected in "\n".join(text.footing(report))
+
+
+def test_json_csv_and_plot_hold_what_is_measured_on_gpus(tmp_path: Path) -> None:
+    case = array_case("all_reduce", 1 << 22, 2, "float32", "sum", "torch")
+    report = gpu_report(SHARED, gpu_row((TORCH,)), replace(gpu_row((TORCH,)), case=case))
+    loaded = text.report_object(report)
+    assert loaded["gpus"]["shared"] == "2 ranks share GPU 0"
+    assert loaded["gpus"]["of_rank"] == (0, 1, 0)
+    row = loaded["rows"][0]
+    assert (row["host_us"], row["graph_us"]) == (2.0, 9.0)
+    assert row["peers"]["torch"]["graph_us"] is None
+    assert row["peers"]["torch"]["host_times_as_fast"] == 4.0
+    json.dumps(loaded)
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        text.write_csv(report, file)
+    with (tmp_path / "a.csv").open(newline="") as file:
+        line = next(csv.DictReader(file))
+    assert (line["host_us"], line["torch host_us"]) == ("2.0", "8.0")
+    if has_matplotlib:
+        write_plot(report, tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
+    names, _ = text.column_lines(["gloo"])
+    assert names.split()[-2:] == ["floor", "gloo"]
+    ours = Measurement("fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0)
+    assert text.row_line(replace(gpu_row(), ours=ours)).split()[-1] == "50"
+    assert "host_us" not in text.row_object(replace(gpu_row(), ours=ours))
+
+
+# Packing
+
+
+def test_traffic_is_what_is_read_and_written() -> None:
+    whole = PackCase("resnet50", "float32")
+    assert whole.traffic_bytes == 8 * 25_557_032
+    assert replace(whole, compress="bf16").traffic_bytes == 6 * 25_557_032
+    assert replace(whole, compress="bf16").label == "resnet50 float32 as bf16"
+
+
+def test_a_way_is_compared_with_a_copy_and_with_ours() -> None:
+    case = PackCase("gpt2", "float32")
+    ours = Way("fastdist", "pack", int, [1_000_000, 2_000_000, 3_000_000])
+    other = Way("torch: flatten", "pack", int, [4_000_000] * 100, wrong=1)
+    row = pack_row(case, other, ours, 500.0)
+    assert (row.p50_us, row.p99_us, row.times_as_fast, row.wrong) == (4000.0, 4000.0, 2.0, 1)
+    assert row.gb_per_s == pytest.approx(8 * 124_439_808 / 4e6)
+    assert row.copy_percent == pytest.approx(row.gb_per_s / 5)
+    assert pack_row(case, ours, ours, 500.0).p99_us == 3000.0
+
+
+def test_the_table_of_pack_has_its_cells_under_their_names() -> None:
+    row = PackRow(PackCase("gpt2", "float32"), "fastdist", "pack", 1.0, 2.0, 300.0, 90.0, 1.0, 8, 0)
+    names, line = pack_command.heading(), pack_command.row_line(row)
+    assert line.split()[:4] == ["gpt2", "float32,", "fastdist", "pack"]
+    assert line.split()[4:] == ["1.0", "2.0", "300", "90", "0"]
+    assert line.index("300") + 3 == names.index("GB/s") + 4
+    peer = replace(row, way="torch: flatten", times_as_fast=2.5)
+    assert pack_command.row_line(peer).endswith("2.50x")
+    assert pack_command.row_object(peer) == {
+        "model": "gpt2",
+        "dtype": "float32",
+        "compress": "",
+        "traffic_bytes": 8 * 124_439_808,
+        "way": "torch: flatten",
+        "direction": "pack",
+        "p50_us": 1.0,
+        "p99_us": 2.0,
+        "gb_per_s": 300.0,
+        "copy_percent": 90.0,
+        "times_as_fast": 2.5,
+        "iterations": 8,
+        "wrong": 0,
+    }
+
+
+@pytest.mark.skipif(not has_torch, reason="torch is not installed")
+@pytest.mark.parametrize("compress", ["", "bf16"])
+def test_torch_ways_bring_every_tensor_back(compress: str) -> None:
+    import torch
+
+    tensors = [torch.arange(n, dtype=torch.float32).view(shape) for n, shape in
+               ((6, (2, 3)), (1, (1,)), (128, (128,)))]  # fmt: skip
+    ways = torch_ways(tensors, replace(PackCase("resnet50", "float32"), compress=compress))
+    assert [(way.name, way.direction) for way in ways] == [
+        ("torch: flatten", "pack"),
+        ("torch: flatten", "unpack"),
+        ("torch: foreach", "pack"),
+        ("torch: foreach", "unpack"),
+    ]
+    for into, out in (ways[:2], ways[2:]):
+        into.call()
+        for tensor in tensors:
+            tensor.fill_(-1)
+        out.call()
+        assert [tensor.flatten().tolist() for tensor in tensors] == [
+            list(range(6)),
+            [0],
+            list(range(128)),
+        ]
+
+
+@pytest.mark.skipif(_core.cuda_is_built(), reason="this build has CUDA")
+def test_lists_are_not_packed_where_cuda_is_not_built() -> None:
+    with pytest.raises(UnsupportedError, match="FASTDIST_CUDA=on"):
+        _core.PackedList([], 0, None, 1 << 20)
+
+
+def test_lists_in_the_memory_of_the_host_are_not_packed() -> None:
+    with pytest.raises(ValueError, match="arrays must lie on cuda:0"):
+        _core.PackedList([np.ones(3)], 0, None, 1 << 20)

@@ -214,7 +214,7 @@ _SECTIONS: dict[str, Callable[[Bench], Iterator[Bar]]] = {
 }
 
 
-def _with_failure(section: str, bars: Iterator[Bar]) -> Iterator[Bar]:
+def with_failure(section: str, bars: Iterator[Bar]) -> Iterator[Bar]:
     """A section's bars; if it fails, the others still get their turn, and this one is missed."""
     try:
         yield from bars
@@ -235,16 +235,28 @@ def main() -> int:
     bench = Bench(options.peers_dir, options.time_s)
     bars: list[Bar] = []
     for section in options.only:
-        for bar in _with_failure(section, _SECTIONS[section](bench)):
-            print(bar, flush=True)
-            bars.append(bar)
+        bars += printed(with_failure(section, _SECTIONS[section](bench)))
+    out = options.out or _FOLDER / "results" / f"bars-{machine['date']}.json"
+    facts = {"machine": machine, "engines": bench.engines}
+    return write_results(out, facts, bars, bench.rows)
+
+
+def printed(bars: Iterator[Bar]) -> Iterator[Bar]:
+    """The same bars, each printed when it is there."""
+    for bar in bars:
+        print(bar, flush=True)
+        yield bar
+
+
+def write_results(
+    out: Path, facts: dict[str, Any], bars: Sequence[Bar], rows: Sequence[dict[str, Any]]
+) -> int:
+    """Writes what was measured; 1 if a bar was missed, else 0."""
     missed = sum(bar.verdict == "MISS" for bar in bars)
     print(f"{len(bars)} bars, {missed} missed")
-    out = options.out or _FOLDER / "results" / f"bars-{machine['date']}.json"
     out.parent.mkdir(exist_ok=True)
     checked = [{**_finite(asdict(bar)), "verdict": bar.verdict} for bar in bars]
-    results = {"machine": machine, "engines": bench.engines, "bars": checked, "rows": bench.rows}
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    out.write_text(json.dumps({**facts, "bars": checked, "rows": rows}, indent=1) + "\n")
     return 1 if missed else 0
 
 

@@ -17,6 +17,7 @@ import pytest
 from fastdist import _core
 from fastdist.cli.bench import pack_command, peers
 from fastdist.cli.bench import report as text
+from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import meet, nccl_version_text
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
@@ -488,3 +489,112 @@ def test_lists_are_not_packed_where_cuda_is_not_built() -> None:
 def test_lists_in_the_memory_of_the_host_are_not_packed() -> None:
     with pytest.raises(ValueError, match="arrays must lie on cuda:0"):
         _core.PackedList([np.ones(3)], 0, None, 1 << 20)
+
+
+# torch.distributed, and the bars
+
+
+@pytest.mark.skipif(not has_torch, reason="torch is not installed")
+@pytest.mark.parametrize("variant", ["25 MB buckets", "one by one", "coalesced"])
+def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from fastdist.cli.bench.torch_calls import TorchCalls
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        tensors = [torch.arange(4_000_000.0), torch.ones(3), torch.arange(5_000_000.0)]
+        expected = [tensor.clone() for tensor in tensors]
+        case = list_case("resnet50", "float32", "sum", "torch")
+        calls = TorchCalls(torch_arrays())
+        calls.bind_list(case, variant, tensors, overlap=True)()
+        assert all(torch.equal(got, right) for got, right in zip(tensors, expected, strict=True))
+    finally:
+        dist.destroy_process_group()
+
+
+def gpu_bars() -> Any:
+    path = HERE.parent / "benchmarks" / "gpu" / "gpu_bars.py"
+    spec = importlib.util.spec_from_file_location("gpu_bars", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Found:
+    """Gives the bars what a run would have found."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._rows = rows
+
+    def measure(self, cases: Any) -> Any:
+        return [(row.case, row) for row in self._rows]
+
+
+@pytest.mark.parametrize(
+    ("peer_us", "peer_host_us", "verdicts"),
+    [
+        (10.0, 4.0, ["pass", "pass", "pass", "pass"]),
+        (9.7, 3.9, ["pass", "MISS", "pass", "MISS"]),
+        (0.0, None, ["pass", "skip", "pass", "skip"]),
+    ],
+)
+def test_one_array_has_bars_for_the_gpu_and_for_the_host(
+    peer_us: float, peer_host_us: float | None, verdicts: list[str]
+) -> None:
+    peer = Measurement("torch", peer_us, host_us=peer_host_us)
+    others = (peer,) if peer_us else ()
+    bars = list(gpu_bars().all_reduce(Found([gpu_row(others)])))
+    assert [bar.verdict for bar in bars] == verdicts
+    assert bars[2].measured == 2.0
+    slow = replace(gpu_row(others).ours, host_us=5.1)
+    bars = list(gpu_bars().all_reduce(Found([replace(gpu_row(others), ours=slow)])))
+    assert bars[2].verdict == "MISS"
+
+
+def test_lists_are_held_against_the_buckets_of_ddp() -> None:
+    peers_of_list = (
+        Measurement("fastdist: one array", 9.0),
+        Measurement("torch: one by one", 11.0),
+        Measurement("torch: 25 MB buckets", 12.0),
+    )
+    bars = list(gpu_bars().gradient_list(Found([gpu_row(peers_of_list)])))
+    assert [(bar.measured, bar.verdict) for bar in bars] == [(0, "pass"), (1.2, "MISS")]
+
+
+def test_packing_and_memory_have_their_bars() -> None:
+    row = {
+        "model": "gpt2",
+        "compress": "bf16",
+        "direction": "pack",
+        "copy_percent": 84.9,
+        "times_as_fast": 2.0,
+        "wrong": 0,
+    }
+    found = [{**row, "way": way} for way in ("fastdist", "torch: flatten", "torch: foreach")]
+    bars = list(gpu_bars().pack_bars(found))
+    assert [(bar.name, bar.verdict) for bar in bars] == [
+        ("pack gpt2 as bf16: wrong elements", "pass"),
+        ("pack gpt2 as bf16: of a copy's speed", "MISS"),
+        ("pack gpt2 as bf16: against torch's (un)flatten", "pass"),
+    ]
+    ranks = [{"again_bytes": 0, "growth_bytes": 0}, {"again_bytes": 0, "growth_bytes": 2 << 20}]
+    assert [bar.verdict for bar in gpu_bars().memory_bars(ranks)] == ["pass", "MISS"]
+
+
+@without_gpu
+def test_bars_without_a_gpu_say_why(tmp_path: Path) -> None:
+    script = HERE.parent / "benchmarks" / "gpu" / "gpu_bars.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path / "a.json")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, f"no GPU: {_core.why_no_cuda()}\n")
+    assert not (tmp_path / "a.json").exists()

@@ -1,0 +1,181 @@
+"""Checks fastdist's speed and memory on GPUs against the bars that it has to clear.
+
+    python benchmarks/gpu/gpu_bars.py [--only pack all_reduce list memory] [--time-s 1]
+
+Two ranks share the first GPU that this process may see. Prints a line per bar and writes all of
+them, with the figures that they are made of and facts about the machine, into benchmarks/results.
+Exits with 1 if a bar was missed, with 2 where there is no GPU. Every ratio is made of times that
+were measured side by side in one run; see README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+sys.path.insert(0, str(_FOLDER.parent))
+
+from bars import Bar, printed, with_failure, write_results  # noqa: E402
+from fastdist import _core  # noqa: E402
+from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes  # noqa: E402
+from fastdist.cli.bench.machine import cuda_major, gpu_facts, machine_facts  # noqa: E402
+from fastdist.cli.bench.peers import Engine, fastdist_engine, find_cuda_peer  # noqa: E402
+from fastdist.cli.bench.placement import Placement, place_ranks  # noqa: E402
+from fastdist.cli.bench.report import list_lines, row_line, row_object  # noqa: E402
+from fastdist.cli.bench.results import Row  # noqa: E402
+from fastdist.cli.bench.session import Effort, Session  # noqa: E402
+
+_RANKS = 2
+_SIZES = "1K:256M"
+_HOST_SIZES = (1 << 10, 64 << 10, 1 << 20)
+_DDP = "torch: 25 MB buckets"
+_MIB = 1 << 20
+
+
+class GpuBench:
+    """Measures for the bars, and keeps what was measured."""
+
+    def __init__(self, placement: Placement, time_s: float) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.engines: dict[str, str] = {}
+        self._placement = placement
+        self._effort = Effort(time_s=time_s, bind=False, graph=True)
+
+    def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
+        """Measures cases next to torch's NCCL, where torch is installed."""
+        peer = find_cuda_peer("torch", "torch", cuda_major())
+        engines = [fastdist_engine(_RANKS, "cuda", "torch")]
+        if isinstance(peer, Engine):
+            engines.append(peer)
+        else:
+            print(f"# {peer}")
+        with Session(engines, _RANKS, self._effort, self._placement) as session:
+            self.engines.update(session.versions)
+            for case in cases:
+                row = session.measure(case)
+                lines = list_lines(row) if case.model else [f"# {row_line(row)}"]
+                print("\n".join(lines), flush=True)
+                self.rows.append({"ranks": _RANKS, **row_object(row)})
+                yield case, row
+
+
+def pack(bench: GpuBench) -> Iterator[Bar]:
+    """Packing and unpacking against a copy, and against torch's flatten and unflatten."""
+    command = [sys.executable, "-m", "fastdist", "bench", "pack", "--vs", "torch", "--json", "-"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rows = json.loads(output)["rows"]
+    bench.rows += rows
+    yield from pack_bars(rows)
+
+
+def pack_bars(rows: Sequence[dict[str, Any]]) -> Iterator[Bar]:
+    """The bars of what `fastdist bench pack` has found."""
+    for row in rows:
+        cast = f" as {row['compress']}" if row["compress"] else ""
+        name = f"{row['direction']} {row['model']}{cast}"
+        if row["way"] == "fastdist":
+            yield Bar(f"{name}: wrong elements", row["wrong"], most=0)
+            yield Bar(f"{name}: of a copy's speed", row["copy_percent"], 85, unit=" %")
+        elif row["way"] == "torch: flatten":
+            yield Bar(f"{name}: against torch's (un)flatten", row["times_as_fast"], 2)
+
+
+def all_reduce(bench: GpuBench) -> Iterator[Bar]:
+    """One array: time on the GPU and time of the host."""
+    sizes = parse_sizes(_SIZES, 4)
+    cases = array_cases("all_reduce", sizes, _RANKS, array="torch")
+    for case, row in bench.measure(cases):
+        name = f"all_reduce {case.label}"
+        yield Bar(f"{name}: wrong elements", float(row.ours.wrong or 0), most=0)
+        (torch,) = row.others or (None,)
+        ratio = row.times_as_fast(torch) if torch else None
+        yield Bar(f"{name}: against torch's NCCL", _or_nan(ratio), 0.98)
+        if case.bytes in _HOST_SIZES:
+            host_ratio = row.host_times_as_fast(torch) if torch else None
+            yield Bar(f"{name}: the host's time", _or_nan(row.ours.host_us), most=5, unit=" us")
+            yield Bar(f"{name}: the host, against torch's", _or_nan(host_ratio), 2)
+
+
+def gradient_list(bench: GpuBench) -> Iterator[Bar]:
+    """ResNet-50's gradients as a list."""
+    for _, row in bench.measure((list_case("resnet50", "float32", "sum", "torch"),)):
+        ratios = [row.times_as_fast(other) for other in row.others if other.engine == _DDP]
+        yield Bar("161 gradients: wrong elements", float(row.ours.wrong or 0), most=0)
+        against = _or_nan(ratios[0] if ratios else None)
+        yield Bar("161 gradients: against DDP's buckets", against, 1.3)
+
+
+def memory(bench: GpuBench) -> Iterator[Bar]:
+    """Device memory that calls add once, and what many calls add to it."""
+    launcher = [sys.executable, "-m", "fastdist", "run", "--no-prefix", "-n", str(_RANKS)]
+    output = subprocess.run(
+        [*launcher, str(_FOLDER / "device_memory.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    figures = [json.loads(line) for line in output.splitlines()]
+    bench.rows += figures
+    yield from memory_bars(figures)
+
+
+def memory_bars(figures: Sequence[dict[str, float]]) -> Iterator[Bar]:
+    """The bars of what the ranks of device_memory.py have printed.
+
+    The figures are those of the whole GPU, which all ranks share: any rank's will do.
+    """
+    for figure in ("again", "growth"):
+        name = {
+            "again": "device memory: lists after the first list",
+            "growth": "device memory: growth over 10,000 calls",
+        }[figure]
+        most = max(rank[f"{figure}_bytes"] for rank in figures) / _MIB
+        yield Bar(name, most, most=0, unit=" MiB")
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+_SECTIONS: dict[str, Callable[[GpuBench], Iterator[Bar]]] = {
+    "pack": pack,
+    "all_reduce": all_reduce,
+    "list": gradient_list,
+    "memory": memory,
+}
+
+
+def main() -> int:
+    """Checks the bars; 1 if one was missed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(_SECTIONS), default=tuple(_SECTIONS))
+    parser.add_argument("--time-s", type=float, default=1.0, help="seconds per case and engine")
+    parser.add_argument("--out", type=Path, help="default: results/gpu-bars-<date>.json")
+    options = parser.parse_args()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
+    if why := _core.why_no_cuda():
+        print(f"no GPU: {why}", file=sys.stderr)
+        return 2
+    placement = place_ranks(_RANKS)
+    print(f"# {placement}")
+    bench = GpuBench(placement, options.time_s)
+    bars: list[Bar] = []
+    for section in options.only:
+        bars += printed(with_failure(section, _SECTIONS[section](bench)))
+    machine = machine_facts() | gpu_facts()
+    out = options.out or _FOLDER.parent / "results" / f"gpu-bars-{machine['date']}.json"
+    facts = {"machine": machine, "gpus": str(placement), "engines": bench.engines}
+    return write_results(out, facts, bars, bench.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

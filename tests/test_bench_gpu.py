@@ -299,6 +299,7 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
     assert (row.ours.iterations, other.iterations, other.wrong) == (4, 4, 0)
     assert row.ours.p50_us > 0
     assert None not in (row.ours.host_us, row.ours.graph_us, other.host_us)
+    assert (row.ours.host_p99_us or 0) >= (row.ours.host_us or 0) > 0
     assert row.ours.no_graph == ""
     assert (other.graph_us, other.no_graph) == (
         None,
@@ -314,7 +315,9 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
 
 def gpu_row(others: tuple[Measurement, ...] = (), floor_us: float = 5.0) -> Row:
     case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "torch")
-    ours = Measurement("fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0, host_us=2.0, graph_us=9.0)
+    ours = Measurement(
+        "fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0, host_us=2.0, host_p99_us=3.0, graph_us=9.0
+    )
     return Row(case, floor_us, ours, others)
 
 
@@ -386,7 +389,7 @@ def test_json_csv_and_plot_hold_what_is_measured_on_gpus(tmp_path: Path) -> None
     assert loaded["gpus"]["shared"] == "2 ranks share GPU 0"
     assert loaded["gpus"]["of_rank"] == (0, 1, 0)
     row = loaded["rows"][0]
-    assert (row["host_us"], row["graph_us"]) == (2.0, 9.0)
+    assert (row["host_us"], row["host_p99_us"], row["graph_us"]) == (2.0, 3.0, 9.0)
     assert row["peers"]["torch"]["graph_us"] is None
     assert row["peers"]["torch"]["host_times_as_fast"] == 4.0
     json.dumps(loaded)

@@ -207,9 +207,9 @@ def _figures(measured: Measurement) -> dict[str, Any]:
         "wrong": measured.wrong,
     }
     if measured.host_us is not None:
-        graph_us = measured.graph_us
-        figures["host_us"] = round(measured.host_us, 3)
-        figures["graph_us"] = None if graph_us is None else round(graph_us, 3)
+        for name in ("host_us", "host_p99_us", "graph_us"):
+            us = getattr(measured, name)
+            figures[name] = None if us is None else round(us, 3)
     return figures
 
 

@@ -25,6 +25,7 @@ class Measurement:
         wrong: Wrong elements over all ranks; None where nothing was checked.
         unsupported: Why there are no figures (they are 0 then); empty where there are.
         host_us: On GPUs: median time until the call returns, of the slowest rank; else None.
+        host_p99_us: Their 99th percentile.
         graph_us: On GPUs: median time of a replay of a graph with the call; None where there is
             none.
         no_graph: Why the call could not be captured.
@@ -39,6 +40,7 @@ class Measurement:
     wrong: int | None = None
     unsupported: str = ""
     host_us: float | None = None
+    host_p99_us: float | None = None
     graph_us: float | None = None
     no_graph: str = ""
 

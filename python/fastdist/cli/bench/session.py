@@ -34,6 +34,7 @@ from fastdist.cli.bench.results import (
     link_us,
     measurement,
     median_us,
+    p99_ns,
     slowest_rank,
 )
 
@@ -301,6 +302,7 @@ class Session:
         return replace(
             figures,
             host_us=median_us(contender.host_ns),
+            host_p99_us=p99_ns(contender.host_ns) / 1e3 if contender.host_ns else None,
             graph_us=median_us(contender.graph_ns),
             no_graph=contender.no_graph,
         )

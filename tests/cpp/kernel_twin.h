@@ -1,13 +1,14 @@
-// What the packing kernels do, on the CPU and in the plainest way: their reference in tests. Blocks
-// and threads are loops here; moves are found by tile as the kernels find them.
+// What the packing kernels do, on the CPU and in the plainest way: their reference in tests, and
+// what runs on virtual GPUs. Blocks and threads are loops here; moves are found by tile as the
+// kernels find them.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
-#include "check.h"
 #include "cuda/moves.h"
 #include "host/kernels.h"
 
@@ -20,12 +21,12 @@ void for_each_quantum(const cuda::Moves& moves, DType bucket_dtype, F&& f) {
     auto after = std::upper_bound(
         moves.moves.begin(), moves.moves.end(), tile,
         [](std::uint32_t t, const cuda::Move& move) { return t < move.first_tile; });
-    CHECK(after != moves.moves.begin());
+    if (after == moves.moves.begin()) throw std::logic_error("a tile before the first move");
     const cuda::Move& move = *(after - 1);
     const std::size_t bytes = move.count * size_of(bucket_dtype);
     const std::size_t quanta = (bytes + cuda::kQuantumBytes - 1) / cuda::kQuantumBytes;
     const std::size_t first = std::size_t{tile - move.first_tile} * cuda::kTileQuanta;
-    CHECK(first < quanta);
+    if (first >= quanta) throw std::logic_error("a tile behind the end of its move");
     for (std::size_t q = first; q < std::min(quanta, first + cuda::kTileQuanta); ++q) f(move, q);
   }
 }

@@ -1,0 +1,121 @@
+// A rank's communicator of the virtual NCCL.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "nccl/abi.h"
+#include "virtual_gpu/cuda/work.h"
+#include "virtual_gpu/nccl/segment.h"
+
+namespace virtual_nccl {
+
+namespace abi = fastdist::nccl::abi;
+
+struct RankComm {
+  int rank = 0;
+  int size = 0;
+  int device = 0;
+  bool blocking = true;
+  std::string name;  // of the segment
+  std::shared_ptr<Segment> segment;
+  std::shared_ptr<virtual_gpu::Chain> chain = virtual_gpu::make_chain();
+
+  std::atomic<bool> is_aborted{false};
+  std::atomic<bool> is_revoked{false};
+  std::atomic<bool> is_destroyed{false};
+  std::atomic<int> jobs{0};  // of a non-blocking communicator, under way
+  std::mutex running;        // held while the device works on a call
+
+  // Hosts' exchanges so far, and shrinks by the ranks that they left out.
+  std::uint64_t turns = 0;
+  std::map<std::uint64_t, std::uint64_t> shrinks;
+
+  std::mutex mutex;  // guards what follows
+  abi::Result error = abi::kSuccess;
+  std::string error_text;
+  std::map<void*, std::size_t> registered;  // by handle
+  std::map<void*, void*> windows;           // memory by window
+
+  [[nodiscard]] bool is_over() const {
+    return is_aborted || is_revoked || is_destroyed ||
+           segment->shared().has_failed.load(std::memory_order_acquire) != 0;
+  }
+  // What went wrong in the background; kInProgress while jobs run.
+  [[nodiscard]] abi::Result status();
+  // Loudly: said on stderr, told to the peers, reported as an asynchronous error.
+  void fail(abi::Result result, const std::string& why);
+};
+using CommPtr = std::shared_ptr<RankComm>;
+
+// --- Handles ---------------------------------------------------------------------------------
+
+// Null for what is no communicator, or none any more, which is said on stderr.
+[[nodiscard]] CommPtr find(abi::Comm handle);
+[[nodiscard]] abi::Comm make_handle(CommPtr comm);
+void drop(abi::Comm handle);
+// Also whether it may be called now: kSuccess, or what the call must return.
+[[nodiscard]] abi::Result find_ready(abi::Comm handle, CommPtr& comm);
+
+// Remembers the text for ncclGetLastError, and returns `result`.
+abi::Result refuse(abi::Result result, const std::string& text);
+[[nodiscard]] const char* last_text();
+
+// --- Meeting (join.cpp) ----------------------------------------------------------------------
+
+// Joins the segment that `comm` names and waits for all ranks.
+[[nodiscard]] abi::Result join(const CommPtr& comm, const CommPtr& parent);
+// Tells all ranks a note, and gets theirs. Empty: given up.
+[[nodiscard]] std::vector<Note> exchange(RankComm& comm, const Note& note);
+
+// --- Calls (calls.cpp) -----------------------------------------------------------------------
+
+enum class Kind : int {
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kSend,
+  kRecv,
+};
+
+struct Task {
+  Kind kind;
+  const char* in;
+  char* out;
+  std::size_t count;
+  abi::DataType type;
+  abi::RedOp op = abi::kSum;
+  int peer = 0;  // or the root
+};
+
+// The device's part: moves the data of tasks that run together, and waits for the peers' (run.cpp).
+void run_tasks(const CommPtr& comm, const std::vector<Task>& tasks);
+
+[[nodiscard]] std::size_t size_of(abi::DataType type);
+[[nodiscard]] bool is_known(abi::DataType type);
+// out[i] = sources[0][i] ∘ sources[1][i] ∘ …
+void reduce(abi::DataType type, abi::RedOp op, char* out, const std::vector<const char*>& sources,
+            std::size_t count);
+
+// The memory that a task reads and writes on this rank.
+struct Range {
+  const char* begin;
+  std::size_t bytes;
+  bool is_written;
+};
+[[nodiscard]] std::vector<Range> ranges_of(const Task& task, const RankComm& comm);
+
+// --- Of which version this library is (version_*.cpp) -----------------------------------------
+
+[[nodiscard]] int version();
+
+}  // namespace virtual_nccl

@@ -56,6 +56,7 @@ void Event::make_wait(StreamHandle stream) const {
 }
 
 bool Event::is_done() const {
+  const RelaxedCapture relaxed;  // asking must not spoil a capture, of this thread or another's
   const cudaError_t error = cudaEventQuery(event_);
   if (error == cudaErrorNotReady) {
     (void)cudaGetLastError();

@@ -13,7 +13,11 @@ DeviceBuffer::DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
 }
 
 DeviceBuffer::~DeviceBuffer() {
-  if (data_ != nullptr) (void)cudaFree(data_);
+  if (data_ == nullptr) return;
+  auto mode = cudaStreamCaptureModeRelaxed;  // another thread's capture is not to be spoilt
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  (void)cudaFree(data_);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
 }  // namespace fastdist::cuda

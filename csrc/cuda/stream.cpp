@@ -66,6 +66,11 @@ bool Event::is_done() const {
   return true;
 }
 
+void Event::synchronize() const {
+  const RelaxedCapture relaxed;
+  FASTDIST_CUDA_CHECK(cudaEventSynchronize(event_));
+}
+
 Stream::Stream() {
   // First in line among the device's streams: whoever computes meanwhile waits for the result.
   int least = 0;

@@ -54,6 +54,8 @@ class Event {
   // Work enqueued on `stream` from now on starts after this point.
   void make_wait(StreamHandle stream) const;
   [[nodiscard]] bool is_done() const;
+  // The host waits.
+  void synchronize() const;
 
  private:
   CUevent_st* event_ = nullptr;

@@ -4,8 +4,6 @@
 #include <bit>
 #include <utility>
 
-#include "cuda/check.h"
-
 namespace fastdist::nccl {
 namespace {
 
@@ -30,8 +28,9 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
   Bucket& bucket = buckets_[which];
   if (captured_) return grow(bucket.plain, bytes);
   if (bucket.bytes < bytes) {
-    // Before the next one is there: the largest that are needed, once. Nothing may be at it still.
-    if (bucket.known) FASTDIST_CUDA_CHECK(cudaDeviceSynchronize());
+    // Before the next one is there: the largest that are needed, once. Nothing may be at it still;
+    // the whole device cannot be waited for where another thread captures one of its streams.
+    if (bucket.known && free_) free_->synchronize();
     bucket.known.reset();
     bucket.bytes = 0;
     bucket.known =

@@ -41,9 +41,9 @@ struct RankComm {
   std::map<void*, std::size_t> registered;  // by handle
   std::map<void*, void*> windows;           // memory by window
 
+  [[nodiscard]] bool is_given_up() const { return is_aborted || is_revoked || is_destroyed; }
   [[nodiscard]] bool is_over() const {
-    return is_aborted || is_revoked || is_destroyed ||
-           segment->shared().has_failed.load(std::memory_order_acquire) != 0;
+    return is_given_up() || segment->shared().has_failed.load(std::memory_order_acquire) != 0;
   }
   // What went wrong in the background; kInProgress while jobs run.
   [[nodiscard]] abi::Result status();

@@ -253,6 +253,8 @@ void run_tasks(const CommPtr& comm, const std::vector<Task>& tasks) {
   } catch (const std::runtime_error& error) {
     comm->fail(abi::kInvalidUsage, error.what());
   }
+  // As on a real device: a call that cannot go on stays where it is until it is given up.
+  (void)wait_until([&] { return comm->is_given_up(); }, [] { return false; });
   poison(*comm, tasks);
 }
 

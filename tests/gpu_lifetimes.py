@@ -1,0 +1,232 @@
+"""Parts of gpu_rank.py: streams, graphs, wrong input, and communicators from beginning to end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fastdist
+import numpy as np
+import pytest
+from fastdist import _core, errors
+
+if TYPE_CHECKING:
+    from gpu_rank import Rank
+
+
+def streams(r: Rank) -> None:
+    a = r.arrays
+    stream = a.new_stream()
+    with a.use_stream(stream):
+        x, copy = a.full(1 << 20, 1), a.full(1 << 20, 0)
+        for _ in range(3):
+            a.fill(x, 1)
+            work = r.call_async("all_reduce", x, "sum", None, None, 0)
+            assert work.wait(a.current_stream()) is x
+            a.copy(copy, x)
+            a.fill(x, 7)
+        assert a.is_full(copy, r.size)
+        assert a.is_full(x, 7)
+    assert work.is_done()
+    # What a call works on is kept until it has ended, also where nobody else does.
+    works = [
+        r.call_async("all_reduce", a.full(1 << 16, 1), "sum", None, None, 0) for _ in range(20)
+    ]
+    assert all(a.is_full(work.synchronize(), r.size) for work in works)
+
+
+def alternating(r: Rank) -> None:
+    """Calls on two streams in turn share buckets, which must not be filled while still in use."""
+    a = r.arrays
+    streams = [a.new_stream(), a.new_stream()]
+    lists = []
+    for i in range(10):
+        with a.use_stream(streams[i % 2]):
+            arrays = [a.full(n, i + r.rank) for n in (30_000, 17, 20_000)]
+            r.call("all_reduce", arrays, "sum", None, None, (1 << 14) * (1 + i // 5))
+            lists.append(arrays)
+    for i, arrays in enumerate(lists):
+        with a.use_stream(streams[i % 2]):
+            expected = sum(i + k for k in range(r.size))
+            assert all(a.is_full(x, expected) for x in arrays), f"list {i}"
+
+
+def memory(r: Rank) -> None:
+    for symmetric in (True, False):
+        lent = r.gpu.allocate(4096, symmetric, 60.0)
+        y = r.arrays.view(lent, "float32")
+        r.arrays.fill(y, 2)
+        r.call("all_reduce", y, "sum", None, None, 0)
+        assert r.arrays.is_full(y, 2 * r.size)
+        assert lent.nbytes == 4096
+        del y, lent
+
+
+def graphs(r: Rank) -> None:
+    a = r.arrays
+    x = a.full(1000, 0)
+    parts = [a.full(n, 0) for n in (5, 300, 77)]
+    many = [a.full(n, 0) for n in (9_000, 300, 9_000)]
+    # Connects: NCCL cannot do that in a capture.
+    r.call("all_reduce", x, "sum", None, None, 0)
+    shorts = a.full(1000, 0, "int16")
+    r.call("all_reduce", shorts, "sum", None, None, 0)
+    a.synchronize()
+    graph = a.graph()
+    with graph.capture():
+        r.call("all_reduce", x, "sum", None, None, 0)
+        r.call("all_reduce", parts, "sum", None, "bf16", 0)
+        r.call("all_reduce", many, "mean", None, None, 1 << 14)
+        r.call("all_reduce", shorts, "sum", None, None, 0)
+        r.call_async("all_reduce", many, "sum", None, "fp8", 1 << 14).wait(a.current_stream())
+    for value in (1.0, 3.0):
+        for array in (x, *parts, *many):
+            a.fill(array, value)
+        a.fill(shorts, value)
+        a.synchronize()
+        graph.launch()
+        r.call("all_reduce", a.full(9, 1), "max", None, None, 0)
+        a.synchronize()
+        assert a.is_full(x, value * r.size)
+        assert all(a.is_full(part, value * r.size) for part in parts)
+        assert all(np.allclose(a.numpy(y, "float32"), value * r.size, 0.1) for y in many)
+        assert a.is_full(shorts, value * r.size, "int16")
+    del graph
+
+
+def bad_input(r: Rank) -> None:
+    a = r.arrays
+    for wrong in (np.ones(3), a.in_memory_of_host(), [a.full(3, 1), a.in_memory_of_host()]):
+        with pytest.raises(ValueError, match="must lie on cuda:"):
+            r.call("all_reduce", wrong, "sum", None, None, 0)
+    with pytest.raises(ValueError, match="must be dense"):
+        r.call("all_reduce", a.full(10, 1)[::2], "sum", None, None, 0)
+    if r.size > 1:
+        for x in (a.full(4 + r.rank, 1), [a.full(4 + r.rank, 1), a.full(3, 1)]):
+            with pytest.raises(errors.CollectiveMismatchError):
+                r.call("all_reduce", x, "sum", None, None, 0)
+            assert a.is_full(x[0] if isinstance(x, list) else x, 1)
+    r.call("barrier")
+
+
+def late(r: Rank) -> None:
+    """A rank that never comes: nobody hangs, and the process goes on."""
+    if r.size == 1:
+        return
+    a = r.arrays
+    gpu = r.connect(r.new_id())
+    x = a.full(1000, 1)
+    r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+    a.synchronize()
+    if r.rank == 0:
+        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=2.0)
+        with pytest.raises(errors.CollectiveTimeoutError, match="within 2 s"):
+            work.synchronize(60)
+        with pytest.raises(errors.CollectiveTimeoutError):
+            gpu.check_usable()
+        with pytest.raises(errors.CollectiveTimeoutError):
+            r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+    r.host.barrier()
+    gpu.close()
+    x = a.full(10, 1)
+    r.call("all_reduce", x, "sum", None, None, 0)
+    assert a.is_full(x, r.size)
+
+
+def absent(r: Rank) -> None:
+    """Ranks that do not all connect: an error in time, and others can connect afterwards."""
+    if r.rank == 0 and r.size > 1:
+        for is_blocking in (True, False):
+            with pytest.raises(errors.CollectiveTimeoutError, match=r"not connected|not all ranks"):
+                _core.NcclCommunicator.connect(
+                    _core.new_nccl_id(), 0, r.size, r.device, is_blocking, None, 1.0
+                )
+    r.host.barrier()
+    gpu = r.connect(r.new_id())
+    r.call("barrier", gpu=gpu)
+    gpu.close()
+
+
+def groups(r: Rank) -> None:
+    a = r.arrays
+    half = r.gpu.split(r.rank % 2, -r.rank, None, a.current_stream(), 60.0)
+    assert half is not None
+    members = list(range(r.rank % 2, r.size, 2))[::-1]
+    assert (half.rank, half.size) == (members.index(r.rank), len(members))
+    x = a.full(10, r.rank)
+    r.call("all_reduce", x, "sum", None, None, 0, gpu=half)
+    assert a.is_full(x, sum(members))
+    r.call("broadcast", x, 0, None, gpu=half)
+    one = r.gpu.split(0 if r.rank == 0 else -1, 0, None, a.current_stream(), 60.0)
+    assert (one is None) == (r.rank != 0)
+    half.close()
+    with pytest.raises(errors.FastdistError, match="closed"):
+        r.call("barrier", gpu=half)
+    r.call("barrier")
+
+
+def shrinking(r: Rank) -> None:
+    """Without the last rank: while all is well, and after it did not come to a call."""
+    a, last = r.arrays, r.size - 1
+    if r.size == 1:
+        return
+    if r.rank != last:
+        fewer = r.gpu.shrink([last], False, None, 60.0)
+        x = a.full(10, r.rank)
+        r.call("all_reduce", x, "sum", None, None, 0, gpu=fewer)
+        assert a.is_full(x, sum(range(last)))
+        fewer.close()
+    r.host.barrier()
+    gpu = r.connect(r.new_id())
+    x = a.full(10, 1)
+    if r.rank != last:
+        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=1.0)
+        with pytest.raises(errors.CollectiveTimeoutError):
+            work.synchronize(60)
+    r.host.barrier()
+    if r.rank != last and "ncclCommRevoke" in r.library.has:
+        left = gpu.shrink([last], True, None, 60.0)
+        a.fill(x, 1)
+        r.call("all_reduce", x, "sum", None, None, 0, gpu=left)
+        assert a.is_full(x, last)
+        left.close()
+    elif r.rank != last:
+        with pytest.raises(errors.UnsupportedError, match=r"2\.28\.7"):
+            gpu.shrink([last], True, None, 60.0)
+    gpu.close()
+    r.host.barrier()
+
+
+def aborting(r: Rank) -> None:
+    """Given up while a call runs: the call ends here, and every later one says why."""
+    a = r.arrays
+    gpu = r.connect(r.new_id())
+    x = a.full(10, 1)
+    if r.rank == 0:
+        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu) if r.size > 1 else None
+        gpu.abort("enough of it")
+        if work is not None:
+            with pytest.raises(errors.FastdistError, match="enough of it"):
+                work.synchronize(60)
+        with pytest.raises(errors.FastdistError, match="enough of it"):
+            r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+        a.synchronize()
+    r.host.barrier()
+    gpu.close()
+
+
+def uncompared(r: Rank) -> None:
+    """Without a checker NCCL's own report of a failure reaches the caller."""
+    if r.size == 1:
+        return
+    gpu = r.connect(r.new_id())
+    x = r.arrays.full(10 + r.rank, 1)
+    with pytest.raises(fastdist.errors.FastdistError, match="in the background"):
+        r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=20.0).synchronize(60)
+    r.host.barrier()
+    gpu.close()
+
+
+PARTS: tuple[Any, ...] = (
+    streams, alternating, memory, graphs, bad_input, late, absent, groups, shrinking, aborting,
+)  # fmt: skip
+VIRTUAL_PARTS = (uncompared,)

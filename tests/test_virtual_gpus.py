@@ -1,0 +1,83 @@
+"""The engine for GPUs upon virtual ones: gpu_rank.py by ranks of all kinds, NCCLs of all ages.
+
+Needs the package that the CMake preset `virtual_gpu` builds, on PYTHONPATH: `.ci/run` shows how.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastdist import _core
+
+HERE = Path(__file__).resolve().parent
+BUILT = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
+
+pytestmark = pytest.mark.skipif(
+    not BUILT, reason="the module was not built upon virtual GPUs (CMake preset virtual_gpu)"
+)
+
+COLLECTIVES = ["reductions", "moves", "uneven", "pairs", "lists", "grouped", "compression"]
+LIFETIMES = [
+    "streams",
+    "alternating",
+    "memory",
+    "graphs",
+    "bad_input",
+    "late",
+    "absent",
+    "groups",
+    "shrinking",
+    "aborting",
+    "uncompared",
+]
+
+
+def run(command: list[str], gpus: int, settings: dict[str, str]) -> None:
+    environ = os.environ | {"VIRTUAL_GPUS": str(gpus)} | settings
+    result = subprocess.run(
+        [sys.executable, *command], cwd=HERE, capture_output=True, text=True, env=environ
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def as_threads(ranks: int, parts: list[str], **settings: str) -> None:
+    run(["gpu_rank.py", *parts, "--threads", str(ranks)], ranks, settings)
+
+
+def as_processes(ranks: int, gpus: int, parts: list[str], **settings: str) -> None:
+    run(["-m", "fastdist", "run", "-n", str(ranks), "gpu_rank.py", *parts], gpus, settings)
+
+
+@pytest.mark.parametrize("parts", [COLLECTIVES, LIFETIMES], ids=["collectives", "lifetimes"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_threads_with_a_gpu_each(ranks: int, parts: list[str]) -> None:
+    as_threads(ranks, parts)
+
+
+@pytest.mark.parametrize("parts", [COLLECTIVES, LIFETIMES], ids=["collectives", "lifetimes"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_processes_that_share_a_gpu(ranks: int, parts: list[str]) -> None:
+    as_processes(ranks, 1, parts)
+
+
+def test_processes_with_a_gpu_each() -> None:
+    as_processes(3, 3, [*LIFETIMES, "moves"])
+
+
+@pytest.mark.parametrize("version", ["22703", "22809"])
+def test_older_libraries(version: str) -> None:
+    """Without all_to_all, gather, scatter and revoke; ranks share a GPU as if on several hosts."""
+    parts = ["moves", "uneven", *LIFETIMES]
+    as_processes(2, 1, parts, VIRTUAL_NCCL_VERSION=version, VIRTUAL_NCCL_WINDOWS="0")
+
+
+@pytest.mark.parametrize("version", ["22703", "23004"])
+def test_calls_that_do_not_block(version: str) -> None:
+    as_threads(3, [*LIFETIMES, *COLLECTIVES[1:]], VARIANT="polling", VIRTUAL_NCCL_VERSION=version)
+
+
+def test_slow_streams() -> None:
+    """Whatever does not wait for what it depends on comes too early."""
+    as_threads(2, ["lists", "grouped", *LIFETIMES], VIRTUAL_GPU_DELAY_US="2000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import fastdist
@@ -71,6 +72,7 @@ def graphs(r: Rank) -> None:
     shorts = a.full(1000, 0, "int16")
     r.call("all_reduce", shorts, "sum", None, None, 0)
     a.synchronize()
+    r.host.barrier()  # what ranks that are threads do meanwhile could spoil the capture
     graph = a.graph()
     with graph.capture():
         r.call("all_reduce", x, "sum", None, None, 0)
@@ -78,6 +80,7 @@ def graphs(r: Rank) -> None:
         r.call("all_reduce", many, "mean", None, None, 1 << 14)
         r.call("all_reduce", shorts, "sum", None, None, 0)
         r.call_async("all_reduce", many, "sum", None, "fp8", 1 << 14).wait(a.current_stream())
+    r.host.barrier()
     for value in (1.0, 3.0):
         for array in (x, *parts, *many):
             a.fill(array, value)
@@ -91,6 +94,31 @@ def graphs(r: Rank) -> None:
         assert all(np.allclose(a.numpy(y, "float32"), value * r.size, 0.1) for y in many)
         assert a.is_full(shorts, value * r.size, "int16")
     del graph
+
+
+def meanwhile(r: Rank) -> None:
+    """Odd ranks capture while even ones connect, grow their memory and end: nothing is spoilt."""
+    a = r.arrays
+    alone = [_core.NcclCommunicator.connect(_core.new_nccl_id(), 0, 1, r.device, True, None, 60.0)]
+    x = a.full(1000, 1, "int16")
+    r.call("all_reduce", x, "sum", None, None, 0, gpu=alone[0])
+    a.synchronize()
+    ready = [[a.full(n, 1) for n in (1 << k, 5)] for k in range(17, 20)]
+    r.host.barrier()
+    if r.rank % 2 == 1:
+        for _ in range(20):
+            graph = a.graph()
+            with graph.capture():
+                for _ in range(5):
+                    time.sleep(0.002)
+                    r.call("all_reduce", x, "sum", None, None, 0, gpu=alone[0])
+    else:
+        for arrays in ready:
+            work = r.call_async("all_reduce", arrays, "sum", None, None, 0, gpu=alone[0])
+            work.synchronize(60)
+            r.call("all_reduce", arrays, "sum", None, "bf16", 0, gpu=alone[0])
+    r.host.barrier()
+    alone[0].close()
 
 
 def bad_input(r: Rank) -> None:
@@ -227,6 +255,16 @@ def uncompared(r: Rank) -> None:
 
 
 PARTS: tuple[Any, ...] = (
-    streams, alternating, memory, graphs, bad_input, late, absent, groups, shrinking, aborting,
-)  # fmt: skip
+    streams,
+    alternating,
+    memory,
+    graphs,
+    meanwhile,
+    bad_input,
+    late,
+    absent,
+    groups,
+    shrinking,
+    aborting,
+)
 VIRTUAL_PARTS = (uncompared,)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import fastdist
@@ -111,8 +113,11 @@ def main(parts: list[str], threads: int | None) -> None:
             pool.submit(run, host, arrays, unique_id, parts)
             for host in fastdist.local_group(threads)
         ]
-        for ended in ranks:
-            ended.result()
+        for ended in as_completed(ranks):
+            if ended.exception() is not None:
+                traceback.print_exception(ended.exception())
+                sys.stderr.flush()
+                os._exit(1)  # the others wait for it
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ LIFETIMES = [
     "alternating",
     "memory",
     "graphs",
+    "meanwhile",
     "bad_input",
     "late",
     "absent",

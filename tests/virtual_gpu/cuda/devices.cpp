@@ -65,7 +65,7 @@ cudaError_t remember(cudaError_t error) {
   return error;
 }
 
-cudaError_t check_unsafe(State& s) {
+cudaError_t check_unsafe(State& s, const char* call) {
   cudaError_t error = cudaSuccess;
   if (the_mode == cudaStreamCaptureModeRelaxed) return error;
   for (const auto& capture : s.captures) {
@@ -75,6 +75,8 @@ cudaError_t check_unsafe(State& s) {
                                     the_mode == cudaStreamCaptureModeGlobal;
     if (!forbids) continue;
     capture->is_valid = false;
+    std::fprintf(stderr, "virtual GPU: %s spoils a capture of %s thread\n", call,
+                 mine ? "this" : "another");
     error = cudaErrorStreamCaptureUnsupported;
   }
   return error;

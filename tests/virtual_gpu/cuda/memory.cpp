@@ -126,7 +126,8 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
   const std::lock_guard lock(s.mutex);
   if (s.lost != cudaSuccess) return remember(s.lost);
   if (device_count() == 0) return remember(cudaErrorNoDevice);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   *data = nullptr;
   if (bytes == 0) return cudaSuccess;
   const int device = current_device();
@@ -143,7 +144,8 @@ cudaError_t cudaFree(void* data) {
   if (data == nullptr) return cudaSuccess;
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   const auto found = s.allocations.find(address);
   if (found == s.allocations.end()) return remember(cudaErrorInvalidValue);

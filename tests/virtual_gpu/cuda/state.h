@@ -119,8 +119,9 @@ cudaError_t remember(cudaError_t error);
 [[nodiscard]] cudaError_t add(State& s, const std::shared_ptr<CUstream_st>& stream,
                               std::function<void()> run, const std::shared_ptr<Chain>& chain,
                               std::vector<PointPtr> waits = {});
-// Why this thread may not make a call that might spoil a capture; spoils it where it does.
-[[nodiscard]] cudaError_t check_unsafe(State& s);
+// Why this thread may not make a call that might spoil a capture; spoils it where it does, and says
+// so on stderr.
+[[nodiscard]] cudaError_t check_unsafe(State& s, const char* call);
 // The error of a default stream that is used while a stream that waits for it is being captured.
 [[nodiscard]] bool is_implicit(const State& s, const CUstream_st& stream);
 void wait_for(State& s, std::unique_lock<std::mutex>& lock, const PointPtr& point);

@@ -236,7 +236,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   const auto found = find_stream(s, stream, current_device());
   if (!found) return remember(cudaErrorInvalidResourceHandle);
   if (found->capture) {
@@ -250,7 +251,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   const auto found = find_stream(s, stream, current_device());
   if (!found) return remember(cudaErrorInvalidResourceHandle);
   if (found->capture) return remember(cudaErrorStreamCaptureUnsupported);
@@ -262,7 +264,15 @@ cudaError_t cudaDeviceSynchronize() {
   State& s = state();
   std::unique_lock lock(s.mutex);
   if (device_count() == 0) return remember(cudaErrorNoDevice);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
+  // In whatever mode: the device has a stream that cannot be waited for.
+  for (const auto& [handle, stream] : s.streams) {
+    if (!stream->capture || stream->device != current_device()) continue;
+    stream->capture->is_valid = false;
+    std::fprintf(stderr, "virtual GPU: %s of a device with a stream in capture\n", __func__);
+    return remember(cudaErrorStreamCaptureUnsupported);
+  }
   wait_for_device(s, lock, current_device());
   return remember(s.lost);
 }
@@ -327,7 +337,8 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   if (!s.events.contains(event)) return remember(cudaErrorInvalidResourceHandle);
   if (s.lost != cudaSuccess) return remember(s.lost);
   if (event->capture) {
@@ -340,7 +351,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s); error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+    return remember(error);
   if (!s.events.contains(event)) return remember(cudaErrorInvalidResourceHandle);
   if (event->capture) return remember(cudaErrorCapturedEvent);
   wait_for(s, lock, PointPtr(event->point));

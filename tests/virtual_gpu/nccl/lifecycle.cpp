@@ -132,6 +132,18 @@ abi::Result connect_shrunk(const CommPtr& comm, const CommPtr& parent,
   return join(comm, parent);
 }
 
+// As NCCL does around what it asks of CUDA: a capture of another thread must not suffer.
+class Relaxed {
+ public:
+  Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+  ~Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 void stop_running(RankComm& comm) {
   // Whoever runs sees the flag that was set, and lets go.
   const std::lock_guard lock(comm.running);
@@ -311,6 +323,7 @@ abi::Result ncclCommUserRank(abi::Comm handle, int* rank) {
 }
 
 abi::Result ncclMemAlloc(void** data, std::size_t bytes) {
+  const Relaxed relaxed;
   const cudaError_t error = cudaMalloc(data, bytes);
   if (error != cudaSuccess) return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
   const std::lock_guard lock(memory_mutex);
@@ -330,6 +343,7 @@ abi::Result ncclMemFree(void* data) {
     }
     own_memory().erase(found);
   }
+  const Relaxed relaxed;
   const cudaError_t error = cudaFree(data);
   if (error != cudaSuccess) return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
   return abi::kSuccess;

@@ -155,9 +155,9 @@ void bind_library(py::module_& m) {
         return nccl::load_library(candidates);
       },
       py::return_value_policy::reference);
-  m.def("nccl_settings_for_sharing", [](int version, int rank) {
+  m.def("nccl_settings_for_sharing", [](int version, int process) {
     py::dict result;
-    for (const auto& [name, value] : nccl::settings_for_sharing(version, rank)) {
+    for (const auto& [name, value] : nccl::settings_for_sharing(version, process)) {
       result[py::str(name)] = value;
     }
     return result;

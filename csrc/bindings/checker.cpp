@@ -28,11 +28,13 @@ class HostChecker final : public nccl::Checker {
         options);
     return answer != std::byte{0};
   }
-  [[nodiscard]] std::optional<Error> find_dead() const override {
-    const auto rank = host_.communicator().find_dead();
+  [[nodiscard]] std::optional<Error> find_lost() const override {
+    const auto rank = host_.communicator().find_lost();
     if (!rank) return std::nullopt;
     return Error(ErrorCode::kPeerFailure,
-                 "rank " + std::to_string(*rank) + " has died; the communicator was given up",
+                 "rank " + std::to_string(*rank) +
+                     " has died or given up, while calls on GPUs waited for it; the communicator "
+                     "was given up",
                  {*rank});
   }
 
@@ -57,7 +59,7 @@ class PythonChecker final : public nccl::Checker {
     return engine_.attr("agree")(words, flag, site, timeout_s).cast<bool>();
   }
   // Such engines notice when they are called next.
-  [[nodiscard]] std::optional<Error> find_dead() const override { return std::nullopt; }
+  [[nodiscard]] std::optional<Error> find_lost() const override { return std::nullopt; }
 
  private:
   py::object engine_;

@@ -54,8 +54,8 @@ class HostCommunicator final : public Communicator {
   // repeat: they agree only with calls of the same phase. Ranks that do the same things in each
   // phase, one of which has left a phase early, so learn of it.
   void set_phase(std::uint8_t phase) noexcept { phase_.store(phase, std::memory_order_relaxed); }
-  // A rank that has died without leaving; from any thread.
-  [[nodiscard]] std::optional<int> find_dead() const noexcept;
+  // A rank that has died, or given the communicator up after an error; from any thread.
+  [[nodiscard]] std::optional<int> find_lost() const noexcept;
   // Leaves: peers that wait for this rank throw kPeerFailure. Wakes own calls of other threads.
   void close() noexcept;
 

@@ -61,11 +61,14 @@ bool HostCommunicator::is_gone(int p) const noexcept {
          !machine_->is_alive(them.machine_rank);
 }
 
-std::optional<int> HostCommunicator::find_dead() const noexcept {
+std::optional<int> HostCommunicator::find_lost() const noexcept {
   for (std::size_t p = 0; p < peers_.size(); ++p) {
-    const auto departure = peers_[p].control->departure.load(std::memory_order_acquire);
-    const bool is_active = departure == static_cast<std::uint32_t>(Departure::kActive);
-    if (is_active && !machine_->is_alive(peers_[p].machine_rank)) return static_cast<int>(p);
+    const auto departure =
+        static_cast<Departure>(peers_[p].control->departure.load(std::memory_order_acquire));
+    if (departure == Departure::kClosed) continue;  // after its calls had ended
+    if (departure != Departure::kActive || !machine_->is_alive(peers_[p].machine_rank)) {
+      return static_cast<int>(p);
+    }
   }
   return std::nullopt;
 }

@@ -63,8 +63,8 @@ class Checker {
   // Whether `flag` is set on every rank. Every rank calls, with the same signature; ranks that
   // disagree all throw kMismatch.
   virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;
-  // A rank that has died, as what a call that waits for it should throw; from any thread.
-  [[nodiscard]] virtual std::optional<Error> find_dead() const = 0;
+  // A rank that is lost, as what a call that waits for it should throw; from any thread.
+  [[nodiscard]] virtual std::optional<Error> find_lost() const = 0;
 };
 
 class GpuCommunicator : public Communicator {

@@ -154,14 +154,14 @@ std::vector<std::string> libraries_in(const std::string& maps) {
   return paths;
 }
 
-std::vector<Setting> settings_for_sharing(int version, int rank) {
+std::vector<Setting> settings_for_sharing(int version, int process) {
   constexpr int kFirstWithSharing = 23003;
   if (version >= kFirstWithSharing) {
     // As NCCL's notes on this mode advise: few channels, and no multicast.
     return {{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}, {"NCCL_MAX_CTAS", "8"}, {"NCCL_NVLS_ENABLE", "0"}};
   }
   // Ranks that believe to be on different hosts are not compared; they talk through sockets.
-  return {{"NCCL_HOSTID", "fastdist-rank-" + std::to_string(rank)}};
+  return {{"NCCL_HOSTID", "fastdist-" + std::to_string(process)}};
 }
 
 }  // namespace fastdist::nccl

@@ -41,6 +41,6 @@ struct Setting {
   std::string name;
   std::string value;
 };
-[[nodiscard]] std::vector<Setting> settings_for_sharing(int version, int rank);
+[[nodiscard]] std::vector<Setting> settings_for_sharing(int version, int process);
 
 }  // namespace fastdist::nccl

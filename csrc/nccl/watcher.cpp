@@ -96,7 +96,7 @@ std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
   if (age > oldest.timeout) return late(oldest);
   lock.unlock();
   auto error = handle_->background_error();
-  if (!error && checker_ != nullptr && age > kBeforeAskingWhoLives) error = checker_->find_dead();
+  if (!error && checker_ != nullptr && age > kBeforeAskingWhoLives) error = checker_->find_lost();
   lock.lock();
   return error;
 }

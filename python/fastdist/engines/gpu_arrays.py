@@ -10,16 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from fastdist import _core
+
 _DLPACK_CUDA = 2
 _LEGACY_STREAM = 0
+SOME_GPU = -1
 
 
 def device_of(arrays: Any) -> int | None:
-    """The number of the GPU that an array, or the first of a list, lies on; None: it is on none."""
+    """The number of the GPU that an array, or the first of a list, lies on; None: it is on none.
+
+    `SOME_GPU` where it is empty and its library does not tell.
+    """
     if isinstance(arrays, np.ndarray):
         return None
     if isinstance(arrays, (list, tuple)):
-        return device_of(arrays[0]) if arrays else None
+        if not arrays:
+            return None
+        found = (device_of(array) for array in arrays)
+        return next((device for device in found if device != SOME_GPU), SOME_GPU)
     is_cuda = getattr(arrays, "is_cuda", None)
     if is_cuda is not None:  # torch
         return arrays.get_device() if is_cuda else None
@@ -34,9 +43,8 @@ def _device_of_interface(array: Any) -> int | None:
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         return None
-    from fastdist import _core
-
-    return _core.cuda_device_of(interface["data"][0])
+    address = interface["data"][0]
+    return _core.cuda_device_of(address) if address else SOME_GPU
 
 
 def current_stream(arrays: Any, device: int) -> int:

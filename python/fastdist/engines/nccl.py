@@ -6,17 +6,20 @@ compare what they call over their hosts, in one order with the calls on arrays o
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from fastdist import _core
+from fastdist.cluster.launch import detect_launch
 from fastdist.engines import nccl_library
 from fastdist.engines.engine import Calls, Engine
-from fastdist.engines.gpu_arrays import current_stream, device_of, stream_handle
+from fastdist.engines.gpu_arrays import SOME_GPU, current_stream, device_of, stream_handle
 from fastdist.errors import FastdistError, UnsupportedError
 
 _RECORD_BYTES = 1024
@@ -87,6 +90,10 @@ class NcclEngine:
         """
         array = given[-1] if given[0] is None else given[0]  # scatter: only the root has one
         device = device_of(array)
+        if device == SOME_GPU:
+            if self._gpu is None:
+                raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
+            device = self._gpu.device
         if device is None:
             if stream is not None:
                 raise ValueError("stream is for arrays on GPUs, got an array that is not on one")
@@ -134,8 +141,9 @@ class NcclEngine:
                 + ", ".join(f"{version} on rank {r}" for r, version in enumerate(versions))
             )
         self.sharing = _ranks_that_share(records)
-        if self.sharing:
-            _allow_sharing(records, self.sharing, rank)
+        _require_apart(records, self.sharing)
+        if self.sharing or _has_more_ranks_than_gpus():
+            _allow_sharing()
         unique_id = self._share_id(timeout_s)
         gpu = _core.NcclCommunicator.connect(
             unique_id, rank, size, device, True, self._hosts.hosts, timeout_s
@@ -217,8 +225,7 @@ def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     return tuple(rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1)
 
 
-def _allow_sharing(records: Sequence[dict[str, Any]], sharing: Sequence[int], rank: int) -> None:
-    """Set what NCCL must find in the environment where ranks have the same GPU."""
+def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) -> None:
     places = [(records[r]["uuid"], records[r]["process"]) for r in sharing]
     if len(set(places)) != len(places):
         twice = next(r for r, place in zip(sharing, places, strict=True) if places.count(place) > 1)
@@ -227,6 +234,18 @@ def _allow_sharing(records: Sequence[dict[str, Any]], sharing: Sequence[int], ra
             "needs a process for each rank of a GPU; start them by `fastdist run`",
             tuple(sharing),
         )
+
+
+def _has_more_ranks_than_gpus() -> bool:
+    """Whether other communicators of this process may share a GPU, where this one does not."""
+    launch = detect_launch()
+    return launch is not None and launch.local_world_size > len(_core.cuda_devices())
+
+
+@functools.cache
+def _allow_sharing() -> None:
+    """Set what NCCL reads, once and for all, when it makes its first communicator."""
     version = nccl_library.load().version
-    for name, value in _core.nccl_settings_for_sharing(version, rank).items():
+    process = secrets.randbits(31)
+    for name, value in _core.nccl_settings_for_sharing(version, process).items():
         os.environ.setdefault(name, value)

@@ -149,7 +149,10 @@ cudaError_t wait_captured(State& s, const std::shared_ptr<CUstream_st>& stream,
 std::shared_ptr<Chain> make_chain() { return std::make_shared<Chain>(); }
 
 std::shared_ptr<CUstream_st> find_stream(State& s, cudaStream_t stream, int device) {
-  if (stream == nullptr) return s.legacy[static_cast<std::size_t>(device)];
+  constexpr std::uintptr_t kLegacyHandle = 1;  // cudaStreamLegacy
+  if (reinterpret_cast<std::uintptr_t>(stream) <= kLegacyHandle) {
+    return s.legacy[static_cast<std::size_t>(device)];
+  }
   const auto found = s.streams.find(stream);
   return found == s.streams.end() ? nullptr : found->second;
 }

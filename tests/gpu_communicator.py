@@ -1,0 +1,237 @@
+"""One rank of a job on GPUs, real or virtual: arrays there and on the host, by `Communicator`.
+
+Started by test_nccl_gpu.py and test_virtual_gpus.py; as threads of one process by `threads`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fastdist as fd
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerFailureError,
+    UnsupportedError,
+)
+from gpu_arrays import choose
+
+TIMEOUT_S = 60.0
+arrays = choose()
+
+
+def floats(comm: Communicator, size: int = 1000) -> Any:
+    return np.arange(size, dtype=np.float32) + comm.rank
+
+
+def total(comm: Communicator, size: int = 1000) -> Any:
+    n = comm.world_size
+    return np.arange(size, dtype=np.float32) * n + n * (n - 1) / 2
+
+
+def require(array: Any, expected: Any) -> None:
+    np.testing.assert_allclose(arrays.numpy(array, "float32"), expected, rtol=1e-6)
+
+
+def every_op(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    everyone = np.concatenate([np.arange(4, dtype=np.float32) + rank for rank in range(n)])
+    mine = np.arange(4, dtype=np.float32) + r
+
+    x = arrays.array(floats(comm))
+    assert comm.all_reduce(x) is x
+    require(x, total(comm))
+    out = arrays.full(1000, -1)
+    assert comm.all_reduce(arrays.array(floats(comm)), "mean", out=out) is out
+    require(out, total(comm) / n)
+    some = [arrays.array(floats(comm, size)) for size in (7, 70_000, 1)]
+    comm.all_reduce(some, bucket_bytes=1 << 16)
+    for one, size in zip(some, (7, 70_000, 1), strict=True):
+        require(one, total(comm, size))
+    comm.all_reduce(some, "mean", compress="bf16")
+    np.testing.assert_allclose(arrays.numpy(some[0], "float32"), total(comm, 7), rtol=1e-2)
+
+    x = arrays.array(mine)
+    comm.reduce(x, "max", root=n - 1)
+    require(x, mine if r != n - 1 else np.arange(4) + n - 1)
+    x = arrays.array(mine)
+    comm.broadcast(x, root=n - 1)
+    require(x, np.arange(4) + n - 1)
+    out = arrays.full(4 * n, -1)
+    comm.all_gather(arrays.array(mine), out=out)
+    require(out, everyone)
+    comm.gather(arrays.array(mine), out=out)
+    part = arrays.full(4, -1)
+    comm.scatter(arrays.array(everyone) if r == 0 else None, out=part)
+    require(part, mine)
+    comm.reduce_scatter(arrays.array(everyone), out=part)
+    require(part, mine * n)
+    out = arrays.full(4 * n, -1)
+    comm.all_to_all(arrays.array(np.repeat(np.float32(r), 4 * n)), out=out)
+    require(out, np.repeat(np.arange(n), 4))
+    if n > 1 and r < 2:
+        x = arrays.array(mine)
+        if r == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+            require(x, np.arange(4))
+    comm.barrier()
+
+
+def among_calls_on_the_host(comm: Communicator) -> None:
+    """One order for all calls, wherever the arrays lie and whether they are asynchronous."""
+    pending = []
+    for i in range(30):
+        host = np.full(200_000 if i % 3 else 5, 1.0)
+        pending.append((comm.all_reduce(host, async_op=True), host))
+        x = arrays.array(floats(comm))
+        work = comm.all_reduce(x, async_op=i % 2 == 0)
+        if i % 2 == 0:
+            assert work.wait(TIMEOUT_S) is x
+            assert work.is_done()
+        require(x, total(comm))
+    for work, host in pending:
+        work.wait()
+        assert (host == comm.world_size).all()
+    assert comm.all_gather_object(comm.rank) == list(range(comm.world_size))
+
+
+def on_given_streams(comm: Communicator) -> None:
+    stream = arrays.new_stream()
+    handle = getattr(stream, "handle", None) or stream.cuda_stream
+    with arrays.use_stream(stream):
+        x = arrays.array(floats(comm))
+    comm.all_reduce(x, stream=handle)
+    with arrays.use_stream(stream):
+        require(x, total(comm))
+    # What only the call refers to is kept until the device is done with it.
+    out, ones = arrays.full(1000, 0), arrays.full(1000, 1)
+    arrays.synchronize()
+    comm.all_reduce(ones, out=out, stream=handle)
+    del ones
+    with arrays.use_stream(stream):
+        assert arrays.is_full(out, comm.world_size)
+    with pytest.raises(ValueError, match="stream is for arrays on GPUs"):
+        comm.all_reduce(np.ones(3), stream=handle)
+    with pytest.raises(TypeError, match="stream must be a stream of torch"):
+        comm.all_reduce(x, stream="side")
+
+
+def disagreement(comm: Communicator) -> None:
+    comm.all_reduce(arrays.array(floats(comm)))
+    for attempt in range(2):
+        x = np.ones(8, np.float32) if comm.rank == attempt else arrays.full(8, 1)
+        with pytest.raises(CollectiveMismatchError) as error:
+            comm.all_reduce(x)
+        assert "all_reduce(float32 × 8, on GPUs" in str(error.value)
+        assert "all_reduce(float32 × 8, op=" in str(error.value)
+        assert str(error.value).count("gpu_communicator.py") == comm.world_size
+        with pytest.raises(CollectiveMismatchError):
+            comm.all_reduce(arrays.full(8 + comm.rank, 1))
+        x = arrays.array(floats(comm))
+        comm.all_reduce(x)
+        require(x, total(comm))
+
+
+def groups(comm: Communicator) -> None:
+    half = comm.split(comm.rank % 2, key=-comm.rank)
+    assert half is not None
+    x = arrays.array(floats(half))
+    half.all_reduce(x)
+    require(x, total(half))
+    pair = comm.subgroup([comm.world_size - 1, 0])
+    if pair is not None:
+        x = arrays.array(floats(pair))
+        pair.broadcast(x)
+        require(x, np.arange(1000))
+        pair.close()
+    half.close()
+    x = arrays.array(floats(comm))
+    comm.all_reduce(x)
+    require(x, total(comm))
+
+
+def bad_arrays(comm: Communicator) -> None:
+    x = arrays.full(4, 1)
+    with pytest.raises(ValueError, match="in the machine's memory"):
+        comm.all_reduce([x, np.ones(4, np.float32)])
+    with pytest.raises((TypeError, ValueError)):
+        comm.all_reduce([np.ones(4, np.float32), x])
+    with pytest.raises((TypeError, ValueError)):
+        comm.all_reduce(x, "median")
+    with pytest.raises(ValueError, match="device must be a GPU"):
+        comm.empty(3, device="cpu")
+    empty = arrays.full(0, 1)
+    comm.all_reduce([x, empty])
+    assert arrays.is_full(x, comm.world_size)
+
+
+def call_again_and_again(comm: Communicator) -> None:
+    """The first call is enqueued, and waits for others on the device."""
+    for _ in range(100):
+        comm.all_reduce(arrays.full(4, 1))
+        time.sleep(0.05)
+
+
+def a_late_rank(comm: Communicator) -> None:
+    comm.all_reduce(arrays.full(4, 1))
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match="on GPUs"):
+            comm.all_reduce(arrays.full(4, 1), timeout=1)
+    else:
+        time.sleep(2)
+        with pytest.raises((CollectiveTimeoutError, PeerFailureError)):
+            call_again_and_again(comm)
+
+
+def a_killed_rank(comm: Communicator) -> None:
+    comm.all_reduce(arrays.full(4, 1))
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PeerFailureError) as error:
+        comm.all_reduce(arrays.full(4, 1))
+    assert time.monotonic() - start < 5
+    comm = comm.shrink(error.value.ranks)
+    x = arrays.array(floats(comm))
+    comm.all_reduce(x)
+    require(x, total(comm))
+
+
+def one_gpu_twice(comm: Communicator) -> None:
+    """Threads of one process on the same GPU: refused on all ranks, and the host goes on."""
+    arrays.set_device(0)
+    with pytest.raises(UnsupportedError, match="two ranks of one process have the same GPU"):
+        comm.all_reduce(arrays.full(4, 1))
+    assert comm.all_gather_object(comm.rank) == list(range(comm.world_size))
+
+
+def in_threads(part: Callable[[Communicator], None], ranks: int) -> None:
+    def body(comm: Communicator) -> None:
+        arrays.set_device(comm.rank)
+        part(comm)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(body, fd.local_group(ranks, timeout=TIMEOUT_S), timeout=150))
+
+
+if __name__ == "__main__":
+    chosen: Callable[[Communicator], None] = globals()[sys.argv[1]]
+    if sys.argv[2:]:
+        in_threads(chosen, int(sys.argv[2]))
+    else:
+        rank = fd.init(timeout=TIMEOUT_S)
+        arrays.set_device(rank.rank % arrays.device_count())
+        chosen(rank)
+    print("passed")

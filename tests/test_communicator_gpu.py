@@ -1,0 +1,90 @@
+"""Arrays on GPUs by `Communicator`: by real GPUs, or virtual ones where the module has those.
+
+The CMake preset `virtual_gpu` builds that module; `.ci/run` shows how.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from fastdist import _core
+
+HERE = Path(__file__).resolve().parent
+IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
+LIMIT_S = 150
+
+# What needs no other rank, what does, and what ends with the loss of one.
+ALONE = ["every_op", "among_calls_on_the_host", "on_given_streams", "bad_arrays"]
+TOGETHER = ["disagreement", "groups"]
+LOSING = ["a_late_rank", "a_killed_rank"]
+
+pytestmark = [
+    *([] if IS_VIRTUAL else [pytest.mark.gpu]),
+    pytest.mark.skipif(_core.why_no_cuda() != "", reason=_core.why_no_cuda()),
+    pytest.mark.timeout(LIMIT_S + 20),
+]
+
+
+def start(arguments: list[str], gpus: int, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=HERE,
+        env=os.environ | {"VIRTUAL_GPUS": str(gpus)} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def passes(process: subprocess.Popen[str]) -> None:
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, out
+    assert "passed" in out
+
+
+def gpus_for(ranks: int) -> int:
+    if not IS_VIRTUAL and len(_core.cuda_devices()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    return ranks
+
+
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_processes(ranks: int, part: str) -> None:
+    """That share a GPU."""
+    if ranks == 1 and part in TOGETHER:
+        pytest.skip("needs two ranks")
+    passes(start(["-m", "fastdist", "run", "-n", str(ranks), "gpu_communicator.py", part], 1))
+
+
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_threads_with_a_gpu_each(ranks: int, part: str) -> None:
+    passes(start(["gpu_communicator.py", part, str(ranks)], gpus_for(ranks)))
+
+
+def test_threads_with_the_same_gpu_are_refused() -> None:
+    passes(start(["gpu_communicator.py", "one_gpu_twice", "2"], 1))
+
+
+@pytest.mark.parametrize("part", LOSING)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_are_lost(ranks: int, part: str) -> None:
+    """Without a launcher, which would end the others."""
+    job = {"FASTDIST_JOB": uuid.uuid4().hex, "WORLD_SIZE": str(ranks)}
+    job["LOCAL_WORLD_SIZE"] = str(ranks)
+    started = [
+        start(["gpu_communicator.py", part], 1, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(ranks)
+    ]
+    lost = ranks - 1 if part == "a_killed_rank" else None
+    for rank, process in enumerate(started):
+        if rank == lost:
+            process.communicate(timeout=LIMIT_S)
+        else:
+            passes(process)

@@ -10,7 +10,7 @@ from typing import Any
 
 import fastdist
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
-from fastdist.cli.bench.cases import DTYPE_BYTES, Case
+from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
 from fastdist.cli.bench.gpu import open_gpu
@@ -39,16 +39,10 @@ class FastdistCudaDriver:
         return self.gpu.arrays
 
     def _registered(self, shape: Sequence[int], dtype: str) -> Array:
-        """A tensor in memory of `comm.empty`, of which torch keeps the owner. Every rank calls."""
+        """A tensor in memory of `comm.empty`. Every rank must call."""
         torch: Any = importlib.import_module("torch")
-        elements = 1
-        for length in shape:
-            elements *= length
-        device = torch.cuda.current_device()
-        nbytes = elements * DTYPE_BYTES[dtype]
-        memory = self._comm.empty((nbytes,), dtype="uint8", device=f"cuda:{device}")
-        flat = torch.as_tensor(memory, device=f"cuda:{device}")
-        return flat.view(getattr(torch, dtype)).view(tuple(shape))
+        device = f"cuda:{self.gpu.device}"
+        return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def barrier_call(self) -> Call:
         """See `Driver`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +16,6 @@ from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
 from fastdist.cli.bench.driver import BUCKET_BYTES, Call, Driver
 from fastdist.cli.bench.gpu import meet, nccl_version_text, open_gpu, prepare_for_sharing
-
-# Its identity of a communicator is a tuple of signed bytes.
-_SIGN = 128
 
 
 class CupyDriver:
@@ -35,16 +33,15 @@ class CupyDriver:
         nccl_version = int(self._nccl.get_version())
         prepare_for_sharing(nccl_version, rank, world_size)
         self.gpu = open_gpu(rank, "cupy")
-
-        def make_identity() -> bytes:
-            return bytes(byte + _SIGN for byte in self._nccl.get_unique_id())
-
-        identity = tuple(byte - _SIGN for byte in meet(folder, "cupy.id", rank, make_identity))
+        identity = identity_of(meet(folder, "cupy.id", rank, self._make_identity))
         self._comm: Any = self._nccl.NcclCommunicator(world_size, identity, rank)
         self.rank: int = rank
         self.world_size: int = world_size
         self.version = f"cupy {cupy.__version__} with NCCL {nccl_version_text(nccl_version)}"
         self._flag = self.gpu.arrays.make((1,), "int32")
+
+    def _make_identity(self) -> bytes:
+        return text_of(self._nccl.get_unique_id())
 
     def arrays(self, kind: str) -> ArrayLibrary:
         """See `Driver`."""
@@ -159,6 +156,17 @@ class CupyDriver:
         """See `Driver`."""
         self.gpu.synchronize()
         self._comm.destroy()
+
+
+def text_of(identity: bytes | tuple[int, ...]) -> bytes:
+    """An identity of a communicator: bytes since cupy 14, before that signed numbers."""
+    return json.dumps([isinstance(identity, bytes), list(identity)]).encode()
+
+
+def identity_of(text: bytes) -> bytes | tuple[int, ...]:
+    """What `text_of` was given."""
+    is_bytes, numbers = json.loads(text)
+    return bytes(numbers) if is_bytes else tuple(numbers)
 
 
 def open_driver(folder: Path, array: str) -> Driver:

@@ -24,6 +24,11 @@ class Nccl4pyDriver:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._nccl: Any = importlib.import_module("nccl.core")
         versions = self._nccl.get_version()
+        if versions.libnccl is None:
+            raise RuntimeError(
+                f"nccl4py {versions.nccl4py} finds no NCCL: pip install nvidia-nccl-cu13, or "
+                "nvidia-nccl-cu12 for CUDA 12"
+            )
         release = versions.libnccl.version
         nccl_version = 10000 * release.major + 100 * release.minor + release.micro
         prepare_for_sharing(nccl_version, rank, world_size)

@@ -219,7 +219,7 @@ def one_gpu_twice(comm: Communicator) -> None:
 
 def in_threads(part: Callable[[Communicator], None], ranks: int) -> None:
     def body(comm: Communicator) -> None:
-        arrays.set_device(comm.rank)
+        arrays.set_device(comm.rank % arrays.device_count())
         part(comm)
 
     with ThreadPoolExecutor(ranks) as pool:

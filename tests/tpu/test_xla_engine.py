@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.engines.signature import Signature
-from fastdist.engines.xla import Comparison, signature_of
+from fastdist.engines.xla_comparison import Comparison, signature_of
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
 from tpu_pieces import ON_CPU, N
 

@@ -14,29 +14,19 @@ Lists are reduced as one: all tensors of one dtype in one all-reduce.
 from __future__ import annotations
 
 import functools
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastdist.arguments import to_rank
-from fastdist.arrays import DTYPES
 from fastdist.engines.checked import source_line
 from fastdist.engines.engine import Bytes, Calls, Engine
-from fastdist.engines.signature import (
-    OPS,
-    RECORD_BYTES,
-    REDUCE_OPS,
-    Signature,
-    mismatch,
-    pack_site,
-    unpack_site,
-)
+from fastdist.engines.signature import OPS, REDUCE_OPS
+from fastdist.engines.xla_comparison import Comparison, dtype_of, signature_of
 from fastdist.engines.xla_mesh import XlaMesh, load_torch_xla
 from fastdist.errors import UnsupportedError
 
@@ -49,13 +39,15 @@ class XlaEngine(Engine):
     Args:
         rank: of this process's first device.
         size: how many ranks there are.
+        here: how many of them are this process's.
         peers: all processes on the host, in the order of their ranks; with it, what they call is
             compared before it is traced.
     """
 
-    def __init__(self, rank: int, size: int, peers: Engine | None = None) -> None:
+    def __init__(self, rank: int, size: int, here: int, peers: Engine | None) -> None:
         self.rank = rank
         self.size = size
+        self._here = here
         self._comparison = None if peers is None else Comparison(peers)
 
     def calls(self) -> Calls:
@@ -192,12 +184,46 @@ class XlaEngine(Engine):
         results: list[Any] = [None] * len(tensors)
         together: dict[torch.dtype, list[int]] = {}
         for i, tensor in enumerate(tensors):
-            together.setdefault(tensor.dtype, []).append(i)
-        for places in together.values():
-            reduced = self._reduced_alike([tensors[i].detach() for i in places], op)
+            if _is_on_host(tensor):
+                results[i] = self._reduced_on_host(tensor, op)
+            else:
+                together.setdefault(tensor.dtype, []).append(i)
+        for dtype, places in together.items():
+            alike, known = [tensors[i].detach() for i in places], op
+            if dtype == torch.bool:
+                alike, known = [x.to(torch.int32) for x in alike], "max" if op == "sum" else op
+            reduced = self._reduced_alike(alike, known)
             for i, result in zip(places, reduced, strict=True):
-                results[i] = result
+                results[i] = result.to(dtype)
         return results
+
+    def _reduced_on_host(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        if self._comparison is None:
+            self._require_alone()
+            adds = op == "sum" and tensor.dtype != torch.bool
+            return tensor * self.size if adds else tensor
+        everyone = self._joined(tensor[None])
+        if tensor.dtype == torch.bool:
+            return everyone.all(0) if op == "min" else everyone.any(0)
+        if op in ("min", "max"):
+            return everyone.amin(0) if op == "min" else everyone.amax(0)
+        return everyone.sum(0, dtype=tensor.dtype) if op == "sum" else everyone.mean(0)
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, along axis 0; what is on the host is the same for its ranks."""
+        if not _is_on_host(tensor):
+            return self._gathered(tensor)
+        own = torch.cat([tensor] * self._here)
+        if self._comparison is not None:
+            return self._comparison.joined(own)
+        self._require_alone()
+        return own
+
+    def _require_alone(self) -> None:
+        if self._here != self.size:
+            raise UnsupportedError(
+                "arrays on the host go to other processes by ProcessEngine(peers), which has none"
+            )
 
     # --- what subclasses do ---------------------------------------------------------------------
 
@@ -206,8 +232,8 @@ class XlaEngine(Engine):
         """Tensors of one dtype, reduced over all ranks by one operation."""
 
     @abstractmethod
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, along axis 0."""
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's XLA tensor, along axis 0."""
 
     @abstractmethod
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -230,44 +256,20 @@ class SpmdEngine(XlaEngine):
     """
 
     def __init__(self, mesh: XlaMesh, peers: Engine | None = None) -> None:
-        super().__init__(mesh.local[0], mesh.size, peers)
+        super().__init__(mesh.local[0], mesh.size, len(mesh.local), peers)
         self._mesh = mesh
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        on_host = [tensor.device.type != "xla" for tensor in tensors]
-        if any(on_host):
-            if not all(on_host):
-                raise ValueError("all_reduce of a list: some tensors are on XLA devices, some not")
-            return [self._reduced_on_host(tensor, op) for tensor in tensors]
-        dtype = tensors[0].dtype
-        flat = tensors[0].reshape(-1) if len(tensors) == 1 else None
-        if flat is None:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if dtype == torch.bool:
-            op, flat = ("max" if op == "sum" else op), flat.to(torch.int32)
         scale = 1.0 / self.size if op == "mean" else 1.0
-        reduced = self._mesh.all_reduce("sum" if op == "mean" else op, flat, scale).to(dtype)
+        known = "sum" if op == "mean" else op
         if len(tensors) == 1:
-            return [reduced.view(tensors[0].shape)]
+            return [self._mesh.all_reduce(known, tensors[0], scale)]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        reduced = self._mesh.all_reduce(known, flat, scale)
         parts = torch.split(reduced, [tensor.numel() for tensor in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
-    def _reduced_on_host(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Of values that are the same on all devices of a process."""
-        if self._comparison is None:
-            adds = op == "sum" and tensor.dtype != torch.bool
-            return tensor * self.size if adds else tensor
-        everyone = self._joined(tensor[None])
-        if tensor.dtype == torch.bool:
-            return everyone.all(0) if op == "min" else everyone.any(0)
-        if op in ("min", "max"):
-            return everyone.amin(0) if op == "min" else everyone.amax(0)
-        return everyone.sum(0, dtype=tensor.dtype) if op == "sum" else everyone.mean(0)
-
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "xla":
-            own = torch.cat([tensor] * len(self._mesh.local))
-            return own if self._comparison is None else self._comparison.joined(own)
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._mesh.enter(self._mesh.leave_joined(tensor))
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -287,13 +289,13 @@ class ProcessEngine(XlaEngine):
     """torch_xla's mode of one process for each device (`torch_xla.launch`).
 
     Args:
-        peers: of the same processes on the host, in the same order; with it, what they call is
-            compared before it is traced. None: XLA itself fails, or hangs, where they differ.
+        peers: of the same processes on the host, in the same order. None: XLA itself fails, or
+            hangs, where they call different things; and arrays on the host go nowhere.
     """
 
     def __init__(self, peers: Engine | None = None) -> None:
         runtime: Any = load_torch_xla().runtime
-        super().__init__(runtime.global_ordinal(), runtime.world_size(), peers)
+        super().__init__(runtime.global_ordinal(), runtime.world_size(), 1, peers)
         if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
             raise ValueError(
                 f"peers is rank {peers.rank} of {peers.size}, this process is {self.rank} of "
@@ -302,70 +304,22 @@ class ProcessEngine(XlaEngine):
         self._model: Any = import_module("torch_xla.core.xla_model")
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        copies = [tensor.clone() for tensor in tensors]
+        copies = [tensor.clone() for tensor in tensors]  # reduced in place, all of them in one
         scale = 1.0 / self.size if op == "mean" else 1.0
-        reduced: Sequence[torch.Tensor] = self._model.all_reduce(
-            "sum" if op == "mean" else op, copies, scale=scale
-        )
-        return reduced
+        self._model.all_reduce("sum" if op == "mean" else op, copies, scale=scale)
+        return copies
 
-    def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        joined: torch.Tensor = self._model.all_gather(tensor, dim=0)
-        return joined
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered: torch.Tensor = self._model.all_gather(tensor, dim=0)
+        return gathered
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.tensor_split(self.size)[self.rank]
 
     def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
+        _require_xla(tensor)
         exchanged: torch.Tensor = self._model.all_to_all(tensor, 0, 0, self.size)
         return exchanged
-
-
-class Comparison:
-    """Lets processes that trace say what they call; `peers` connects them on the host."""
-
-    def __init__(self, peers: Engine) -> None:
-        self._peers = peers
-        self._gather = peers.calls()["all_gather"]
-        self._sequence = 0
-
-    def require_same(self, signature: Signature, site: str, timeout_s: float = 600.0) -> None:
-        """Check a call against that of every other process, which must call this too.
-
-        Raises:
-            CollectiveMismatchError: they differ; with every process's call and line.
-        """
-        self._sequence += 1
-        record = signature.pack(self._sequence)
-        records = self._everyone(record, RECORD_BYTES, timeout_s)
-        if records.count(records[0]) != len(records):
-            packed = pack_site(site)
-            sites = self._everyone(packed, len(packed), timeout_s)
-            raise mismatch(self._peers.rank, records, [unpack_site(text) for text in sites])
-
-    def joined(self, own: torch.Tensor, timeout_s: float = 600.0) -> torch.Tensor:
-        """The tensors of all processes, along axis 0; of the same shape on all."""
-        everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
-        self._gather(own.contiguous(), everyone, timeout_s, False)
-        return everyone
-
-    def _everyone(self, own: bytes, length: int, timeout_s: float) -> list[bytes]:
-        rows = np.empty(length * self._peers.size, np.uint8)
-        self._gather(np.frombuffer(own, np.uint8), rows, timeout_s, False)
-        return [row.tobytes() for row in rows.reshape(self._peers.size, length)]
-
-
-def signature_of(name: str, tensors: Sequence[torch.Tensor], op: str, root: int) -> Signature:
-    """The signature of a call on XLA tensors, whose memory nobody sees."""
-    words = [(prod(t.shape), DTYPES.index(_dtype(t))) for t in tensors]
-    count = sum(word[0] for word in words)
-    dtype = _dtype(tensors[0]) if tensors else "bool"
-    several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
-    return Signature(name, dtype, op, root, 0, count, several)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:
@@ -397,11 +351,15 @@ def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
         wrong = is_exact if op == "mean" else op in ("min", "max") and tensor.is_complex()
         if wrong:
             hint = '; cast to a floating dtype, or use op="sum"' if op == "mean" else ""
-            raise TypeError(f'op="{op}" is not defined for dtype {_dtype(tensor)}{hint}')
+            raise TypeError(f'op="{op}" is not defined for dtype {dtype_of(tensor)}{hint}')
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "xla"
 
 
 def _require_xla(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "xla":
+    if _is_on_host(tensor):
         raise ValueError(
             f"expected a tensor on XLA devices, got one on {tensor.device}, which all ranks share"
         )

@@ -39,7 +39,7 @@ def map_structure(fn: Callable[..., R], structure: Any, *others: Any) -> Any:
     Raises:
         ValueError: the structures differ in kind, length or keys; the message names the place.
     """
-    return _map(fn, "", structure, others)
+    return _map(fn, "", structure, others) if others else _mapped(fn, structure)
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -70,6 +70,18 @@ def regroup(structures: Sequence[Any], examples: tuple[int, ...] | None = None) 
 def local_results(value: Any) -> tuple[Any, ...]:
     """The values of this process's replicas: those of a per-replica value, else the value alone."""
     return value.values if type(value) is PerReplica else (value,)
+
+
+def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
+    """`_map` of one structure, in every run: the usual kinds first."""
+    kind = type(structure)
+    if kind is tuple:
+        return tuple([_mapped(fn, item) for item in structure])
+    if kind is list:
+        return [_mapped(fn, item) for item in structure]
+    if kind is dict:
+        return {key: _mapped(fn, item) for key, item in structure.items()}
+    return fn(structure) if kind in _LEAVES else _map(fn, "", structure, ())
 
 
 def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]) -> Any:
@@ -128,3 +140,6 @@ def _describe(structure: Any) -> str:
     if isinstance(structure, dict):
         return f"{kind} with keys {sorted(map(str, structure))}"
     return f"{kind} of {len(structure)}" if isinstance(structure, (tuple, list)) else kind
+
+
+_LEAVES = frozenset({PerReplica, int, float, bool, str, type(None)})

@@ -273,8 +273,9 @@ class XlaMesh:
 
     def step(self, tensors: Sequence[torch.Tensor]) -> None:
         """`sync` at the end of a run; what one device has changed in place, it changes in place."""
-        if self.size == 1:
-            self._xla.sync()
+        if self.size == 1:  # as torch_xla.sync, which looks at four variables of the environment
+            self._bindings._xla_step_marker(str(self.device), [], wait=False, reset_scope=True)
+            self._model._run_step_closures()
         else:
             self.sync(tensors)
 

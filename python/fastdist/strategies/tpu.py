@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,22 +13,18 @@ from torch import nn
 from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collective_functions import check_joinable
 from fastdist.communicator import Communicator
-from fastdist.context import ReplicaContext, state
+from fastdist.context import ReplicaContext
 from fastdist.data import InputLayout
 from fastdist.engines.xla import SpmdEngine
 from fastdist.gradients import GradientReduction
-from fastdist.random_streams import draw_seed
 from fastdist.reductions import CrossReplicaOp, gather_values, reduce_values
 from fastdist.strategies.base import Strategy
-from fastdist.strategies.compilations import Compilations
-from fastdist.strategies.stacked import MeshCopy, Stacked, is_stacked, stack
+from fastdist.strategies.stacked import MeshCopy, is_stacked
 from fastdist.strategies.tpu_devices import find_slice
-from fastdist.strategies.xla_functions import ReplicaFunctions
 from fastdist.strategies.xla_gradients import XlaGradients
 from fastdist.strategies.xla_members import XlaMembers
-from fastdist.strategies.xla_metrics import DeferredUpdates
-from fastdist.strategies.xla_padding import Padding
-from fastdist.values import PerReplica, leaves, map_structure, regroup
+from fastdist.strategies.xla_runs import XlaRuns
+from fastdist.values import PerReplica, map_structure, regroup
 from fastdist.variables import Variable
 
 _NO_TIMEOUT_S = 1e9
@@ -90,7 +85,6 @@ class TPUStrategy(Strategy):
         super().__init__(
             [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
         )
-        self.compilations = Compilations()
         self._members = XlaMembers(self._mesh, replicas, found.hosts)
         self._communicator: Communicator | None = None
         self._gradients: XlaGradients | None = None
@@ -98,13 +92,17 @@ class TPUStrategy(Strategy):
             peers = None if self._hosts is None else self._hosts.engine
             self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
             self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
-            self._ids = self._mesh.stack(torch.tensor(self.local_replica_ids))
-        self._functions: ReplicaFunctions | None = None  # of the run that is traced
-        self._metrics = DeferredUpdates(self._outside, self._to_host)
         self._steps = steps_per_execution
-        self._traced = 0  # runs that wait to be executed
-        self._results: list[weakref.ref[torch.Tensor]] = []  # theirs
-        self._counts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._runs = XlaRuns(
+            self,
+            self._mesh,
+            self._members,
+            self._communicator,
+            self._gradients,
+            steps_per_execution,
+            self._to_host,
+        )
+        self.compilations = self._runs.compilations
 
     def __repr__(self) -> str:
         return (
@@ -113,7 +111,7 @@ class TPUStrategy(Strategy):
         )
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        self._metrics.adopt(roots, self.num_replicas_in_sync)
+        self._runs.metrics.adopt(roots, self.num_replicas_in_sync)
         self._members.adopt(roots, made)
 
     def _input_layout(self) -> InputLayout:
@@ -135,190 +133,11 @@ class TPUStrategy(Strategy):
     # --- running --------------------------------------------------------------------------------
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        self._members.refresh()
-        filled: list[Stacked] = []
-        placed = map_structure(lambda leaf: self._place(leaf, filled), given)
-        restore = self._members.snapshot()
-        self._mesh.seed(draw_seed())
-        outputs: list[torch.Tensor] = []
-
-        def collected(leaf: Any) -> Any:
-            stacked = self._left(leaf, functions)
-            if is_stacked(stacked):
-                outputs.append(stacked.values[0].tensor)
-                return PerReplica(stacked.values, examples)
-            if isinstance(stacked, torch.Tensor) and stacked.device.type == "xla":
-                outputs.append(stacked)
-            return stacked
-
-        self._members.enter()
-        made: list[torch.Tensor] = []
-        try:
-            padding = self._padding(filled, examples)
-            functions = self._functions = ReplicaFunctions(
-                self._mesh, padding, self._communicator is None
-            )
-            args, kwargs = placed
-            if self._mesh.size > 1 or filled:
-                args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
-            with self._replica(examples, padding), self._traces(padding):
-                result = fn(*args, **kwargs)
-            is_one = isinstance(result, torch.Tensor)
-            result = collected(result) if is_one else map_structure(collected, result)
-        finally:
-            made = self._members.leave()
-            if self._functions is not None and self._gradients is not None:
-                self._functions.release(self._members.tensor_ids())
-            self._functions = None
-            self._execute(fn, placed, [*outputs, *made], restore)
-        return result
-
-    @contextlib.contextmanager
-    def _replica(self, examples: tuple[int, ...] | None, padding: Padding | None) -> Iterator[None]:
-        context = ReplicaContext(self, self._communicator, self._merge, 0, examples)
-        if self._communicator is not None:
-            traced: Any = self._watched(self._mesh.enter(self._ids, True))
-            context.replica_id_in_sync_group = traced
-        if padding is not None:
-            weight: Any = padding.weight
-            context.weight = weight
-        state.replica = context
-        try:
-            yield
-        finally:
-            state.replica = None
-
-    @contextlib.contextmanager
-    def _traces(self, padding: Padding | None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._gradients is not None:
-                stack.enter_context(self._gradients.tracing(padding))
-            has_to = self._members.has_batch_norm or padding is not None
-            if self._gradients is not None or has_to:
-                assert self._functions is not None
-                stack.enter_context(self._functions)
-            yield
-
-    def _execute(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        tensors: list[torch.Tensor],
-        restore: Callable[[], None],
-    ) -> None:
-        self._traced += 1
-        self._results += [weakref.ref(tensor) for tensor in tensors]
-        if self._traced < self._steps:
-            return
-        self._metrics.finish()
-        before = self._mesh.compiles()
-        living = {id(t): t for ref in self._results if (t := ref()) is not None}
-        self._traced, self._results = 0, []
-        try:
-            self._mesh.step([*living.values()])
-        except BaseException:
-            restore()
-            raise
-        self.compilations.note(fn, given, self._mesh.compiles() - before)
-
-    def _outside(self, given: Any) -> Any:
-        """What a metric is given in a run, as values of all replicas, to be computed with it."""
-        left = map_structure(lambda leaf: self._left(leaf, self._functions), given)
-        for leaf in leaves(left):
-            tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
-            if isinstance(tensor, torch.Tensor):
-                self._results.append(weakref.ref(tensor))
-        return left
-
-    def _to_host(self, given: Any) -> Any:
-        if self._traced:
-            self.synchronize()
-
-        def fetched(leaf: Any) -> Any:
-            if is_stacked(leaf):
-                own = self.local_results(leaf)
-                if self._hosts is None:
-                    return PerReplica(own)
-                everyone = self._hosts.all_gather_object(own)
-                return PerReplica(tuple(value for values in everyone for value in values))
-            return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-        return map_structure(fetched, given)
+        return self._runs.run(fn, given, examples)
 
     def synchronize(self) -> None:
         """Execute the runs that `steps_per_execution` keeps waiting."""
-        living = [tensor for ref in self._results if (tensor := ref()) is not None]
-        self._traced, self._results = 0, []
-        self._mesh.step(living)
-
-    def _place(self, leaf: Any, filled: list[Stacked] | None = None) -> Any:
-        """An argument of `run`, on the devices; values that are filled up are noted."""
-        if type(leaf) is PerReplica:
-            if self._communicator is None and not is_stacked(leaf):
-                return self._place(leaf.values[0])
-            placed = leaf if is_stacked(leaf) else stack(self._mesh, leaf)
-            if filled is not None and placed.values[0].sizes is not None:
-                filled.append(placed.values[0])
-            return placed
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
-            return self._mesh.replicate(leaf)
-        return leaf
-
-    def _entered(self, leaf: Any, padding: Padding | None) -> Any:
-        """An argument as the replica that runs has it."""
-        if is_stacked(leaf):
-            stacked = leaf.values[0]
-            own = self._watched(self._mesh.enter(stacked.tensor, True))
-            if padding is not None and stacked.sizes is not None:
-                padding.follow(own)
-            return own
-        if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
-            return self._watched(self._mesh.enter(leaf))
-        return leaf
-
-    def _watched(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._functions is not None:
-            self._functions.watch(tensor)
-        return tensor
-
-    def _left(self, leaf: Any, functions: ReplicaFunctions | None) -> Any:
-        """What the replicas have returned, as one value."""
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla":
-            return leaf
-        sizes = None if functions is None else functions.sizes_of(leaf)
-        if self._communicator is None and sizes is None:
-            return self._mesh.leave(leaf)
-        return PerReplica((Stacked(self._mesh.leave(leaf, True), sizes),))
-
-    def _padding(self, filled: list[Stacked], examples: tuple[int, ...] | None) -> Padding | None:
-        if not filled:
-            return None
-        sizes = examples or filled[0].sizes or ()
-        rows = filled[0].tensor.shape[1]
-        # Runs of one execution that shared an input would be another program than if they did not.
-        key = self._traced, sizes
-        if key not in self._counts:
-            counts = torch.tensor(sizes, dtype=torch.float32)
-            weights = counts * (len(sizes) / max(1, sum(sizes)))
-            stack, own = self._mesh.stack, self._mesh.own
-            self._counts[key] = stack(own(counts)), stack(own(weights))
-        count, weight = (self._mesh.enter(tensor, True) for tensor in self._counts[key])
-        return Padding(rows, count, weight, sizes)
-
-    def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `merge_call` does: leaves the view of one replica while `fn` is called."""
-        functions, gradients = self._functions, self._gradients
-        outer = map_structure(lambda leaf: self._left(leaf, functions), (args, kwargs))
-        with contextlib.ExitStack() as stack:
-            for tracer in (functions, gradients):
-                if tracer is not None:
-                    tracer.is_suspended = True
-                    stack.callback(setattr, tracer, "is_suspended", False)
-            self._members.leave()
-            stack.callback(self._members.enter)
-            stack.enter_context(self._cross_replica())
-            result = map_structure(self._place, fn(self, *outer[0], **outer[1]))
-        return map_structure(lambda leaf: self._entered(leaf, None), result)
+        self._runs.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -343,7 +162,7 @@ class TPUStrategy(Strategy):
                 values = values * len(self.devices)
             weights = self._weights(op, value, axis)
             own = None if weights is None else self._mesh.own(weights)
-            return self._computed(reduce_values(self._hosts, op, values, axis, own))
+            return self._runs.computed(reduce_values(self._hosts, op, values, axis, own))
         tensor = value.values[0].tensor
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.get_default_dtype())
@@ -351,7 +170,7 @@ class TPUStrategy(Strategy):
         if weights is not None:
             shape = (-1, *(1,) * (tensor.dim() - 1))
             share = torch.tensor(weights, dtype=tensor.dtype).view(shape).to(tensor.device)
-            return self._computed(torch.where(share > 0, tensor * share, 0).sum(0))
+            return self._runs.computed(torch.where(share > 0, tensor * share, 0).sum(0))
         along = 0 if axis is None else (0, axis % (tensor.dim() - 1) + 1)
         reductions: dict[str, Callable[..., torch.Tensor]] = {
             "sum": torch.sum,
@@ -359,7 +178,7 @@ class TPUStrategy(Strategy):
             "min": torch.amin,
             "max": torch.amax,
         }
-        return self._computed(reductions[op](tensor, along))
+        return self._runs.computed(reductions[op](tensor, along))
 
     def _weights(self, op: str, value: Any, axis: int | None) -> list[float] | None:
         examples = value.examples if type(value) is PerReplica else None
@@ -377,18 +196,22 @@ class TPUStrategy(Strategy):
             return gather_values(self._hosts, self.local_results(value), axis)
         tensor = value.values[0].tensor
         axis = check_joinable([tuple(tensor.shape[1:])] * self._mesh.size, axis)
-        return self._computed(torch.cat(list(tensor), axis))
+        return self._runs.computed(torch.cat(list(tensor), axis))
 
-    def _computed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts the computation, unless it is to be part of a later one."""
-        if tensor.device.type != "xla":
-            return tensor
-        tensor = self._mesh.shared(tensor)
-        if self._traced:
-            self._results.append(weakref.ref(tensor))
-        else:
-            self._mesh.sync([tensor])
-        return tensor
+    def _to_host(self, given: Any) -> Any:
+        """Values of all replicas on the CPU, on every host."""
+        self.synchronize()
+
+        def fetched(leaf: Any) -> Any:
+            if not is_stacked(leaf):
+                return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+            own = self.local_results(leaf)
+            if self._hosts is None:
+                return PerReplica(own)
+            everyone = self._hosts.all_gather_object(own)
+            return PerReplica(tuple(value for values in everyone for value in values))
+
+        return map_structure(fetched, given)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this host's replicas, in order; what `run` returned comes to the CPU.
@@ -426,7 +249,7 @@ class TPUStrategy(Strategy):
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
         """Per-replica values made by `fn(context)`, called once for each replica in turn."""
         made = [
-            fn(ReplicaContext(self, None, self._merge, replica))
+            fn(ReplicaContext(self, None, self._runs.merge, replica))
             for replica in range(len(self.devices))
         ]
         return made[0] if self._communicator is None else regroup(made)

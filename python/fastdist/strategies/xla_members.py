@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastdist.communicator import Communicator
 from fastdist.engines.xla_mesh import XlaMesh
 from fastdist.errors import UnsupportedError
-from fastdist.module_structure import copy_hooks, structure_of
+from fastdist.module_structure import copy_hooks
 from fastdist.modules import (
     broadcast_state,
     is_materialized,
@@ -59,7 +59,7 @@ class XlaMembers:
         self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._components: dict[int, list[Variable]] = {}  # read outside, and perhaps written
         self._variables: list[Variable] = []
-        self._structure: list[object] = []
+        self._structure: list[int] = []
         self.has_batch_norm = False
 
     def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class XlaMembers:
 
     def refresh(self) -> None:
         """Bring what was made or changed outside `run` to the devices."""
-        structure = structure_of(self.roots)
+        structure = _ids_in(self.roots)
         if structure != self._structure:
             self._structure = structure
             self._look()
@@ -275,6 +275,23 @@ class XlaMembers:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
         require_in_sync(self._hosts, replicas)
+
+
+def _ids_in(roots: Sequence[nn.Module]) -> list[int]:
+    """The ids of all modules, parameters and buffers; in every run, so it is to be quick."""
+    found: list[int] = []
+    modules = list(roots)
+    seen = set(map(id, modules))
+    for module in modules:
+        own = module.__dict__
+        for inner in own["_modules"].values():
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                modules.append(inner)
+        found.append(id(module))
+        found += map(id, own["_parameters"].values())
+        found += map(id, own["_buffers"].values())
+    return found
 
 
 def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -222,7 +222,8 @@ class XlaMesh:
 
         Otherwise devices must hold the same; nobody looks whether they do.
         """
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if stacked:
             tensor = tensor.unsqueeze(0)
         if self.size == 1:

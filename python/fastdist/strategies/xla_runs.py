@@ -100,14 +100,14 @@ class XlaRuns:
         made: list[torch.Tensor] = []
         try:
             padding = self._padding(filled)
-            functions = self._functions = ReplicaFunctions(
-                self._mesh, padding, self._communicator is None
-            )
+            if self._communicator is not None or filled or self._members.has_batch_norm:
+                self._functions = ReplicaFunctions(self._mesh, padding, self._communicator is None)
+            functions = self._functions
             args, kwargs = placed
             if self._mesh.size > 1 or filled:
                 args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
             state.replica = self._context(examples, padding)
-            with self._tracers(functions, padding):
+            with self._tracers(padding):
                 result = fn(*args, **kwargs)
             is_one = isinstance(result, torch.Tensor)
             result = collected(result) if is_one else map_structure(collected, result)
@@ -130,13 +130,12 @@ class XlaRuns:
             context.weight = weight
         return context
 
-    def _tracers(
-        self, functions: ReplicaFunctions, padding: Padding | None
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _tracers(self, padding: Padding | None) -> contextlib.AbstractContextManager[Any]:
+        if self._functions is None:
+            return _nothing
         if self._gradients is None:
-            is_plain = padding is None and not self._members.has_batch_norm
-            return _nothing if is_plain else functions
-        return _both(self._gradients.tracing(padding), functions)
+            return self._functions
+        return _both(self._gradients.tracing(padding), self._functions)
 
     def _execute(
         self,
@@ -151,8 +150,9 @@ class XlaRuns:
             return
         self.metrics.finish()
         before = self._mesh.compiles()
-        living = {id(t): t for ref in self._results if (t := ref()) is not None}
-        living |= {id(tensor): tensor for tensor in tensors}
+        living = {id(tensor): tensor for tensor in tensors}
+        if self._results:
+            living |= {id(t): t for ref in self._results if (t := ref()) is not None}
         self._traced, self._results = 0, []
         try:
             self._mesh.step([*living.values()])

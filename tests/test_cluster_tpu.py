@@ -23,25 +23,25 @@ def metadata(**attributes: str) -> Callable[[str], str | None]:
 @pytest.mark.parametrize(
     ("environ", "attributes", "addresses", "task", "source"),
     [
-        (GKE, {}, ("t-0.tpu:8470", "t-1.tpu:8470"), 1, "TPU_WORKER_HOSTNAMES="),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, {}, ("localhost:8470",), 0, "TPU_WORKER"),
+        (GKE, {}, ("t-0.tpu:29500", "t-1.tpu:29500"), 1, "TPU_WORKER_HOSTNAMES="),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, {}, ("localhost:29500",), 0, "TPU_WORKER"),
         (
             {"TPU_WORKER_HOSTNAMES": "a, b", "CLOUD_TPU_TASK_ID": "0"},
             {},
-            ("a:8470", "b:8470"),
+            ("a:29500", "b:29500"),
             0,
             "TPU_WORKER_HOSTNAMES=",
         ),
-        ({"COLAB_TPU_ADDR": "10.1.2.3:8470"}, {}, ("localhost:8470",), 0, "COLAB_TPU_ADDR="),
-        ({"TPU_NAME": "local"}, {}, ("localhost:8470",), 0, "TPU_NAME="),
+        ({"COLAB_TPU_ADDR": "10.1.2.3:29500"}, {}, ("localhost:29500",), 0, "COLAB_TPU_ADDR="),
+        ({"TPU_NAME": "local"}, {}, ("localhost:29500",), 0, "TPU_NAME="),
         (
             {},
             {"worker_network_endpoints": ENDPOINTS, "agent_worker_number": "2"},
-            ("10.0.0.2:8470", "10.0.0.3:8470", "10.0.0.4:8470"),
+            ("10.0.0.2:29500", "10.0.0.3:29500", "10.0.0.4:29500"),
             2,
             "metadata worker-network-endpoints=",
         ),
-        ({}, {"worker_network_endpoints": "w:u:10.0.0.9"}, ("10.0.0.9:8470",), 0, "metadata"),
+        ({}, {"worker_network_endpoints": "w:u:10.0.0.9"}, ("10.0.0.9:29500",), 0, "metadata"),
     ],
 )
 def test_hosts_that_are_found(
@@ -86,7 +86,7 @@ def test_hosts_as_given() -> None:
         ((["a:b:c"],), {}, {}, ["worker_hostnames: malformed address"]),
         ((), GKE | {"TPU_WORKER_ID": "2"}, {}, ["TPU_WORKER_ID='2'; expected an integer from 0"]),
         ((), {"TPU_WORKER_HOSTNAMES": "a,b"}, {}, ["TPU_WORKER_ID is not set"]),
-        ((), {"TPU_NAME": "grpc://10.0.0.2:8470"}, {}, ["the address of a TPU node", "TPU VM"]),
+        ((), {"TPU_NAME": "grpc://10.0.0.2:29500"}, {}, ["the address of a TPU node", "TPU VM"]),
         ((), {}, {"worker_network_endpoints": "w-0"}, ["expected 'name:id:address'"]),
         (
             (),
@@ -134,7 +134,7 @@ def test_metadata_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     try:
         monkeypatch.setattr(tpu, "_METADATA", f"http://127.0.0.1:{server.server_port}/")
-        assert TPUClusterResolver(environ={}).coordinator_address == "10.0.0.2:8470"
+        assert TPUClusterResolver(environ={}).coordinator_address == "10.0.0.2:29500"
         assert TPUClusterResolver(environ={}).rank == 1
         monkeypatch.setattr(tpu, "_METADATA", f"http://127.0.0.1:{server.server_port}/no/")
         with pytest.raises(ClusterConfigError, match="no TPU hosts found"):

@@ -31,8 +31,9 @@ def test_new_shapes_are_counted_and_named() -> None:
     assert (strategy.compilations.count, strategy.compilations.repeated) == (1, 0)
     with pytest.warns(
         UserWarning, match=r"double was compiled again.*: float32\[5, 1\].* float32\[3"
-    ):
+    ) as caught:
         strategy.run(double, (shaped(5, 1),))
+    assert [warning.filename for warning in caught] == [__file__]
     assert (strategy.compilations.count, strategy.compilations.repeated) == (2, 1)
     state = {"factor": torch.ones(1)}
 

@@ -47,7 +47,7 @@ class TPUClusterResolver(SimpleClusterResolver):
         worker_hostnames: Sequence[str] | None = None,
         worker_id: int | None = None,
         *,
-        port: int = 8470,
+        port: int = 29500,
         environ: Environ = os.environ,
         read_metadata: ReadMetadata | None = None,
     ) -> None:
@@ -56,7 +56,7 @@ class TPUClusterResolver(SimpleClusterResolver):
         Args:
             worker_hostnames: names or IP addresses of all hosts, in the order of their ids.
             worker_id: which of them this is; may be left out where there is one.
-            port: the port that every host listens on.
+            port: where the first host waits for the others; TPUs' own are 8470 to 8480.
             environ: the environment to read.
             read_metadata: gives an attribute of the machine's metadata, None where there is none;
                 by default asks Google's metadata server, for up to 2 s.

@@ -30,7 +30,10 @@ class Compilations:
         self._shapes: dict[object, list[str]] = {}
 
     def note(self, fn: Callable[..., Any], given: Any, compiled: int) -> None:
-        """A run of `fn` has compiled so many programs; warns where it had one already."""
+        """A run of `fn` has compiled so many programs; warns where it had one already.
+
+        The warning is about the line that called `run`, six calls up.
+        """
         if not compiled:
             return
         shapes = shapes_of(given)
@@ -38,7 +41,7 @@ class Compilations:
         self.count += compiled
         if known:
             self.repeated += compiled
-            warnings.warn(_why(fn, shapes, known), stacklevel=5)
+            warnings.warn(_why(fn, shapes, known), stacklevel=7)
         known.append(shapes)
 
 

@@ -63,6 +63,10 @@ def stack(
         ValueError: shapes or dtypes differ; on all devices runs one program.
         TypeError: the parts are of a kind that has no tensor.
     """
+    if len(value.values) != len(mesh.local):
+        raise ValueError(
+            f"expected {len(mesh.local)} values, one for each replica here, got {len(value.values)}"
+        )
     try:
         tensors = [torch.as_tensor(part) for part in value.values]
     except (TypeError, ValueError, RuntimeError) as error:

@@ -176,6 +176,7 @@ def test_steps_per_execution_with_a_rest() -> None:
     assert float(strategy.local_results(results[0])[0]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:run of .* was compiled again")
 def test_auto_refuses_nothing_that_one_device_takes() -> None:
     """spmd="auto": one replica that sees the global batch, whatever its size."""
     strategy = TPUStrategy(spmd="auto")
@@ -184,4 +185,3 @@ def test_auto_refuses_nothing_that_one_device_takes() -> None:
         total = strategy.run(lambda x: (x.sum(), torch.tensor(float(len(x)))), (one,))
         seen.append([float(strategy.reduce("sum", value)) for value in total])
     assert seen == [[sum(range(4 * N)), 4 * N], [4 * N, 1]]
-    assert fd.get_replica_context() is None

@@ -49,6 +49,33 @@ def test_datasets_from_function(strategy: TPUStrategy) -> None:
     assert [row.tolist() for row in rows] == torch.arange(60).view(5, 12).tolist()
 
 
+def test_summed_gradients_of_two_replicas() -> None:
+    """[1, 1] and [2, 2]; with more replicas so on."""
+    strategy = TPUStrategy(gradient_reduction="sum")
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+        model.weight.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        (model.weight * (traced_id() + 1.0)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    expected = {1: -0.1, 2: -0.3}.get(N, -0.1 * N * (N + 1) / 2)
+    assert model.weight[0].tolist() == pytest.approx([expected] * 2)
+
+
+def test_seven_examples(strategy: TPUStrategy) -> None:
+    (one,) = strategy.distribute_dataset(torch.arange(7.0), global_batch_size=7)
+    sizes = {1: (7,), 2: (4, 3), 4: (2, 2, 2, 1)}[N]
+    values = strategy.local_results(one)
+    assert one.examples == sizes
+    if N > 1:
+        assert tuple(map(len, values)) == sizes
+    assert torch.cat([value.cpu().flatten() for value in values]).tolist() == [*range(7)]
+
+
 def test_summed_gradients() -> None:
     strategy = TPUStrategy(gradient_reduction="sum")
     with strategy.scope():

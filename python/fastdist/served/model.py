@@ -21,9 +21,10 @@ from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.specs import DenseSpec
 from fastdist.ps.together import Pulled, begin_pulls, begin_pushes
+from fastdist.served.bundle import Bundle
 from fastdist.served.dense import ServedTensor
 from fastdist.served.embeddings import Table, serve, tables_in
-from fastdist.served.plan import Place, tensors_in
+from fastdist.served.plan import tensors_in
 from fastdist.served.table import ServedTable
 
 
@@ -32,9 +33,7 @@ class ServedModel:
 
     Args:
         client: of this task.
-        roots: the modules.
-        optimizers: of their parameters.
-        places: where their values are.
+        bundle: what was made.
         initialize: whether servers are to take the values that are here.
         lock: of the client; all models of a task share it.
         twins_of: the copies of a module that other replicas of this task use.
@@ -46,17 +45,13 @@ class ServedModel:
     def __init__(
         self,
         client: Client,
-        roots: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        places: Sequence[Place],
+        bundle: Bundle,
         *,
         initialize: bool,
         lock: threading.RLock,
         twins_of: Callable[[nn.Module], Sequence[nn.Module]],
     ) -> None:
-        self.roots = tuple(roots)
-        self.optimizers = tuple(optimizers)
-        self.places = tuple(places)
+        self.bundle = bundle
         self.live: set[str] = set()
         self._client = client
         self._lock = lock
@@ -65,12 +60,12 @@ class ServedModel:
         self._buffers: dict[str, ServedTensor] = {}
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
         self._pulling: tuple[list[ServedTensor], Pending[list[Pulled]]] | None = None
-        self._fixed = [_fixed_rates(optimizer) for optimizer in optimizers]
+        self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
-        self._embeddings = {id(module.weight): module for module in tables_in(self.roots)}
+        self._embeddings = {id(module.weight): module for module in tables_in(bundle.roots)}
         self.connect(initialize=initialize)
-        self._structure = structure_of(self.roots)
+        self._structure = structure_of(bundle.roots)
 
     def connect(self, *, initialize: bool) -> None:
         """Find everything on the servers.
@@ -78,9 +73,9 @@ class ServedModel:
         Args:
             initialize: what is not there begins with the values that are here.
         """
-        tensors = [tensor for _, tensor in tensors_in(self.roots)]
+        tensors = [tensor for _, tensor in tensors_in(self.bundle.roots)]
         self._pulling = None
-        for place in self.places:
+        for place in self.bundle.places:
             tensor = tensors[place.tensor]
             if isinstance(place.spec, DenseSpec):
                 initial = tensor.detach().float().cpu().numpy() if initialize else None
@@ -153,7 +148,7 @@ class ServedModel:
         Raises:
             ValueError: hyperparameters besides lr have changed, or a parameter is not served.
         """
-        if _fixed_rates(optimizer) != self._fixed[self.optimizers.index(optimizer)]:
+        if _fixed_rates(optimizer) != self._fixed[self.bundle.optimizers.index(optimizer)]:
             raise ValueError(
                 f"{type(optimizer).__name__}: parameter servers take a new lr at any time; other "
                 "hyperparameters are those that it had when its scope ended"
@@ -241,17 +236,17 @@ class ServedModel:
         Raises:
             ValueError: another hyperparameter has changed.
         """
-        for optimizer in self.optimizers:
+        for optimizer in self.bundle.optimizers:
             self.served_by(optimizer)
             optimizer.__dict__["_opt_called"] = True  # by workers; schedulers look for it here
-        return [[float(group["lr"]) for group in o.param_groups] for o in self.optimizers]
+        return [[float(group["lr"]) for group in o.param_groups] for o in self.bundle.optimizers]
 
     def set_rates(self, rates: list[list[float]]) -> None:
         """Take learning rates of the chief, unless they are those that it sent before."""
         if rates == self._given_rates:
             return
         self._given_rates = rates
-        for optimizer, own in zip(self.optimizers, rates, strict=True):
+        for optimizer, own in zip(self.bundle.optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, own, strict=True):
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(rate)
@@ -264,14 +259,14 @@ class ServedModel:
         Raises:
             FastdistError: the modules have other parts than when the scope ended.
         """
-        if structure_of(self.roots) != self._structure:
+        if structure_of(self.bundle.roots) != self._structure:
             raise FastdistError(
                 "a module has got or lost parts since its scope ended, of which workers know "
                 "nothing: make all of it in the scope"
             )
-        tensors = [tensor for _, tensor in named_parameters(self.roots)]
+        tensors = [tensor for _, tensor in named_parameters(self.bundle.roots)]
         flags = [tensor.requires_grad for tensor in tensors]
-        return [*flags, *(module.training for module in modules_of(self.roots))]
+        return [*flags, *(module.training for module in modules_of(self.bundle.roots))]
 
     def set_modes(self, modes: list[bool]) -> None:
         """Take modes of the chief, unless they are those that it sent before."""
@@ -279,9 +274,9 @@ class ServedModel:
             return
         self._given_modes = modes
         given = iter(modes)
-        for _, tensor in named_parameters(self.roots):
+        for _, tensor in named_parameters(self.bundle.roots):
             tensor.requires_grad_(next(given))
-        for module in modules_of(self.roots):
+        for module in modules_of(self.bundle.roots):
             module.training = next(given)
 
     def take_all_buffers(self) -> None:
@@ -292,7 +287,7 @@ class ServedModel:
         """Give servers the rows of embeddings that hold any, and keep none here."""
         for table in self._tables.values():
             table.take_weight()
-        self._structure = structure_of(self.roots)
+        self._structure = structure_of(self.bundle.roots)
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Array:

@@ -57,7 +57,6 @@ class ServedSteps:
 
     Args:
         model: what the optimizers train.
-        first: the number of the first of them among those of all models.
         twins_of: the copies of an optimizer that other replicas of this task use.
 
     Attributes:
@@ -71,20 +70,20 @@ class ServedSteps:
     def __init__(
         self,
         model: ServedModel,
-        first: int,
         twins_of: Callable[[torch.optim.Optimizer], Sequence[torch.optim.Optimizer]],
     ) -> None:
-        if first + len(model.optimizers) > 1 << _OPTIMIZER_BITS:
+        bundle = model.bundle
+        if bundle.first_optimizer + len(bundle.optimizers) > 1 << _OPTIMIZER_BITS:
             raise ValueError(f"over {1 << _OPTIMIZER_BITS} optimizers in the scopes of a strategy")
         self.is_fresh = False
         self._model = model
-        self._first = first
+        self._first = bundle.first_optimizer
         self._turn: Turn | None = None
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
         self._unsent: dict[int, list[nn.Parameter]] = {}  # by round: those to be sent together
-        self._steps = [0] * len(model.optimizers)  # in this turn
+        self._steps = [0] * len(bundle.optimizers)  # in this turn
         self._is_early: list[bool] = []
-        for number, optimizer in enumerate(model.optimizers):
+        for number, optimizer in enumerate(bundle.optimizers):
             replicas = [optimizer, *twins_of(optimizer)]
             self._is_early.append(len(replicas) == 1)
             for one in replicas:

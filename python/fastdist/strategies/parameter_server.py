@@ -78,6 +78,8 @@ class ParameterServerStrategy(LinkedStrategy):
     Raises:
         ClusterConfigError: the cluster makes no sense for this, there are no keys, or this task is
             an evaluator.
+        TypeError: devices that are no sequence of devices, or a partitioner that is none.
+        ValueError: another argument that makes no sense.
     """
 
     has_servers = True
@@ -102,6 +104,12 @@ class ParameterServerStrategy(LinkedStrategy):
             )
         if wire not in _WIRES:
             raise ValueError(f"wire must be one of {', '.join(_WIRES)}, got {wire!r}")
+        _check_devices(devices)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise TypeError(
+                "variable_partitioner must be a partitioner, such as fastdist.ps.FixedShards(3), "
+                f"got {variable_partitioner!r}"
+            )
         resolver = cluster_resolver or TFConfigClusterResolver()
         spec = resolver.cluster_spec()
         spec.require_parameter_servers()
@@ -119,7 +127,7 @@ class ParameterServerStrategy(LinkedStrategy):
         self.worker_addresses = _addresses(spec, "worker")
         self.server_addresses = _addresses(spec, "ps")
         is_worker = resolver.task_type == "worker"
-        given = (devices or every_device()) if is_worker else ["cpu"]
+        given = (every_device() if devices is None else devices) if is_worker else ["cpu"]
         own = [physical_device(torch.device(device)) for device in given]
         options = options or CommunicationOptions()
         super().__init__(own, lambda: thread_links(len(own), options), options=options)
@@ -134,7 +142,7 @@ class ParameterServerStrategy(LinkedStrategy):
         self.definitions.name(self, self.definitions.define(strategy_here))
         self._wishes = Wishes(wire, refuse_nonfinite)
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
-        self._bundles: list[tuple[Bundle, ServedModel]] = []
+        self._models: list[ServedModel] = []
         self._generation = 0
 
     # --- the chief's ----------------------------------------------------------------------------
@@ -145,15 +153,13 @@ class ParameterServerStrategy(LinkedStrategy):
             return
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
-        prefix = f"{len(self._bundles)}/"
+        prefix = f"{len(self._models)}/"
         places = plan(roots, optimizers, self._servers, prefix, self._wishes)
-        first = sum(len(bundle.optimizers) for bundle, _ in self._bundles)
+        first = sum(len(model.bundle.optimizers) for model in self._models)
         bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places), first)
         model = ServedModel(
             self.client,
-            roots,
-            optimizers,
-            places,
+            bundle,
             initialize=True,
             lock=self.client_lock,
             twins_of=self.twins_of,
@@ -162,8 +168,8 @@ class ParameterServerStrategy(LinkedStrategy):
         model.take_tables()
         for optimizer in optimizers:
             optimizer.state.clear()  # it is on the servers
-        ServedSteps(model, first, self.twins_of)
-        self._bundles.append((bundle, model))
+        ServedSteps(model, self.twins_of)
+        self._models.append(model)
         define_bundle(self.definitions, bundle, adopt_here)
 
     def adopt_bundle(self, bundle: Bundle) -> None:
@@ -189,23 +195,23 @@ class ParameterServerStrategy(LinkedStrategy):
     def before_calls(self) -> bytes:
         """No function runs, and some will: what workers have to know."""
         news: dict[str, Any] = {"generation": self._generation}
-        for bundle, model in self._bundles:
+        for model in self._models:
             model.assign_changed()
-            news[bundle.prefix] = (sorted(model.live), model.rates(), model.modes())
+            news[model.bundle.prefix] = (sorted(model.live), model.rates(), model.modes())
         return pickle.dumps(news)
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
         """What functions on workers have changed."""
-        models = {bundle.prefix: model for bundle, model in self._bundles}
+        models = {model.bundle.prefix: model for model in self._models}
         for report in reports:
             for prefix, names in pickle.loads(report).items():
                 models[prefix].live |= names
 
     def after_calls(self) -> None:
         """No function runs any more: take the values from the servers."""
-        for _, model in self._bundles:
+        for model in self._models:
             model.begin_pull()
-        for _, model in self._bundles:
+        for model in self._models:
             model.end_pull()
 
     def save(self, directory: str | Path) -> None:
@@ -230,22 +236,35 @@ class ParameterServerStrategy(LinkedStrategy):
             ValueError: it lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
-        for _, model in self._bundles:
+        for model in self._models:
             model.connect(initialize=True)
         self._generation += 1
         restore_checkpoint(self.client, directory, self._sharded())
-        for _, model in self._bundles:
+        for model in self._models:
             model.take_all_buffers()
         self.after_calls()
 
     def _sharded(self) -> list[Any]:
-        return [sharded for _, model in self._bundles for sharded in model.sharded]
+        return [sharded for model in self._models for sharded in model.sharded]
 
     def end_job(self) -> None:
         """Tell the servers that the job is over; those that are gone know."""
         for server in range(len(self.server_addresses)):
             with contextlib.suppress(FastdistError):
                 self.client.end(server, timeout_s=_END_S)
+
+
+def _check_devices(devices: object) -> None:
+    """Also in tasks that use none: all are told the same."""
+    if devices is None:
+        return
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise TypeError(f'devices must be a sequence, such as ["cpu:0", "cpu:1"], got {devices!r}')
+    if not devices:
+        raise ValueError("devices must not be empty; None takes what the machine has")
+    for device in devices:
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"devices must be names or torch.device, got {device!r}")
 
 
 def _serve_variables(address: str, keys: Keys) -> NoReturn:

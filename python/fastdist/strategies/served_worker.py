@@ -48,7 +48,7 @@ class ServedWorker:
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         self.strategy = strategy
-        self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix
+        self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix of the bundle
         self._news: dict[str, Any] = {"generation": 0}
         self._told: dict[str, set[str]] = {}  # the live buffers that the chief knows of
         self._turn: Turn | None = None
@@ -82,14 +82,12 @@ class ServedWorker:
         self.strategy.adopt_bundle(bundle)
         model = ServedModel(
             self.strategy.client,
-            bundle.roots,
-            bundle.optimizers,
-            bundle.places,
+            bundle,
             initialize=False,
             lock=self.strategy.client_lock,
             twins_of=self.strategy.twins_of,
         )
-        steps = ServedSteps(model, bundle.first_optimizer, self.strategy.twins_of)
+        steps = ServedSteps(model, self.strategy.twins_of)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)
         model.begin_pull()
@@ -117,11 +115,15 @@ class ServedWorker:
     def run(self, call: Callable[[], Any], turn: Turn) -> Any:
         """Call it in cross-replica context, with the servers' values."""
         self._turn = turn
-        models = list(self._models.values()) if turn.has_state else []
+        everything = list(self._models.values())
+        models = everything if turn.has_state else []
+        for model, steps in everything if not turn.has_state else ():
+            if steps.is_fresh:  # the function before has left this to one that uses the model
+                model.add_buffers()
         stale = [model for model, steps in models if not steps.is_fresh]
         for model in stale:
             model.begin_pull()
-        for _, steps in self._models.values():
+        for _, steps in everything:
             steps.begin(turn)
         for model in stale:
             model.end_pull()
@@ -130,9 +132,11 @@ class ServedWorker:
                 return call()
         finally:
             self._turn = None
+            # The call may have brought more of them.
             for model, steps in self._models.values() if turn.has_state else ():
                 steps.end()
-                model.add_buffers()
+                if not steps.is_fresh:  # else the next function finds what this one has changed
+                    model.add_buffers()
 
     def news(self) -> bytes:
         """Which buffers some worker has changed, when there are more."""

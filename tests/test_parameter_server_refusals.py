@@ -1,0 +1,123 @@
+"""What a strategy with parameter servers refuses, and says about it."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fastdist as fd
+import pytest
+import torch
+from fastdist.cluster import ClusterSpec, SimpleClusterResolver
+from fastdist.errors import ClusterConfigError, FastdistError
+from ps_cluster import PsCluster
+from served_net import batches, make, sgd, step
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PsCluster]:
+    cluster = PsCluster(workers=2, servers=3)
+    yield cluster
+    cluster.close()
+
+
+def test_the_chief_does_not_train(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    model, optimizer = make(strategy, sgd)
+    with pytest.raises(FastdistError, match="the chief has no replicas"):
+        strategy.run(os.getpid)
+    with pytest.raises(FastdistError, match="outside a scheduled function"):
+        step(model, optimizer, *batches(1)[0])
+
+
+def test_optimizers_of_other_scopes(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="not made in the same scope"), strategy.scope():
+        sgd(model.parameters())
+    outside = sgd(model.parameters())
+
+    def train(optimizer: Any) -> None:
+        model(torch.ones(2)).sum().backward()
+        optimizer = optimizer or sgd(model.parameters())
+        optimizer.step()
+
+    for optimizer in (outside, None):
+        coordinator.schedule(train, (optimizer,))
+        with pytest.raises(FastdistError, match=r"SGD was not made in the scope.*\(2, 2\)"):
+            coordinator.join()
+    own = nn.Linear(2, 2)  # what workers have for themselves they may train
+    own_optimizer = sgd(own.parameters())
+
+    def train_own() -> None:
+        own(torch.ones(2)).sum().backward()
+        own_optimizer.step()
+
+    coordinator.schedule(train_own)
+    coordinator.join()
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "message"),
+    [
+        (torch.optim.Rprop, "cannot apply Rprop; expected one of SGD"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=False, got True"),
+    ],
+)
+def test_optimizers_that_servers_lack(
+    cluster: PsCluster, make_optimizer: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(cluster.strategy(), make_optimizer)
+
+
+def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    with pytest.raises(ValueError, match="is lazy"), strategy.scope():
+        nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"is of torch\.float64"), strategy.scope():
+        nn.Linear(2, 2).double()
+    with pytest.raises(ValueError, match="max_norm"), strategy.scope():
+        nn.Embedding(3, 3, max_norm=1.0)
+
+
+@pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
+def test_clusters_without(missing: str) -> None:
+    jobs = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    del jobs[missing]
+    resolver = SimpleClusterResolver(ClusterSpec(jobs), *list(ClusterSpec(jobs).chief))
+    with pytest.raises(ClusterConfigError, match=f"no {missing}"):
+        fd.ParameterServerStrategy(resolver)
+
+
+def test_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
+    spec = ClusterSpec({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]})
+    with pytest.raises(ClusterConfigError, match="no keys: start the job by"):
+        fd.ParameterServerStrategy(SimpleClusterResolver(spec, "chief", 0))
+    with pytest.raises(ClusterConfigError, match="evaluator takes no part"):
+        fd.ParameterServerStrategy(SimpleClusterResolver(spec, "evaluator", 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"devices": "cpu"}, TypeError, r'a sequence, such as \["cpu:0", "cpu:1"\], got \'cpu\''),
+        ({"devices": torch.device("cpu")}, TypeError, "devices must be a sequence"),
+        ({"devices": [0]}, TypeError, "names or torch.device, got 0"),
+        ({"devices": []}, ValueError, "must not be empty"),
+        ({"variable_partitioner": 3}, TypeError, r"such as fastdist.ps.FixedShards\(3\), got 3"),
+        ({"wire": "float8"}, ValueError, "wire must be one of float32, bfloat16"),
+        ({"max_staleness": -1}, ValueError, "max_staleness must be at least 0"),
+        ({"max_staleness": 1, "synchronous": True}, ValueError, "goes without synchronous=True"),
+    ],
+)
+@pytest.mark.parametrize("job", ["chief", "worker", "ps"])
+def test_arguments_are_refused_by_all_tasks(
+    job: str, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    spec = ClusterSpec({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]})
+    with pytest.raises(error, match=message):
+        fd.ParameterServerStrategy(SimpleClusterResolver(spec, job, 0), **arguments)

@@ -1,0 +1,180 @@
+"""Embeddings whose rows are on parameter servers, and how values travel."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import fastdist as fd
+import numpy as np
+import pytest
+import torch
+from ps_cluster import PsCluster
+from served_net import adagrad, batches, make, reference, same, sgd, step
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PsCluster]:
+    cluster = PsCluster(workers=2, servers=3)
+    yield cluster
+    cluster.close()
+
+
+def test_hashed_embeddings(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(None, 4, initializer=("normal", 0.0, 1.0), seed=3)
+        bag = fd.nn.EmbeddingBag(None, 4, mode="mean", initializer=("constant", 1.0, 0.0))
+        optimizer = sgd([*table.parameters(), *bag.parameters()])
+    ids = torch.tensor([2**62 + 5, -7, 2**62 + 5, 11])
+    before = table(ids).detach()
+    assert torch.equal(before[0], before[2])
+
+    def train(ids: torch.Tensor) -> None:
+        (table(ids).sum() + bag(ids.reshape(2, 2)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    coordinator.schedule(train, (ids,))
+    coordinator.join()
+    expected = before - 0.1
+    expected[[0, 2]] -= 0.1  # twice in the batch
+    torch.testing.assert_close(table(ids).detach(), expected)
+    rows = bag(ids.reshape(-1, 1)).detach()
+    torch.testing.assert_close(rows[1], torch.full((4,), 1 - 0.05))
+    torch.testing.assert_close(rows[0], torch.full((4,), 1 - 0.1))
+    assert "weight" not in table.state_dict()
+    kept = [s["rows"] for i in range(3) for s in strategy.client.stats(i)["objects"] if "rows" in s]
+    assert sum(kept) == 6
+
+
+def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ModuleList([fd.nn.Embedding(None, 64), nn.Embedding(20_000, 64)])
+        optimizer = adagrad(model.parameters())  # which makes its state at once
+    assert not optimizer.state
+    ids = torch.tensor([7])
+
+    def train() -> int:
+        sum(table(ids).sum() for table in model).backward()
+        optimizer.step()
+        return len(optimizer.state)
+
+    before = [table(ids).detach() for table in model]
+    assert coordinator.schedule(train).fetch() == 0
+    coordinator.join()
+    for table, row in zip(model, before, strict=True):
+        torch.testing.assert_close(table(ids).detach(), row - 0.1)
+    sizes = [len(definition.blob) for _, definition in strategy.definitions._named.values()]
+    assert max(sizes) < 100_000
+
+
+def test_cached_rows(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(
+            None, 4, initializer=("constant", 0.0, 0.0), cached_rows=64, cache_age=3
+        )
+        optimizer = sgd(table.parameters())
+
+    def requests() -> int:
+        return int(sum(strategy.client.stats(i)["requests"] for i in range(3)))
+
+    def look(times: int) -> list[float]:
+        return [float(table(torch.tensor([5, 6])).detach()[0, 0]) for _ in range(times)]
+
+    def train() -> list[float]:
+        before = look(1)
+        table(torch.tensor([5])).sum().backward()
+        optimizer.step()
+        return before + look(1)
+
+    before, after = coordinator.schedule(train).fetch()
+    np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)  # its own push, at once
+    look(1)  # the chief has a cache of its own
+    begun = requests()
+    seen = look(9)
+    assert requests() - begun - 3 <= 3 * 4  # of nine lookups of two rows, every fourth asks
+    np.testing.assert_allclose(seen[-1], -0.1, rtol=1e-5)
+
+
+def test_narrow_wires(cluster: PsCluster) -> None:
+    for wire in ("bfloat16", "float16", "int8"):
+        strategy = cluster.strategy(wire=wire, max_staleness=0)
+        coordinator = cluster.coordinator(strategy)
+        model, optimizer = make(strategy, sgd)
+        other, other_optimizer = reference(sgd)
+        for batch in batches(4):
+            coordinator.schedule(step, (model, optimizer, *batch))
+            step(other, other_optimizer, *batch)
+        coordinator.join()
+        same(model, other, 0.05)
+    with pytest.raises(ValueError, match="wire must be one of float32"):
+        cluster.strategy(wire="int4")
+
+
+def test_gradients_that_are_not_finite(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(refuse_nonfinite=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model.parameters())
+    before = model.weight.detach().clone()
+
+    def train(x: Any) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    coordinator.schedule(train, (torch.tensor([[float("nan"), 1.0]]),))
+    with pytest.raises(ValueError, match="'0/weight': 2 of 4 elements of the gradient are NaN"):
+        coordinator.join()
+    coordinator.join()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(("limit", "padding"), [(None, 2**62), (None, -1), (9, 4), (9, -1)])
+def test_padding(cluster: PsCluster, limit: int | None, padding: int) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        optimizer = sgd(table.parameters())
+    ids = torch.tensor([padding if limit is None else padding % limit, 3])
+    before = table(ids).detach()
+    assert torch.equal(before[0], torch.zeros(3))
+
+    def train() -> None:
+        table(ids).sum().backward()
+        optimizer.step()
+
+    coordinator.schedule(train)
+    coordinator.join()
+    expected = before - torch.tensor([[0.0], [0.1]])
+    torch.testing.assert_close(table(ids).detach(), expected)
+    if limit is not None:
+        plain = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        torch.testing.assert_close(plain(ids).detach(), before)
+        with pytest.raises(ValueError, match="within 9 embeddings, got 9"):
+            fd.nn.Embedding(limit, 3, padding_idx=limit)
+
+
+def test_embeddings_without_servers() -> None:
+    plain = fd.nn.Embedding(5, 3, seed=1)
+    assert torch.equal(plain(torch.tensor([1, 1, 4])), plain.weight[[1, 1, 4]])
+    bag = fd.nn.EmbeddingBag(5, 3, mode="max", seed=1)
+    assert torch.equal(bag(torch.tensor([[1, 2]]))[0], plain.weight[[1, 2]].amax(0))
+    with pytest.raises(fd.errors.UnsupportedError, match="needs parameter servers"):
+        fd.nn.Embedding(None, 3)
+
+
+def test_ids_out_of_range(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Embedding(5, 2)
+    coordinator.schedule(lambda: model(torch.tensor([1, 5])))
+    with pytest.raises(IndexError, match="row 5 of a table that has 5 rows"):
+        coordinator.join()

@@ -21,7 +21,7 @@ constexpr std::size_t kMaxIds = std::size_t{1} << 31;
 
 // How far ahead of the row that is worked on rows are looked for, and ahead of these their places
 // in the index.
-constexpr std::size_t kRowsAhead = 8;
+constexpr std::size_t kRowsAhead = 16;
 constexpr std::size_t kPlacesAhead = 16;
 // Of a longer row the processor fetches the rest by itself.
 constexpr std::size_t kPrefetchedBytes = 1024;

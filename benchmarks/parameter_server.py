@@ -4,7 +4,8 @@
                                           [--hashed-rows 20000000] [--json]
 
 A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
-the same rows. At once: a worker pulls the next rows while it pushes. The servers take turns,
+the same rows. At once: a worker pulls the next rows while it pushes, or the rows of four tables
+with a request for each. The servers take turns,
 a few requests each, in one run. Rows per second are of the median request; p99 is of all. Results
 are checked against what was sent. Dense values, of 100 MB, are pulled into fresh memory, as rpc
 does it, and into the same again, as a worker does in each step. The ratio is to the faster peer.
@@ -42,8 +43,15 @@ from fastdist.ps.protocol import Op
 from torch.distributed import rpc
 
 BATCH, DIM = 4096, 64
+AT_ONCE = 4
 DENSE = 25_000_000  # elements: 100 MB
-TENSORFLOW_HAS = ("lookups", "lookups and updates", "dense pull", "dense push")
+TENSORFLOW_HAS = (
+    "lookups",
+    "lookups, 4 at once",
+    "lookups and updates",
+    "dense pull",
+    "dense push",
+)
 SGD = RuleSpec("SGD", {"lr": 0.5})
 spawn = multiprocessing.get_context("spawn")
 
@@ -163,10 +171,17 @@ class Work:
         name: what they do.
         ways: of each server, what makes one request.
         data: arguments of a request.
+        amount: rows or bytes of a request.
     """
 
-    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], data: Callable[[], Any]):
-        self.name, self.data = name, data
+    def __init__(
+        self,
+        name: str,
+        ways: dict[str, Callable[..., Any]],
+        data: Callable[[], Any],
+        amount: int = BATCH,
+    ) -> None:
+        self.name, self.data, self.amount = name, data, amount
         self.ways: dict[str, Callable[[int], list[float]]] = {
             way: partial(self._times, call) for way, call in ways.items()
         }
@@ -187,12 +202,12 @@ class Work:
             if number:  # the first round warms up
                 self.times.setdefault(way, []).extend(times)
 
-    def row(self, amount: float) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         row: dict[str, Any] = {"what": self.name}
         for way, times in self.times.items():
             p50, p99 = np.percentile(times, [50, 99])
             row[way] = {
-                "per_s": round(amount / p50),
+                "per_s": round(self.amount / p50),
                 "p50_ms": round(p50 * 1e3, 3),
                 "p99_ms": round(p99 * 1e3, 3),
             }
@@ -233,6 +248,18 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
         pull.wait()
         push.wait()
 
+    def four() -> tuple[Any]:
+        return (rng.integers(0, rows, (AT_ONCE, BATCH)),)
+
+    def our_four(ids: Any) -> None:
+        for ticket in [client.submit(0, Op.PULL_ROWS, table, [part]) for part in ids]:
+            client.wait(ticket)
+
+    def their_four(ids: Any) -> None:
+        sent = [("rows", torch.from_numpy(part)) for part in ids]
+        for future in [rpc.rpc_async("server", lookup, one) for one in sent]:
+            future.wait()
+
     ids, gradients = data()
     for call in (ours, theirs):
         call(ids, gradients)
@@ -245,6 +272,12 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
     }
     return [
         Work("lookups", ways, data),
+        Work(
+            f"lookups, {AT_ONCE} at once",
+            {"fastdist": our_four, "rpc": their_four},
+            four,
+            AT_ONCE * BATCH,
+        ),
         Work("lookups and updates", {"fastdist": ours, "rpc": theirs}, data),
         Work("both at once", {"fastdist": ours_at_once, "rpc": theirs_at_once}, data),
     ]
@@ -313,9 +346,14 @@ def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
     pull_into(None)
     assert value[-1] == -0.5 * gradient[-1]
     return [
-        Work("dense pull", pulls, data),
-        Work("dense pull, memory used again", {"fastdist": pull_into, "rpc": pulls["rpc"]}, data),
-        Work("dense push", pushes, data),
+        Work("dense pull", pulls, data, 4 * DENSE),
+        Work(
+            "dense pull, memory used again",
+            {"fastdist": pull_into, "rpc": pulls["rpc"]},
+            data,
+            4 * DENSE,
+        ),
+        Work("dense push", pushes, data, 4 * DENSE),
     ]
 
 
@@ -338,17 +376,17 @@ def main() -> None:
     else:
         print("without TensorFlow, which --tensorflow takes (see --help)", file=sys.stderr)
 
-    def measure(works: list[Work], rounds: int, requests: int, amount: int) -> None:
+    def measure(works: list[Work], rounds: int, requests: int) -> None:
         for work in works:
             if tensorflow is not None and work.name in TENSORFLOW_HAS:
                 work.ways["TensorFlow"] = partial(tensorflow.measure, work.name)
             work.measure(rounds, requests)
-            rows.append(work.row(amount))
+            rows.append(work.row())
 
     with fastdist_server() as client, rpc_server(options.rpc_over_tcp):
-        measure(rows_work(client, options.rows, rng), options.rounds, 40, BATCH)
-        measure(dense_work(client, rng), options.rounds // 2, 3, 4 * DENSE)
-        measure(hashed_work(client, options.hashed_rows, rng), options.rounds, 40, BATCH)
+        measure(rows_work(client, options.rows, rng), options.rounds, 40)
+        measure(dense_work(client, rng), options.rounds // 2, 3)
+        measure(hashed_work(client, options.hashed_rows, rng), options.rounds, 40)
     if tensorflow is not None:
         tensorflow.close()
     if options.json:

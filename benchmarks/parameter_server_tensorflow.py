@@ -24,6 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 BATCH, DIM = 4096, 64
+AT_ONCE = 4
+WORKER = "/job:worker/replica:0/task:0/device:CPU:0"
 
 
 def serve(cluster: dict[str, list[str]], job: str) -> None:
@@ -57,28 +59,32 @@ class Peer:
             table = tf.Variable(tf.zeros((rows, DIM)))
             variable = tf.Variable(tf.zeros((dense,)))
 
-        def lookup(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return table.sparse_read(ids[i])
+        def lookup(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor]:
+            return [table.sparse_read(ids[i])]
 
-        def update(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
+        def lookups_at_once(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor]:
+            return [table.sparse_read(part) for part in tf.split(ids[i], AT_ONCE)]
+
+        def update(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> list[tf.Tensor]:
             rows = table.sparse_read(ids[i])
             with tf.control_dependencies([rows]):
                 done = tf.raw_ops.ResourceScatterSub(
                     resource=table.handle, indices=ids[i], updates=gradients[i]
                 )
             with tf.control_dependencies([done]):
-                return tf.identity(rows)
+                return [rows, tf.identity(ids)]
 
-        def pull(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-            return tf.identity(variable.read_value())
+        def pull(i: tf.Tensor, ids: tf.Tensor, _: tf.Tensor) -> list[tf.Tensor]:
+            return [variable.read_value()]
 
-        def push(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
+        def push(i: tf.Tensor, ids: tf.Tensor, gradients: tf.Tensor) -> list[tf.Tensor]:
             done = tf.raw_ops.AssignSubVariableOp(resource=variable.handle, value=gradients)
             with tf.control_dependencies([done]):
-                return tf.identity(ids)
+                return [tf.identity(ids)]
 
         self._functions = {
             "lookups": timed(lookup),
+            "lookups, 4 at once": timed(lookups_at_once),
             "lookups and updates": timed(update),
             "dense pull": timed(pull),
             "dense push": timed(push),
@@ -103,7 +109,8 @@ class Peer:
 
     def measure(self, what: str, requests: int) -> list[float]:
         """The seconds of each of so many requests."""
-        ids = self._rng.integers(0, self.rows, (requests, BATCH))
+        batch = AT_ONCE * BATCH if what == "lookups, 4 at once" else BATCH
+        ids = self._rng.integers(0, self.rows, (requests, batch))
         gradients = np.zeros(0, np.float32)
         if what == "lookups and updates":
             gradients = self._rng.standard_normal((requests, BATCH, DIM), np.float32)
@@ -112,8 +119,12 @@ class Peer:
         return self.run(what, ids, gradients)[0]
 
 
-def timed(request: Callable[..., tf.Tensor]) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
-    """A function that makes a request for each row of `ids`, one after another."""
+def timed(request: Callable[..., list[tf.Tensor]]) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
+    """A function that makes a request for each row of `ids`, one after another.
+
+    A request has ended when an element of all that it got has been read on the worker: a control
+    dependency alone does not wait for values that come from a server.
+    """
 
     @tf.function
     def function(ids: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -124,9 +135,11 @@ def timed(request: Callable[..., tf.Tensor]) -> Callable[..., tuple[tf.Tensor, t
                 begin = tf.timestamp()
             with tf.control_dependencies([begin]):
                 got = request(i, ids, gradients)
-            with tf.control_dependencies([got]):
+            with tf.device(WORKER):
+                ends = [tf.cast(tf.reshape(one, [-1])[-1], tf.float32) for one in got]
+                last = tf.add_n(ends) / len(ends)
+            with tf.control_dependencies([last]):
                 end = tf.timestamp()
-            last = tf.cast(tf.reshape(got, [-1])[-1], tf.float32)
             times = times.write(i, end - begin)
         return times.stack(), last
 

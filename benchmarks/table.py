@@ -171,7 +171,9 @@ def fill_from_empty(hashed_rows: int) -> dict[str, Any]:
     """Half as many rows: with Adagrad's slots they are as large."""
     ids = hashed_ids(hashed_rows // 2)
     rates, before = {}, 0
+    table = None
     for initializer in (("constant", 0.0, 0.0), ("normal", 0.0, 1.0), ("uniform", -0.05, 0.05)):
+        table = None  # the one before gives its memory back
         before = resident_bytes()
         table = table_of("Adagrad", None, initializer=initializer)
         rates[initializer[0]] = fill(table, ids)

@@ -42,6 +42,38 @@ def test_one_step_after_another_is_one_device(
     torch.testing.assert_close(model(words, bags), other(words, bags), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_large_variables_beside_small_ones(cluster: PsCluster, is_clipped: bool) -> None:
+    """Large ones travel alone, and one of them in parts."""
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(300, 2000), nn.Tanh(), nn.Linear(2000, 10), nn.Linear(10, 1)
+        )
+        return model, sgd(model.parameters())
+
+    with strategy.scope():
+        model, optimizer = made()
+    other, other_optimizer = made()
+
+    def train(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        if is_clipped:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    for _ in range(3):
+        x = torch.randn(16, 300)
+        coordinator.schedule(train, (model, optimizer, x))
+        train(other, other_optimizer, x)
+    coordinator.join()
+    same(model, other)
+
+
 def test_variables_go_round(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with strategy.scope():

@@ -67,7 +67,10 @@ void Handle::settle(const CallOptions& options, const char* call) {
     abi::Result result = abi::kSuccess;
     check(functions().get_async_error(comm_, &result), "ncclCommGetAsyncError");
     if (result == abi::kSuccess) return;
-    if (result != abi::kInProgress) throw to_error(result, call, comm_);
+    if (result != abi::kInProgress) {  // for good: NCCL destroys such a one only by an abort
+      fail(to_error(result, call, comm_));
+      check_usable();
+    }
     if (Clock::now() - start > options.timeout) {
       const double seconds = std::chrono::duration<double>(options.timeout).count();
       fail({ErrorCode::kTimeout, std::string(call) + " has not ended after " +

@@ -76,9 +76,11 @@ void NcclCommunicator::Group::end() {
   if (c_.group_depth_ == 0) c_.handle_->settle(options_, "ncclGroupEnd");
 }
 
-NcclCommunicator::OutsideGroups::OutsideGroups(NcclCommunicator& communicator)
+NcclCommunicator::OutsideGroups::OutsideGroups(NcclCommunicator& communicator,
+                                               const CallOptions& options)
     : c_(communicator), depth_(std::exchange(communicator.group_depth_, 0)) {
   for (int i = 0; i < depth_; ++i) c_.handle_->check(functions().group_end(), "ncclGroupEnd");
+  if (depth_ != 0) c_.handle_->settle(options, "ncclGroupEnd");
 }
 
 NcclCommunicator::OutsideGroups::~OutsideGroups() {

@@ -167,7 +167,7 @@ class NcclCommunicator::Group {
 // other.
 class NcclCommunicator::OutsideGroups {
  public:
-  explicit OutsideGroups(NcclCommunicator& communicator);
+  OutsideGroups(NcclCommunicator& communicator, const CallOptions& options);
   OutsideGroups(const OutsideGroups&) = delete;
   OutsideGroups& operator=(const OutsideGroups&) = delete;
   ~OutsideGroups();

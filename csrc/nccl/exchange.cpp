@@ -41,7 +41,7 @@ void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, 
 
 void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
                                        std::optional<int> root, const CallOptions& options) {
-  const OutsideGroups outside(*this);
+  const OutsideGroups outside(*this, options);
   const abi::Functions& f = functions();
   const StreamHandle stream = stream_of(options);
   const abi::Comm comm = handle_->get();
@@ -90,7 +90,7 @@ void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& o
 
 void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const TensorView& out,
                                                ReduceOp op, const CallOptions& options) {
-  const OutsideGroups outside(*this);
+  const OutsideGroups outside(*this, options);
   const abi::Functions& f = functions();
   const StreamHandle stream = stream_of(options);
   const abi::Comm comm = handle_->get();

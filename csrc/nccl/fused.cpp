@@ -141,7 +141,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
       for (const std::size_t i : plan.alone) reduce_one(in[i], out[i], op, std::nullopt, options);
       alone.end();
     }
-    const OutsideGroups outside(*this);
+    const OutsideGroups outside(*this, options);
     const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
     // Compressed means are sums on the way, and divided when they are unpacked.
     const ReduceOp sent = wire ? ReduceOp::kSum : op;
@@ -183,7 +183,7 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
       for (const std::size_t i : plan.alone) send(in[i], out[i]);
       alone.end();
     }
-    const OutsideGroups outside(*this);
+    const OutsideGroups outside(*this, options);
     const bool is_root = rank_ == root;
     const bool in_place = in.data() == out.data();
     move_buckets(plan,

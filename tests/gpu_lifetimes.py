@@ -248,7 +248,7 @@ def uncompared(r: Rank) -> None:
         return
     gpu = r.connect(r.new_id())
     x = r.arrays.full(10 + r.rank, 1)
-    with pytest.raises(fastdist.errors.FastdistError, match="in the background"):
+    with pytest.raises(fastdist.errors.FastdistError, match=r"ranks disagree|rank has failed"):
         r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=20.0).synchronize(60)
     r.host.barrier()
     gpu.close()

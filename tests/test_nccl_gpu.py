@@ -12,13 +12,22 @@ HERE = Path(__file__).resolve().parent
 PARTS = [
     "reductions",
     "moves",
+    "uneven",
+    "pairs",
     "lists",
+    "grouped",
     "compression",
     "streams",
+    "alternating",
+    "memory",
     "graphs",
+    "meanwhile",
     "bad_input",
     "late",
+    "absent",
     "groups",
+    "shrinking",
+    "aborting",
 ]
 
 pytestmark = [

@@ -82,3 +82,41 @@ def test_calls_that_do_not_block(version: str) -> None:
 def test_slow_streams() -> None:
     """Whatever does not wait for what it depends on comes too early."""
     as_threads(2, ["lists", "grouped", *LIFETIMES], VIRTUAL_GPU_DELAY_US="2000")
+
+
+# Two ranks are threads; argv: the device of the second, and whether calls block.
+CONNECT = """
+import sys, time
+sys.path.insert(0, "virtual_gpu")
+import fastdist, virtual_arrays
+from concurrent.futures import ThreadPoolExecutor
+from fastdist import _core
+from fastdist.engines import nccl_library
+nccl_library.load()
+unique_id = _core.new_nccl_id()
+def connect(rank):
+    device = rank * int(sys.argv[1])
+    try:
+        _core.NcclCommunicator.connect(
+            unique_id, rank, 2, device, sys.argv[2] == "blocking", None, 20.0
+        ).close()
+        return "connected"
+    except fastdist.errors.FastdistError as error:
+        return str(error)
+with ThreadPoolExecutor(2) as pool:
+    print(*pool.map(connect, range(2)), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("way", ["blocking", "polling"])
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_gpu_is_shared_by_settings_alone(device: int, way: str) -> None:
+    command = [sys.executable, "-c", CONNECT, str(device), way]
+    result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    if device == 1:
+        assert lines == ["connected"] * 2
+    else:
+        assert len(lines) == 2
+        assert any("Duplicate GPU detected" in line for line in lines)

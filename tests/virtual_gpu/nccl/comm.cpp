@@ -22,8 +22,7 @@ thread_local std::string the_text;
 
 abi::Result RankComm::status() {
   const std::lock_guard lock(mutex);
-  if (error == abi::kSuccess && !is_revoked &&
-      segment->shared().has_failed.load(std::memory_order_acquire) != 0) {
+  if (error == abi::kSuccess && !is_revoked && has_failed_peer()) {
     error = abi::kRemoteError;
     error_text = "another rank has failed";
   }
@@ -42,7 +41,7 @@ void RankComm::fail(abi::Result result, const std::string& why) {
     error_text = why;
   }
   std::fprintf(stderr, "virtual NCCL, rank %d of %d: %s\n", rank, size, why.c_str());
-  if (segment) segment->shared().has_failed.store(1, std::memory_order_release);
+  if (Shared* const known = shared.load()) known->has_failed.store(1, std::memory_order_release);
 }
 
 CommPtr find(abi::Comm handle) {

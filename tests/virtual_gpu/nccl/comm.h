@@ -23,6 +23,7 @@ struct RankComm {
   bool blocking = true;
   std::string name;  // of the segment
   std::shared_ptr<Segment> segment;
+  std::atomic<Shared*> shared{nullptr};  // of the segment, once it is open
   std::shared_ptr<virtual_gpu::Chain> chain = virtual_gpu::make_chain();
 
   std::atomic<bool> is_aborted{false};
@@ -42,9 +43,11 @@ struct RankComm {
   std::map<void*, void*> windows;           // memory by window
 
   [[nodiscard]] bool is_given_up() const { return is_aborted || is_revoked || is_destroyed; }
-  [[nodiscard]] bool is_over() const {
-    return is_given_up() || segment->shared().has_failed.load(std::memory_order_acquire) != 0;
+  [[nodiscard]] bool has_failed_peer() const {
+    const Shared* const known = shared.load(std::memory_order_acquire);
+    return known != nullptr && known->has_failed.load(std::memory_order_acquire) != 0;
   }
+  [[nodiscard]] bool is_over() const { return is_given_up() || has_failed_peer(); }
   // What went wrong in the background; kInProgress while jobs run.
   [[nodiscard]] abi::Result status();
   // Loudly: said on stderr, told to the peers, reported as an asynchronous error.

@@ -62,6 +62,7 @@ abi::Result join(const CommPtr& comm, const CommPtr& parent) {
   comm->segment = Segment::open(comm->name);
   if (!comm->segment) return refuse(abi::kSystemError, "the unique id leads nowhere");
   Shared& shared = comm->segment->shared();
+  comm->shared.store(&shared, std::memory_order_release);
   int size = 0;
   if (!shared.size.compare_exchange_strong(size, comm->size) && size != comm->size) {
     return refuse(abi::kInvalidArgument,

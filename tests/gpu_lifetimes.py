@@ -54,12 +54,19 @@ def alternating(r: Rank) -> None:
 def memory(r: Rank) -> None:
     for symmetric in (True, False):
         lent = r.gpu.allocate(4096, symmetric, 60.0)
+        assert lent.nbytes == 4096
         y = r.arrays.view(lent, "float32")
         r.arrays.fill(y, 2)
         r.call("all_reduce", y, "sum", None, None, 0)
         assert r.arrays.is_full(y, 2 * r.size)
-        assert lent.nbytes == 4096
+        # Dropped while a call is at it, which on one rank begins late.
+        result = r.arrays.full(1024, 0)
+        r.arrays.synchronize()
+        if r.rank == r.size - 1:
+            time.sleep(0.3)
+        r.call("all_reduce", y, "sum", result, None, 0)
         del y, lent
+        assert r.arrays.is_full(result, 2 * r.size**2)
 
 
 def graphs(r: Rank) -> None:

@@ -89,7 +89,22 @@ cudaError_t set(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   });
 }
 
+cudaError_t release(State& s, void* data) {
+  const auto found = s.allocations.find(reinterpret_cast<std::uintptr_t>(data));
+  if (found == s.allocations.end()) return cudaErrorInvalidValue;
+  std::memset(data, kFreed, found->second.bytes);
+  s.allocations.erase(found);
+  ::operator delete(data, kAlignment);
+  return s.lost;
+}
+
 }  // namespace
+
+cudaError_t free_now(void* data) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  return release(s, data);
+}
 
 void check_memory(const void* data, std::size_t bytes, int device) {
   if (bytes == 0) return;
@@ -144,16 +159,13 @@ cudaError_t cudaFree(void* data) {
   if (data == nullptr) return cudaSuccess;
   State& s = state();
   std::unique_lock lock(s.mutex);
-  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
+  if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess) {
     return remember(error);
-  const auto address = reinterpret_cast<std::uintptr_t>(data);
-  const auto found = s.allocations.find(address);
+  }
+  const auto found = s.allocations.find(reinterpret_cast<std::uintptr_t>(data));
   if (found == s.allocations.end()) return remember(cudaErrorInvalidValue);
   wait_for_device(s, lock, found->second.device);
-  std::memset(data, kFreed, found->second.bytes);
-  s.allocations.erase(found);
-  ::operator delete(data, kAlignment);
-  return remember(s.lost);
+  return remember(release(s, data));
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,

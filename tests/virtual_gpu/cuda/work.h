@@ -38,6 +38,9 @@ VIRTUAL_GPU_API void check_memory(const void* data, std::size_t bytes, int devic
 // Whether an allocation of `device` begins here and has at least so many bytes.
 [[nodiscard]] VIRTUAL_GPU_API bool is_allocation(const void* data, std::size_t bytes, int device);
 
+// cudaFree that does not wait for the device, as what ncclMemFree does.
+[[nodiscard]] VIRTUAL_GPU_API cudaError_t free_now(void* data);
+
 // What fresh and freed memory is filled with.
 inline constexpr unsigned char kFresh = 0xCB;
 inline constexpr unsigned char kFreed = 0xDD;

@@ -75,6 +75,12 @@ abi::Result refuse(abi::Result result, const std::string& text);
 // Tells all ranks a note, and gets theirs. Empty: given up.
 [[nodiscard]] std::vector<Note> exchange(RankComm& comm, const Note& note);
 
+// What the notes of an exchange are about: where ranks differ they are not in the same call.
+enum Exchange : std::int64_t { kSplit = 1, kSplitMade = 2, kWindow = 3 };
+
+// Windows and registrations of a communicator go with it (memory.cpp).
+void forget_memory(RankComm& comm);
+
 // --- Calls (calls.cpp) -----------------------------------------------------------------------
 
 enum class Kind : int {

@@ -1,6 +1,4 @@
-// Communicators from their beginning to their end, and memory that they know.
-//
-// VIRTUAL_NCCL_WINDOWS=0: a system without symmetric windows.
+// Communicators from their beginning to their end.
 
 #include <algorithm>
 #include <cstdio>
@@ -14,20 +12,6 @@
 
 namespace virtual_nccl {
 namespace {
-
-enum Exchange : std::int64_t { kSplit = 1, kSplitMade = 2, kWindow = 3 };
-
-std::mutex memory_mutex;
-// What ncclMemAlloc gave, and how many windows it is registered as.
-std::map<void*, int>& own_memory() {
-  static auto* const kMemory = new std::map<void*, int>;
-  return *kMemory;
-}
-
-bool has_windows() {
-  const char* text = std::getenv("VIRTUAL_NCCL_WINDOWS");
-  return text == nullptr || std::atoi(text) != 0;
-}
 
 void set_text(Note& note, const std::string& text) {
   text.copy(note.text.data(), note.text.size() - 1);
@@ -132,66 +116,9 @@ abi::Result connect_shrunk(const CommPtr& comm, const CommPtr& parent,
   return join(comm, parent);
 }
 
-// As NCCL does around what it asks of CUDA: a capture of another thread must not suffer.
-class Relaxed {
- public:
-  Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  Relaxed(const Relaxed&) = delete;
-  Relaxed& operator=(const Relaxed&) = delete;
-  ~Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 void stop_running(RankComm& comm) {
   // Whoever runs sees the flag that was set, and lets go.
   const std::lock_guard lock(comm.running);
-}
-
-void forget_window(void* data) {
-  const std::lock_guard lock(memory_mutex);
-  const auto found = own_memory().find(data);
-  if (found != own_memory().end()) --found->second;
-}
-
-// Its windows and registrations go with it.
-void end(abi::Comm handle, RankComm& comm) {
-  {
-    const std::lock_guard lock(comm.mutex);
-    for (const auto& [window, data] : comm.windows) {
-      forget_window(data);
-      delete static_cast<char*>(window);
-    }
-    for (const auto& [registration, bytes] : comm.registered)
-      delete static_cast<char*>(registration);
-    comm.windows.clear();
-    comm.registered.clear();
-  }
-  drop(handle);
-}
-
-abi::Result register_window(const CommPtr& comm, void* data, std::size_t bytes,
-                            abi::Window* window) {
-  {
-    const std::lock_guard lock(memory_mutex);
-    const auto found = own_memory().find(data);
-    if (found == own_memory().end() || !virtual_gpu::is_allocation(data, bytes, comm->device)) {
-      return refuse(abi::kInvalidArgument, "windows are of memory that ncclMemAlloc gave");
-    }
-    ++found->second;
-  }
-  const auto notes = exchange(*comm, {{kWindow, static_cast<std::int64_t>(bytes), 0}, {}});
-  for (const Note& note : notes) {
-    if (note.numbers[0] == kWindow && note.numbers[1] == static_cast<std::int64_t>(bytes)) continue;
-    comm->fail(abi::kInvalidUsage, "ranks disagree about a window or its size");
-    return refuse(abi::kInvalidUsage, "ranks disagree about a window or its size");
-  }
-  if (notes.empty()) return refuse(abi::kInternalError, "ncclCommWindowRegister was aborted");
-  *window = reinterpret_cast<abi::Window>(new char);
-  const std::lock_guard lock(comm->mutex);
-  comm->windows[*window] = data;
-  return abi::kSuccess;
 }
 
 }  // namespace
@@ -280,7 +207,8 @@ abi::Result ncclCommDestroy(abi::Comm handle) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   virtual_gpu::wait_for(comm->chain);
   comm->is_destroyed = true;
-  end(handle, *comm);
+  forget_memory(*comm);
+  drop(handle);
   return abi::kSuccess;
 }
 
@@ -289,7 +217,8 @@ abi::Result ncclCommAbort(abi::Comm handle) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   comm->is_aborted = true;
   stop_running(*comm);
-  end(handle, *comm);
+  forget_memory(*comm);
+  drop(handle);
   return abi::kSuccess;
 }
 
@@ -319,84 +248,6 @@ abi::Result ncclCommUserRank(abi::Comm handle, int* rank) {
   CommPtr comm;
   if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
   *rank = comm->rank;
-  return abi::kSuccess;
-}
-
-abi::Result ncclMemAlloc(void** data, std::size_t bytes) {
-  const Relaxed relaxed;
-  const cudaError_t error = cudaMalloc(data, bytes);
-  if (error != cudaSuccess) return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
-  const std::lock_guard lock(memory_mutex);
-  own_memory()[*data] = 0;
-  return abi::kSuccess;
-}
-
-abi::Result ncclMemFree(void* data) {
-  {
-    const std::lock_guard lock(memory_mutex);
-    const auto found = own_memory().find(data);
-    if (found == own_memory().end()) {
-      return refuse(abi::kInvalidArgument, "memory that ncclMemAlloc did not give");
-    }
-    if (found->second != 0) {
-      std::fprintf(stderr, "virtual NCCL: ncclMemFree of memory that is a window still\n");
-    }
-    own_memory().erase(found);
-  }
-  const Relaxed relaxed;
-  const cudaError_t error = cudaFree(data);
-  if (error != cudaSuccess) return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
-  return abi::kSuccess;
-}
-
-abi::Result ncclCommRegister(abi::Comm handle, void* data, std::size_t bytes, void** registration) {
-  CommPtr comm;
-  if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
-  *registration = new char;
-  const std::lock_guard lock(comm->mutex);
-  comm->registered[*registration] = bytes;
-  (void)data;
-  return abi::kSuccess;
-}
-
-abi::Result ncclCommDeregister(abi::Comm handle, void* registration) {
-  const CommPtr comm = find(handle);
-  if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
-  const std::lock_guard lock(comm->mutex);
-  if (comm->registered.erase(registration) == 0) {
-    return refuse(abi::kInvalidArgument, "no registration of this communicator");
-  }
-  delete static_cast<char*>(registration);
-  return abi::kSuccess;
-}
-
-abi::Result ncclCommWindowRegister(abi::Comm handle, void* data, std::size_t bytes,
-                                   abi::Window* window, int) {
-  CommPtr comm;
-  if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
-  *window = nullptr;
-  if (!has_windows()) return abi::kSuccess;
-  if (comm->blocking) return register_window(comm, data, bytes, window);
-  ++comm->jobs;
-  std::thread([=] {
-    const abi::Result result = register_window(comm, data, bytes, window);
-    if (result != abi::kSuccess) comm->fail(result, last_text());
-    --comm->jobs;
-  }).detach();
-  return abi::kInProgress;
-}
-
-abi::Result ncclCommWindowDeregister(abi::Comm handle, abi::Window window) {
-  const CommPtr comm = find(handle);
-  if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
-  const std::lock_guard lock(comm->mutex);
-  const auto found = comm->windows.find(window);
-  if (found == comm->windows.end()) {
-    return refuse(abi::kInvalidArgument, "no window of this communicator");
-  }
-  forget_window(found->second);
-  comm->windows.erase(found);
-  delete reinterpret_cast<char*>(window);
   return abi::kSuccess;
 }
 

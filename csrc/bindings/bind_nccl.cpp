@@ -81,11 +81,22 @@ std::shared_ptr<Gpu> shrink(Gpu& self, const std::vector<int>& exclude, bool aft
   return own(std::move(made), std::move(checker));
 }
 
-// Device memory; given back when this object goes.
+// Device memory; given back when this object goes, which waits for the device.
 struct GpuMemory {
   std::shared_ptr<nccl::Memory> memory;
   std::size_t bytes;
   int device;
+
+  GpuMemory(std::shared_ptr<nccl::Memory> memory, std::size_t bytes, int device)
+      : memory(std::move(memory)), bytes(bytes), device(device) {}
+  GpuMemory(GpuMemory&&) = default;
+  GpuMemory& operator=(GpuMemory&&) = delete;
+  // The device may wait for another rank, which may be a thread that wants the GIL.
+  ~GpuMemory() {
+    if (!memory) return;
+    const GilRelease release;
+    memory.reset();
+  }
 };
 
 GpuMemory allocate(Gpu& self, std::size_t bytes, bool symmetric, const py::object& timeout) {

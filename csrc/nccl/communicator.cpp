@@ -130,7 +130,9 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symme
   options.caller->may_block();
   check_usable();
   const cuda::DeviceGuard device(handle_->device());
-  return std::make_shared<NcclMemory>(handle_, bytes, symmetric, options);
+  const auto memory = std::make_shared<NcclMemory>(handle_, bytes, symmetric, options);
+  // Dropped like any array, also while a call is at it, and NCCL does not wait.
+  return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
 }
 
 std::unique_ptr<GpuCommunicator> NcclCommunicator::adopt(abi::Comm comm, Checker* checker,

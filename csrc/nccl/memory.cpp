@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda/check.h"
+
 namespace fastdist::nccl {
 
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool symmetric,
@@ -39,6 +41,16 @@ void NcclMemory::register_with(std::size_t bytes, bool symmetric, const CallOpti
     registration_ = nullptr;
   }
   handle_->settle(options, "ncclCommRegister");
+}
+
+void NcclMemory::wait_for_device() const noexcept {
+  try {
+    const cuda::DeviceGuard device(handle_->device());
+    const cuda::RelaxedCapture relaxed;
+    (void)cudaDeviceSynchronize();
+    (void)cudaGetLastError();
+  } catch (...) {  // the process is ending, and the driver has gone
+  }
 }
 
 NcclMemory::~NcclMemory() {

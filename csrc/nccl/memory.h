@@ -19,6 +19,8 @@ class NcclMemory final : public Memory {
 
   [[nodiscard]] std::byte* data() const noexcept override { return data_; }
   [[nodiscard]] bool is_symmetric() const noexcept override { return window_ != nullptr; }
+  // Until nothing that was enqueued can be at the memory.
+  void wait_for_device() const noexcept;
 
  private:
   void register_with(std::size_t bytes, bool symmetric, const CallOptions& options);

@@ -26,9 +26,13 @@ std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name
 
 void throw_strided(const char* argument, py::handle object) {
   const bool torch = py::hasattr(object, "contiguous");
-  throw Error(ErrorCode::kValue,
-              std::string(argument) + " must be dense, got a view with gaps or overlaps; call " +
-                  (torch ? "x.contiguous()" : "numpy.ascontiguousarray(x)") + " first");
+  const bool cuda = py::hasattr(object, "__cuda_array_interface__");
+  throw Error(ErrorCode::kValue, std::string(argument) +
+                                     " must be dense, got a view with gaps or overlaps; call " +
+                                     (torch  ? "x.contiguous()"
+                                      : cuda ? "cupy.ascontiguousarray(x)"
+                                             : "numpy.ascontiguousarray(x)") +
+                                     " first");
 }
 
 void throw_read_only(const char* argument) {

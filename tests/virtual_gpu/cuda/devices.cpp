@@ -21,9 +21,9 @@ thread_local int the_device = 0;
 thread_local cudaStreamCaptureMode the_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
-// The machine's numbers of the devices that this process sees.
+// The machine's numbers of the devices that this process sees; threads ask until the very end.
 const std::vector<int>& visible() {
-  static const std::vector<int> kVisible = [] {
+  static const auto* const kVisible = new std::vector<int>([] {
     const char* number = std::getenv("VIRTUAL_GPUS");
     const int all = number == nullptr ? 2 : std::atoi(number);
     std::vector<int> result;
@@ -39,8 +39,8 @@ const std::vector<int>& visible() {
       result.push_back(index);
     }
     return result;
-  }();
-  return kVisible;
+  }());
+  return *kVisible;
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ from torch.distributed import rpc
 BATCH, DIM = 4096, 64
 AT_ONCE = 4
 DENSE = 25_000_000  # elements: 100 MB
+TENSORFLOW_COMES_BY = "python -m venv tf && tf/bin/pip install tensorflow-cpu==2.20.0"
 TENSORFLOW_HAS = (
     "lookups",
     "lookups, 4 at once",
@@ -374,7 +375,7 @@ def main() -> None:
     if options.tensorflow:
         tensorflow = TensorFlow(options.tensorflow, options.rows)
     else:
-        print("without TensorFlow, which --tensorflow takes (see --help)", file=sys.stderr)
+        print(f"TensorFlow is left out; for --tensorflow: {TENSORFLOW_COMES_BY}", file=sys.stderr)
 
     def measure(works: list[Work], rounds: int, requests: int) -> None:
         for work in works:

@@ -79,7 +79,10 @@ def push_on(
         is_out[number] = 1
         while go.value % 2:
             time.sleep(0.01)
-        is_out[number], turn = 0, go.value
+        is_out[number] = 0
+        turn = go.value
+        if turn % 2:  # it has changed since: whoever changed it may have seen us out
+            continue
         try:
             with Client(addresses, retry_s=0.3, timeout_s=60) as client:
                 things = Things(client, number)
@@ -143,6 +146,7 @@ class Job:
         """Stop servers until clients send again, and kill clients; others take their places."""
         end = time.monotonic() + for_s
         rounds = 0
+        wait_for(lambda: all(self.acked[number] for number in self.clients))
         while rounds < 2 or time.monotonic() < end:
             rounds += 1
             self.pause_server(rng.randrange(2), rng.choice((0.7, 1.5)))

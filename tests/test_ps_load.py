@@ -61,7 +61,7 @@ def test_clients_that_are_killed_and_servers_that_are_slow(job: Job, seconds: fl
         counts = [client.stats(server) for server in range(2)]
     assert job.made > CLIENTS
     assert sum(count["repeated"] for count in counts) > 0
-    assert acked.sum() > 20 * seconds
+    assert acked.sum() > job.made
     print(
         f"{acked.sum()} acknowledged, {job.made - CLIENTS} clients killed, {counts[0]['repeated']}"
     )

@@ -122,7 +122,6 @@ class XlaMesh:
         if self.size > 1 and not runtime.is_spmd():
             runtime.use_spmd()
         self.device: torch.device = xla.device()
-        self._xla: Any = xla
         self._bindings: Any = xla._XLAC
         self._model: Any = import_module("torch_xla.core.xla_model")
         self._metrics: Any = import_module("torch_xla.debug.metrics")

@@ -1,64 +1,18 @@
-"""TPUStrategy: what users do wrong, or at once; what is said, and that training goes on right."""
+"""TPUStrategy: what users do wrong; what is said, and that training goes on right."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import fastdist as fd
 import pytest
 import torch
-import torch.nn.functional as F
 from fastdist import PerReplica, TPUStrategy
 from fastdist.errors import UnsupportedError
-from strategy_pieces import require_close, sgd
 from torch import nn
 from tpu_pieces import N, on_devices, traced_id
 
 pytestmark = on_devices
-
-
-def test_threads_train_strategies_of_their_own() -> None:
-    got: dict[int, Any] = {}
-
-    strategies = [TPUStrategy() for _ in range(2)]
-    torch.manual_seed(1)
-    with strategies[0].scope():
-        first = sgd()
-    torch.manual_seed(1)
-    with strategies[1].scope():
-        second = sgd()
-    models = [first, second]
-
-    def run(place: int) -> None:
-        model, optimizer = models[place]
-        batches = strategies[place].distribute_dataset(
-            (torch.linspace(-1, 1, 64 * 90).view(90, 64), torch.arange(90) % 10),
-            global_batch_size=20,
-        )
-
-        def step(batch: Any) -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-
-        for one in batches:
-            strategies[place].run(step, (one,))
-        got[place] = [p.detach().cpu() for p in model.parameters()]
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = fd.OneDeviceStrategy("cpu")
-    strategies.append(alone)  # type: ignore[arg-type]
-    torch.manual_seed(1)
-    with alone.scope():
-        models.append(sgd())
-    run(2)
-    require_close(got[0], got[2], 4e-5)
-    require_close(got[1], got[2], 4e-5)
 
 
 def test_uneven_batches_of_different_datasets_in_one_run(strategy: TPUStrategy) -> None:

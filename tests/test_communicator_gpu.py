@@ -88,3 +88,16 @@ def test_ranks_are_lost(ranks: int, part: str) -> None:
             process.communicate(timeout=LIMIT_S)
         else:
             passes(process)
+
+
+@pytest.mark.skipif(IS_VIRTUAL, reason="virtual GPUs do not mind a fork")
+def test_calls_on_the_host_leave_gpus_to_children() -> None:
+    script = """
+import os, fastdist as fd, numpy as np, torch
+fd.init().all_reduce(np.ones(3))
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.ones(2, device="cuda").sum().item() == 2 else 1)
+print("passed" if os.waitpid(child, 0)[1] == 0 else "the child had no GPU")
+"""
+    passes(start(["-c", script], 1))

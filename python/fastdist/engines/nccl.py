@@ -29,7 +29,7 @@ _ID_BYTES = 128
 def is_possible() -> bool:
     """Whether this package was built with CUDA, and the machine has a driver.
 
-    The driver is not initialised: a process that did could not use GPUs after a fork.
+    It is asked for its version alone: a process that initialises it has children without GPUs.
     """
     return _core.cuda_is_built() and _core.cuda_driver_version() != 0
 

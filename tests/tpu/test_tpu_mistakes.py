@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import fastdist as fd
@@ -139,3 +141,25 @@ def test_auto_refuses_nothing_that_one_device_takes() -> None:
         total = strategy.run(lambda x: (x.sum(), torch.tensor(float(len(x)))), (one,))
         seen.append([float(strategy.reduce("sum", value)) for value in total])
     assert seen == [[sum(range(4 * N)), 4 * N], [4 * N, 1]]
+
+
+def test_a_backward_on_the_cpu_came_first() -> None:
+    """Before torch knew of XLA's devices."""
+    script = """
+import torch
+(torch.ones(2, requires_grad=True) * 2).sum().backward()
+import fastdist as fd
+strategy = fd.TPUStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+def step(x):
+    model(x).sum().backward()
+(batch,) = strategy.distribute_dataset(torch.ones(8, 2), global_batch_size=8)
+strategy.run(step, (batch,))
+print(model.bias.grad.cpu().tolist())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str([8.0 / N])  # the mean of the replicas' sums

@@ -75,7 +75,9 @@ class XlaRuns:
 
     def run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
         """Trace `fn` with what it is given, a pair of args and kwargs, and start the program."""
-        with _turn:
+        # Torch makes threads for backward at the first backward of a process, one for each device
+        # that it knows by then: there is none for XLA's where that was on the CPU.
+        with _turn, torch.autograd.set_multithreading_enabled(False):
             return self._run(fn, given, examples)
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:

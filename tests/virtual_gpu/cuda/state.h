@@ -113,7 +113,8 @@ cudaError_t remember(cudaError_t error);
 
 // --- With the lock in hand -------------------------------------------------------------------
 
-// The stream, by its handle: null and 1 are the default one of `device`. Null pointer: no such stream.
+// The stream, by its handle: null and 1 are the default one of `device`. Null pointer: no such
+// stream.
 [[nodiscard]] std::shared_ptr<CUstream_st> find_stream(State& s, cudaStream_t stream, int device);
 // Enqueues or captures; `waits` is for what is not captured.
 [[nodiscard]] cudaError_t add(State& s, const std::shared_ptr<CUstream_st>& stream,

@@ -8,7 +8,8 @@ from typing import Any
 import fastdist as fd
 import numpy as np
 import pytest
-from fastdist.errors import UnavailableError
+import torch
+from fastdist.errors import FastdistError, UnavailableError
 from ps_cluster import PsCluster, wait_for
 from served_net import Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -99,3 +100,55 @@ def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
         wait_for(lambda: len(coordinator.workers) == 2)
     coordinator.join()
     assert np.mean(coordinator.fetch(values)[-8:]) < 1.0
+
+
+def test_synchronous_steps_that_fail(cluster: PsCluster) -> None:
+    """One worker's gradient is refused, or the servers refuse the step: nobody waits for it."""
+    strategy = cluster.strategy(synchronous=True, refuse_nonfinite=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(4)])
+        optimizer = sgd(model.parameters())
+
+    def set_gradients(is_bad: bool) -> None:
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, 100.0 if is_bad else 1.0)
+        if is_bad:
+            model[1].grad[0] = torch.nan
+
+    def train(is_bad: bool, is_stubborn: bool = False) -> str:
+        set_gradients(is_bad)
+        try:
+            optimizer.step()
+        except (FastdistError, ValueError) as error:
+            if not is_stubborn:
+                raise
+            set_gradients(False)
+            optimizer.step()
+            return str(error)
+        return ""
+
+    values = [coordinator.schedule(train, (is_bad,)) for is_bad in (True, False)]
+    with pytest.raises((ValueError, FastdistError), match="NaN or infinite"):
+        coordinator.join()
+    for value in values:
+        with pytest.raises((ValueError, FastdistError), match="NaN or infinite"):
+            value.fetch(20)
+    assert all((parameter == 0).all() for parameter in model)
+    values = [coordinator.schedule(train, (is_bad, True)) for is_bad in (True, False)]
+    refused, other = coordinator.fetch(values, 20)
+    coordinator.join()
+    assert "NaN or infinite" in refused
+    assert "the step of all workers was not taken" in other
+    assert "NaN or infinite" in other
+    lr = optimizer.param_groups[0]["lr"]
+    torch.testing.assert_close(torch.stack(list(model)), torch.full((4, 2), -lr))
+    optimizer.param_groups[0]["lr"] = -1.0
+    values = [coordinator.schedule(train, (False,)) for _ in range(2)]
+    with pytest.raises((ValueError, FastdistError), match="lr must be a finite number"):
+        coordinator.join()
+    for value in values:
+        with pytest.raises((ValueError, FastdistError), match="lr must be a finite number"):
+            value.fetch(20)
+    for server in range(3):
+        assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}

@@ -159,7 +159,7 @@ class Dispatcher:
         elif self._group is not None and kind is Kind.STEP:
             self._group.arrive(number, WEIGHT.unpack(frames[1])[0])
         elif self._group is not None and kind is Kind.LED:
-            self._group.led()
+            self._group.led(number, frames[1])
 
     def _take_result(self, link: WorkerLink, number: int, frames: list[bytes]) -> None:
         call = link.calls.pop(number, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fastdist.coordinator.messages import WEIGHT, Kind
 from fastdist.coordinator.worker_link import WorkerLink
 
@@ -11,7 +13,8 @@ class Group:
 
     The first that has commits the step for all; the others wait until it has. When a worker is
     lost, what it had staged cannot be told from the rest: the step is given up, and the calls that
-    were in it run again.
+    were in it run again. When one could not stage its gradients, or the first could not commit, all
+    get its error.
     """
 
     def __init__(self) -> None:
@@ -38,13 +41,17 @@ class Group:
         self._weights[number] = weight
         self._go_on()
 
-    def led(self) -> None:
-        """The leader has committed the step."""
+    def led(self, number: int, error: bytes) -> None:
+        """The leader has committed the step, or says why it could not."""
+        if number != self._leader:  # it was lost before this came
+            return
         self._leader = None
         weights, self._weights = self._weights, {}
-        for number in weights:
-            if number in self._links:
-                self._links[number].send(Kind.GO, number)
+        if error:
+            del weights[number]  # it has raised that
+        for other in weights:
+            if other in self._links:
+                self._links[other].send(Kind.GO, other, error)
 
     def leave(self, number: int) -> None:
         """A call has ended."""
@@ -69,6 +76,7 @@ class Group:
             self._is_aborted = False
             return
         if self._leader is None and len(self._weights) == len(self._links):
-            self._leader = next(iter(self._weights))
+            failed = [number for number, weight in self._weights.items() if math.isnan(weight)]
+            self._leader = (failed or list(self._weights))[0]
             total = WEIGHT.pack(sum(self._weights.values()))
             self._links[self._leader].send(Kind.LEAD, self._leader, total)

@@ -30,14 +30,14 @@ class Kind(enum.IntEnum):
     FORGET = 3  # of the definition
     CALL = 4  # of the call; number of the function's definition, arguments, news
     LEAD = 5  # of the call; sum of weights: commit the step for all
-    GO = 6  # of the call: the step is done
+    GO = 6  # of the call: the step is done; or why it is not
     ABORT = 7  # of the call: the step is not done, another worker was lost
     END = 8
     # To the coordinator.
     READY = 9
     RESULT = 10  # of the call; outcome, what it returned or raised, news
-    STEP = 11  # of the call; weight: its gradients of a step are staged
-    LED = 12  # of the call: the step is committed for all
+    STEP = 11  # of the call; weight: its gradients of a step are staged; NaN: they could not be
+    LED = 12  # of the call: the step is committed for all; or why it is not
     TAKEN = 13  # a later coordinator has this worker
 
 

@@ -51,8 +51,9 @@ class Turn:
         group: of calls that take their steps together; equal to `number` where it is alone.
         size: calls in the group.
         has_state: whether it refers to values that workers share.
-        commit: ends a step of the group: the weight of the own gradients, and a function that
-            commits everybody's, given the sum of weights; called on one of the workers.
+        commit: ends a step of the group: the weight of the own gradients, NaN where they could not
+            be staged, and a function that commits everybody's, given the sum of weights; called on
+            one of the workers, of those with NaN if there are any. What it raises, all get.
         is_last: whether no further call waits here already.
     """
 
@@ -228,14 +229,30 @@ class Worker:
                 if about != number or kind not in (Kind.LEAD, Kind.GO, Kind.ABORT):
                     set_aside.append(message)
                 elif kind is Kind.GO:
+                    _require_led(message[2])
                     return
                 elif kind is Kind.ABORT:
                     raise StepAborted
                 else:
-                    lead(WEIGHT.unpack(message[2])[0])
-                    self._send(Kind.LED, number)
+                    self._lead(number, WEIGHT.unpack(message[2])[0], lead)
         finally:
             self._inbox.extendleft(reversed(set_aside))
+
+    def _lead(self, number: int, total: float, lead: Callable[[float], None]) -> None:
+        try:
+            lead(total)
+        except Exception as error:  # the others wait
+            self._send(Kind.LED, number, f"{type(error).__name__}: {error}".encode())
+            raise
+        self._send(Kind.LED, number, b"")
+
+
+def _require_led(error: bytes) -> None:
+    if error:
+        raise FastdistError(
+            "the step of all workers was not taken, since the one that was to commit it got "
+            + error.decode(errors="replace")
+        )
 
 
 def _dumps(value: Any) -> bytes:

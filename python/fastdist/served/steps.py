@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from fastdist.context import ReplicaContext, state
-from fastdist.coordinator.worker import Turn
+from fastdist.coordinator.worker import StepAborted, Turn
 from fastdist.errors import FastdistError
 from fastdist.ps.pending import Pending
 from fastdist.served.model import ServedModel
@@ -175,13 +177,15 @@ class ServedSteps:
             )
         rates = self._model.served_by(optimizer)
         given = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
-        if turn.size > 1:
-            self._step_together(turn, self._round(turn, number), rates, weight)
-        elif self._is_early[number] and self._take_staged(number, given):
-            self._model.commit(self._round(turn, number), given, 1.0)
-        else:
-            self._model.begin_push(given, 0).result()
-        self._steps[number] += 1
+        try:
+            if turn.size > 1:
+                self._step_together(turn, self._round(turn, number), rates, weight)
+            elif self._is_early[number] and self._take_staged(number, given):
+                self._model.commit(self._round(turn, number), given, 1.0)
+            else:
+                self._model.begin_push(given, 0).result()
+        finally:
+            self._steps[number] += 1  # some servers may have ended the round
         self._model.forget_rows(parameter for parameter, _ in rates)
         self._model.add_buffers()
         self.is_fresh = not turn.is_last()
@@ -195,16 +199,27 @@ class ServedSteps:
         rates: Sequence[tuple[nn.Parameter, float]],
         weight: float,
     ) -> None:
-        """The mean of all workers' gradients, weighted."""
-        if weight > 0:
-            given = [(parameter, None) for parameter, _ in rates if parameter.grad is not None]
-            self._model.begin_push(given, round, weight).result()
+        """The mean of all workers' gradients, weighted; or none, when some could not be sent."""
+        failed: Exception | None = None
+        try:
+            if weight > 0:
+                given = [(parameter, None) for parameter, _ in rates if parameter.grad is not None]
+                self._model.begin_push(given, round, weight).result()
+        except Exception as error:  # the others wait, and are to know
+            failed = error
 
         def lead(total: float) -> None:
+            if failed is not None:
+                raise failed
             if total > 0:
                 self._model.commit(round, rates, total)
 
-        turn.commit(weight, lead)
+        try:
+            turn.commit(weight if failed is None else math.nan, lead)
+        except (Exception, StepAborted):
+            with contextlib.suppress(FastdistError):  # servers that are gone have dropped it
+                self._model.discard(round)
+            raise
 
     def _take_staged(self, number: int, given: Sequence[tuple[nn.Parameter, float]]) -> bool:
         """Whether what was sent in backward is what the step is to apply; else it is dropped."""

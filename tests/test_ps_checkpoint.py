@@ -238,5 +238,50 @@ def test_what_is_not_in_it(stack: ExitStack, tmp_path: Path) -> None:
     pieces = RoundRobin(1).place((12, 3), 4)
     client = stack.enter_context(Client([stack.enter_context(Server()).address]))
     larger = ShardedVariable(client, DenseSpec("w0", (12, 3), ADAM), pieces, np.zeros((12, 3)))
-    with pytest.raises(ValueError, match="need 12 rows, the checkpoint has 10"):
+    with pytest.raises(ValueError, match=r"'w0' as .*\(10, 3\).*expected .*\(12, 3\)"):
         restore_checkpoint(client, tmp_path, [larger])
+
+
+MOMENTUM = RuleSpec("SGD", {"lr": 0.1, "momentum": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (DenseSpec("w", (4,), ADAM), DenseSpec("w", (4, 3), ADAM)),
+        (DenseSpec("w", (8,), ADAM), DenseSpec("w", (4,), ADAM)),
+        (DenseSpec("w", (2, 6), ADAM), DenseSpec("w", (2, 3, 2), ADAM)),
+        (DenseSpec("w", (3, 2), MOMENTUM), DenseSpec("w", (3, 2), ADAM)),
+        (DenseSpec("w", (3,), RuleSpec("Adagrad", {"lr": 0.1})), DenseSpec("w", (3,), MOMENTUM)),
+        (RowsSpec("w", 4, ADAM, rows=9), RowsSpec("w", 4, ADAM, rows=8)),
+        (RowsSpec("w", 4, ADAM, rows=9), RowsSpec("w", 4, ADAM)),
+        (RowsSpec("w", 4, ADAM), RowsSpec("w", 2, ADAM)),
+        (RowsSpec("w", 4, ADAM), DenseSpec("w", (4, 4), ADAM)),
+    ],
+)
+def test_of_another_shape_or_rule(
+    stack: ExitStack, tmp_path: Path, saved: DenseSpec | RowsSpec, wanted: DenseSpec | RowsSpec
+) -> None:
+    """It is refused before anything is changed."""
+
+    def things(spec: DenseSpec | RowsSpec, value: float) -> tuple[Client, list[Any]]:
+        client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+        placement = RoundRobin(1)
+        first = DenseSpec("first", (2,), ADAM)
+        made: list[Any] = [
+            ShardedVariable(client, first, placement.place((2,), 4), np.full(2, value))
+        ]
+        if isinstance(spec, DenseSpec):
+            pieces = placement.place(spec.shape, 4)
+            made.append(ShardedVariable(client, spec, pieces, np.full(spec.shape, value)))
+        else:
+            made.append(ShardedRows(client, spec, placement.place((spec.rows or 1, spec.dim), 4)))
+            made[-1].push([1], np.ones((1, spec.dim)))
+        return client, made
+
+    client, before = things(saved, 1.0)
+    save_checkpoint(client, tmp_path, before)
+    client, after = things(wanted, 2.0)
+    with pytest.raises(ValueError, match=r"has 'w' as .*Spec\(.*, expected .*Spec\("):
+        restore_checkpoint(client, tmp_path, after)
+    assert (after[0].pull() == 2).all()

@@ -13,6 +13,7 @@ from typing import Any
 from fastdist.ps.client import Client
 from fastdist.ps.protocol import Op
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.specs import DenseSpec, Spec, from_json, to_json
 from fastdist.ps.ticket import Ticket
 
 _INDEX = "index.json"
@@ -46,7 +47,9 @@ def save_checkpoint(
                 tickets.append((thing.spec.name, ticket))
         for name, ticket in tickets:
             files.setdefault(name, []).extend(json.loads(bytes(client.wait(ticket))))
-        _replace(directory / _INDEX, json.dumps({"format": _FORMAT, "files": files}, indent=1))
+        specs = {thing.spec.name: json.loads(to_json(thing.spec)) for thing in things}
+        index = {"format": _FORMAT, "files": files, "specs": specs}
+        _replace(directory / _INDEX, json.dumps(index, indent=1))
     except BaseException:
         _remove(directory, f"{stamp}-*")
         raise
@@ -65,14 +68,18 @@ def restore_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it lacks a variable, or has it in another shape.
+        ValueError: it lacks a variable, or has it in another shape or for another rule; nothing
+            has been changed then.
     """
-    files = checkpoint_files(directory)
+    files, specs = checkpoint_files(directory), _index(directory).get("specs", {})
+    for thing in things:
+        name = thing.spec.name
+        if name not in files:
+            raise ValueError(f"{directory} has no {name!r}; it has {', '.join(sorted(files))}")
+        if name in specs:
+            _require_same(from_json(json.dumps(specs[name]).encode()), thing.spec, directory)
     tickets = []
     for thing in things:
-        if thing.spec.name not in files:
-            known = ", ".join(sorted(files))
-            raise ValueError(f"{directory} has no {thing.spec.name!r}; it has {known}")
         paths = list(map(str, files[thing.spec.name]))
         for server, number, part in thing.parts():
             about = {"part": asdict(part), "files": paths}
@@ -89,10 +96,34 @@ def checkpoint_files(directory: str | Path) -> dict[str, list[Path]]:
         ValueError: it is of another version.
     """
     directory = Path(directory).absolute()
-    index = json.loads((directory / _INDEX).read_text())
+    files = _index(directory)["files"]
+    return {name: [directory / file for file in own] for name, own in files.items()}
+
+
+def _index(directory: str | Path) -> dict[str, Any]:
+    index: dict[str, Any] = json.loads((Path(directory) / _INDEX).read_text())
     if index["format"] != _FORMAT:
         raise ValueError(f"{directory} has format {index['format']}, expected {_FORMAT}")
-    return {name: [directory / file for file in files] for name, files in index["files"].items()}
+    return index
+
+
+def _require_same(saved: Spec, wanted: Spec, directory: str | Path) -> None:
+    """Raise unless what was saved of one can be read into the other."""
+    if _layout(saved) != _layout(wanted) or _rows(saved) > _rows(wanted):
+        raise ValueError(f"{directory} has {wanted.name!r} as {saved}, expected {wanted}")
+
+
+def _layout(spec: Spec) -> tuple[object, ...]:
+    """Of which an element's place depends: shapes, and the update rule's slots."""
+    slots = spec.rule.make().slots
+    if isinstance(spec, DenseSpec):
+        return (spec.shape, slots)
+    return (spec.dim, spec.rows is None, slots)
+
+
+def _rows(spec: Spec) -> int:
+    """Of a table with a limit, which may have more of them than were saved."""
+    return 0 if isinstance(spec, DenseSpec) else spec.rows or 0
 
 
 def _submit(

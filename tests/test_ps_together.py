@@ -149,3 +149,31 @@ def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) ->
     client.wait(ticket)
     assert (variable.pull()[:2] == 0).all()
     assert servers[server].stats()["repeated"] == 3
+
+
+def test_messages_are_of_few_and_small_variables(client: Client) -> None:
+    """Eight bytes that name a large variable would ask for memory of gigabytes."""
+    sizes = {"large": SMALL_SIZE + 1, "small": SMALL_SIZE, "empty": 0}
+    numbers = {}
+    for name, size in sizes.items():
+        numbers[name] = client.create(0, DenseSpec(name, (size,), SGD), np.zeros(size, np.float32))
+
+    def ask(op: Op, name: str, count: int) -> None:
+        number = numbers[name]
+        frames = [np.full(count, number, np.uint64)]
+        if op is Op.PUSH_MANY:
+            about = np.zeros(count, PUSHED)
+            about["object"], about["lr"] = number, 1.0
+            frames = [about.view(np.uint8), np.ones(sizes[name] * count, np.float32)]
+        client.wait(client.submit(0, op, number, frames))
+
+    for op in (Op.PULL_MANY, Op.PUSH_MANY):
+        with pytest.raises(ValueError, match=f"'large' of {SMALL_SIZE + 1} elements.*{SMALL_SIZE}"):
+            ask(op, "large", 1)
+        with pytest.raises(ValueError, match=f"over {PART_SIZE} elements"):
+            ask(op, "small", PART_SIZE // SMALL_SIZE + 1)
+        with pytest.raises(ValueError, match=f"{PART_SIZE + 1} variables in a message"):
+            ask(op, "empty", PART_SIZE + 1)
+        assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == 0).all()
+    ask(Op.PUSH_MANY, "small", PART_SIZE // SMALL_SIZE)
+    assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == -32).all()

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdist import _core
+from fastdist.ps.frames import Array
+from fastdist.ps.many import SMALL_SIZE
+from fastdist.ps.parts import PART_SIZE
 from fastdist.ps.protocol import RestartedError
 from fastdist.ps.specs import DenseSpec, RowsSpec, Spec, to_json
 
@@ -93,6 +96,28 @@ class Objects:
         if not isinstance(spec, DenseSpec):
             raise ValueError(f"{spec.name!r} is a RowsSpec, expected a DenseSpec")
         return spec, kept
+
+    def small(self, numbers: Array) -> list[tuple[DenseSpec, _core.DenseVariable]]:
+        """Dense variables that one message is about.
+
+        Raises:
+            ValueError: one is none, or larger than `SMALL_SIZE`, or all are than `PART_SIZE`.
+        """
+        if numbers.size > PART_SIZE:
+            raise ValueError(f"{numbers.size} variables in a message, allowed are {PART_SIZE}")
+        found, size = [], 0
+        for number in numbers.tolist():
+            spec, variable = self.dense(number)
+            if spec.size > SMALL_SIZE:
+                raise ValueError(
+                    f"{spec.name!r} of {spec.size} elements in a message of several variables, "
+                    f"which takes those of up to {SMALL_SIZE}"
+                )
+            size += spec.size
+            if size > PART_SIZE:
+                raise ValueError(f"variables of over {PART_SIZE} elements in one message")
+            found.append((spec, variable))
+        return found
 
     def rows(self, number: int) -> tuple[RowsSpec, _core.RowTable]:
         """A table of rows.

@@ -38,6 +38,8 @@ from fastdist.ps.specs import RowsSpec, Spec, from_json, to_json
 from fastdist.ps.staging import APPLIED, DISCARDED, Rounds
 from fastdist.ps.staleness import Staleness
 
+_MAX_LR = float(np.finfo(np.float32).max)
+
 
 class Service:
     """Keeps variables and tables, and answers requests. Safe for several threads.
@@ -174,7 +176,7 @@ class Service:
         return _reply(header, step=step), reply
 
     def _pull_many(self, frame: memoryview, buffers: SendBuffers) -> Array:
-        found = [self._objects.dense(int(number)) for number in ids_in(frame)]
+        found = self._objects.small(ids_in(frame))
         steps = np.array([variable.step for _, variable in found], np.uint64).view(np.uint8)
         values = []
         for spec, variable in found:
@@ -260,8 +262,8 @@ class Service:
         if about.nbytes % PUSHED.itemsize:
             raise ValueError(f"{about.nbytes} bytes, not a multiple of {PUSHED.itemsize}")
         pushed = np.frombuffer(about, PUSHED)
+        found = self._objects.small(pushed["object"])
         numbers = pushed["object"].tolist()
-        found = [self._objects.dense(number) for number in numbers]
         lrs = [_checked(_lr(lr)) for lr in pushed["lr"].tolist()]
         kinds = [((spec.size,), spec.wire_format()) for spec, _ in found]
         gradients = list(values_in(frame, kinds))
@@ -359,7 +361,7 @@ def _lr(sent: float) -> float | None:
 
 
 def _checked(lr: float | None) -> float | None:
-    if lr is not None and not 0 <= lr < math.inf:
+    if lr is not None and not 0 <= lr <= _MAX_LR:
         raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
     return lr
 

@@ -218,7 +218,7 @@ def shrinking(r: Rank) -> None:
         with pytest.raises(errors.CollectiveTimeoutError):
             work.synchronize(60)
     r.host.barrier()
-    if r.rank != last and "ncclCommRevoke" in r.library.has:
+    if r.rank != last and "ncclCommRevoke" in r.nccl.has:
         left = gpu.shrink([last], True, None, 60.0)
         a.fill(x, 1)
         r.call("all_reduce", x, "sum", None, None, 0, gpu=left)

@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self, host: Any, arrays: GpuArrays, unique_id: bytes) -> None:
         self.host, self.arrays = host, arrays
-        self.library = nccl_library.load()
+        self.nccl = nccl_library.load()
         self.rank, self.size = host.rank, host.world_size
         self.device = self.rank % arrays.device_count()
         arrays.set_device(self.device)

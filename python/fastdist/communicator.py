@@ -76,7 +76,6 @@ class Communicator:
         self._timeout_s = timeout_s
         self._gpus = NcclEngine(engine) if engine.hosts is not None and is_possible() else None
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
-        self._calls = calls
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]
         self._broadcast = calls["broadcast"]
@@ -550,7 +549,7 @@ class Communicator:
     ) -> Any:
         """A call with what only the engine for GPUs knows."""
         if stream is None and self._gpus is None:
-            return self._calls[op](*given, timeout_s, async_op)
+            return getattr(self, f"_{op}")(*given, timeout_s, async_op)
         return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:

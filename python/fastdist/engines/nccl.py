@@ -48,7 +48,6 @@ class NcclEngine:
         self._on_hosts = hosts.calls()
         self._gpu: _core.NcclCommunicator | None = None
         self._on_gpus: dict[str, Any] = {}
-        self.sharing: tuple[int, ...] = ()
 
     def calls(self) -> Calls:
         """As the hosts' engine has them, for arrays anywhere."""
@@ -140,9 +139,9 @@ class NcclEngine:
                 "all ranks must have the same version of NCCL, got "
                 + ", ".join(f"{version} on rank {r}" for r, version in enumerate(versions))
             )
-        self.sharing = _ranks_that_share(records)
-        _require_apart(records, self.sharing)
-        if self.sharing or _has_more_ranks_than_gpus():
+        sharing = _ranks_that_share(records)
+        _require_apart(records, sharing)
+        if sharing or _has_more_ranks_than_gpus():
             _allow_sharing()
         unique_id = self._share_id(timeout_s)
         gpu = _core.NcclCommunicator.connect(

@@ -68,6 +68,12 @@ def test_threads_with_a_gpu_each(ranks: int, part: str) -> None:
     passes(start(["gpu_communicator.py", part, str(ranks)], gpus_for(ranks)))
 
 
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+def test_calls_that_do_not_block(part: str) -> None:
+    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
+    passes(start(command, 1, FASTDIST_NCCL_BLOCKING="0"))
+
+
 def test_threads_with_the_same_gpu_are_refused() -> None:
     passes(start(["gpu_communicator.py", "one_gpu_twice", "2"], 1))
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | FASTDIST_TIMEOUT_S | seconds a collective waits for a rank before it raises | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds `fd.init()` waits for all ranks | 120 |
+| FASTDIST_NCCL_BLOCKING | 0: calls of NCCL can be given up at any point, and take longer | 1 |
 | FASTDIST_PS_KEYS | keys of the parameter servers: their JSON, or a file of it | none |
 """
 
@@ -23,6 +24,7 @@ class Settings:
 
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
+    nccl_blocking: bool = True
     ps_keys: str | None = field(default=None, repr=False)
 
 
@@ -30,7 +32,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings.
 
     Raises:
-        ValueError: a variable holds something that is not a positive number.
+        ValueError: a variable holds something that is not a positive number, or not 0 or 1.
     """
     defaults = Settings()
     return Settings(
@@ -38,8 +40,16 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         rendezvous_timeout_s=_seconds(
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
+        nccl_blocking=_flag(environ, "FASTDIST_NCCL_BLOCKING", defaults.nccl_blocking),
         ps_keys=environ.get(KEYS_VARIABLE) or None,
     )
+
+
+def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environ.get(name, str(int(default)))
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

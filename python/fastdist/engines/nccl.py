@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastdist import _core
+from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
 from fastdist.engines import nccl_library
 from fastdist.engines.engine import Calls, Engine
@@ -144,8 +145,9 @@ class NcclEngine:
         if sharing or _has_more_ranks_than_gpus():
             _allow_sharing()
         unique_id = self._share_id(timeout_s)
+        blocking = settings().nccl_blocking
         gpu = _core.NcclCommunicator.connect(
-            unique_id, rank, size, device, True, self._hosts.hosts, timeout_s
+            unique_id, rank, size, device, blocking, self._hosts.hosts, timeout_s
         )
         self._on_gpus = dict(gpu.calls())
         self._gpu = gpu

@@ -1,7 +1,10 @@
 """Training on parameter servers in spite of lost workers and servers."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps.rounds import commit_round
+from fastdist.served import model as served_model
 from ps_cluster import PsCluster, wait_for
 from served_net import Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -100,6 +105,88 @@ def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
         wait_for(lambda: len(coordinator.workers) == 2)
     coordinator.join()
     assert np.mean(coordinator.fetch(values)[-8:]) < 1.0
+
+
+@pytest.mark.parametrize("lost", ["who commits", "another"])
+def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, lost: str) -> None:
+    """All had staged their gradients: all servers apply the step, once."""
+    strategy = cluster.strategy(synchronous=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begun, is_over = tmp_path / "begun", tmp_path / "over"
+
+    def cut_off(client: Any, round: int, things: Any, **options: Any) -> Any:
+        """One server has it; then the worker or the other one is lost."""
+        if begun.exists():
+            return commit_round(client, round, things, **options)
+        begun.write_text(str(fd.get_worker_index()))
+        commit_round(client, round, things[:1], **options).result()
+        if lost == "who commits":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not is_over.exists():
+            time.sleep(0.01)
+        return commit_round(client, round, things, **options)
+
+    def train(gradient: float) -> float:
+        served_model.commit_round = cut_off
+        for parameter in model:
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        served_model.commit_round = commit_round
+        return gradient
+
+    values = [coordinator.schedule(train, (gradient,)) for gradient in (1.0, 3.0)]
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(coordinator.join)  # has the group begin
+        wait_for(begun.exists)
+        leader = int(begun.read_text())
+        victim = leader if lost == "who commits" else 1 - leader
+        cluster.kill("worker", victim)
+        wait_for(lambda: victim not in coordinator.workers)
+        is_over.touch()
+        ended.result(60)
+    assert coordinator.fetch(values) == [1.0, 3.0]
+    # The function of the one that was lost ran again, alone.
+    again = [1.0, 3.0][victim]
+    assert [parameter.tolist() for parameter in model] == [[-2.0 - again] * 2] * 3
+    cluster.start("worker", victim)
+    wait_for(lambda: len(coordinator.workers) == 2)
+    for server in range(3):
+        assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_refused_gradient_changes_no_server(cluster: PsCluster, is_early: bool) -> None:
+    strategy = cluster.strategy(refuse_nonfinite=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(6)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train(factors: list[float]) -> str:
+        optimizer.zero_grad()
+        sum(f * p.sum() for f, p in zip(factors, model, strict=True)).backward()
+        if not is_early:
+            model[0].grad.mul_(2.0)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for bad in (True, False, True):
+        factors = [1.0] * 5 + [float("nan") if bad else 1.0]
+        refused = coordinator.fetch(coordinator.schedule(train, (factors,)), 20)
+        assert ("nothing has been changed" in refused) is bad
+    coordinator.join()
+    torch.testing.assert_close(model[5], torch.full((2,), -1.0))
+    torch.testing.assert_close(model[0], torch.full((2,), -1.0 if is_early else -2.0))
+    stats = [strategy.client.stats(server) for server in range(3)]
+    assert [one["rounds"] for one in stats] == [{"open": 0, "nbytes": 0}] * 3
+    counts = [thing["nonfinite"] for one in stats for thing in one["objects"]]
+    assert sorted(counts) == [0] * 5 + [4]
 
 
 def test_synchronous_steps_that_fail(cluster: PsCluster) -> None:

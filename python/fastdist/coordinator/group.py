@@ -12,15 +12,17 @@ class Group:
     """One call on each worker. A step ends when all that still run have staged their gradients.
 
     The first that has commits the step for all; the others wait until it has. When a worker is
-    lost, what it had staged cannot be told from the rest: the step is given up, and the calls that
-    were in it run again. When one could not stage its gradients, or the first could not commit, all
-    get its error.
+    lost before all have staged theirs, what it had staged cannot be told from the rest: the step is
+    given up, and the calls that were in it run again. Later, the step is taken nevertheless, by the
+    next where the first is lost: it may have begun to. When one could not stage its gradients, or
+    the first could not commit, all get its error.
     """
 
     def __init__(self) -> None:
         self._links: dict[int, WorkerLink] = {}
         self._weights: dict[int, float] = {}
         self._leader: int | None = None
+        self._total = 0.0  # of the weights, when there is a leader
         self._is_aborted = False
 
     def __bool__(self) -> bool:
@@ -63,6 +65,14 @@ class Group:
         """The worker that had a call is gone."""
         if self._links.pop(number, None) is None:
             return
+        if self._leader is None or (number == self._leader and math.isnan(self._total)):
+            self._abort()
+            return
+        del self._weights[number]
+        if number == self._leader:
+            self._lead()
+
+    def _abort(self) -> None:
         self._is_aborted = True
         self._leader = None
         weights, self._weights = self._weights, {}
@@ -76,7 +86,13 @@ class Group:
             self._is_aborted = False
             return
         if self._leader is None and len(self._weights) == len(self._links):
-            failed = [number for number, weight in self._weights.items() if math.isnan(weight)]
-            self._leader = (failed or list(self._weights))[0]
-            total = WEIGHT.pack(sum(self._weights.values()))
+            self._total = sum(self._weights.values())
+            self._lead()
+
+    def _lead(self) -> None:
+        """Have a call commit the step; one whose gradients are missing, where there is any."""
+        failed = [number for number, weight in self._weights.items() if math.isnan(weight)]
+        self._leader = next(iter(failed or self._weights), None)
+        if self._leader is not None:
+            total = WEIGHT.pack(self._total)
             self._links[self._leader].send(Kind.LEAD, self._leader, total)

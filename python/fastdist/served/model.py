@@ -171,6 +171,11 @@ class ServedModel:
         """Whether the value of a parameter is on servers."""
         return id(parameter) in self._parameters or id(parameter) in self._tables
 
+    @property
+    def refuses_nonfinite(self) -> bool:
+        """Whether servers refuse gradients that are not finite."""
+        return any(thing.spec.refuse_nonfinite for thing in self.sharded)
+
     def is_small(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient had better be sent with others."""
         return id(parameter) in self._parameters and parameter.numel() <= SMALL_SIZE

@@ -29,7 +29,7 @@ class _Staged:
     """A gradient that was there in backward; its request, when it has been sent."""
 
     stamp: GradientStamp
-    values: tuple[float, float]
+    values: tuple[str, str]
     round: int
     pending: Pending[None] | None = None
 
@@ -182,8 +182,16 @@ class ServedSteps:
                 self._step_together(turn, self._round(turn, number), rates, weight)
             elif self._is_early[number] and self._take_staged(number, given):
                 self._model.commit(self._round(turn, number), given, 1.0)
+            elif self._model.refuses_nonfinite:  # all servers apply it, or none
+                round = self._round(turn, number)
+                self._model.begin_push(given, round).result()
+                self._model.commit(round, given, 1.0)
             else:
                 self._model.begin_push(given, 0).result()
+        except (Exception, StepAborted):
+            with contextlib.suppress(FastdistError):  # servers that are gone have dropped it
+                self._model.discard(self._round(turn, number))
+            raise
         finally:
             self._steps[number] += 1  # some servers may have ended the round
         self._model.forget_rows(parameter for parameter, _ in rates)
@@ -214,12 +222,7 @@ class ServedSteps:
             if total > 0:
                 self._model.commit(round, rates, total)
 
-        try:
-            turn.commit(weight if failed is None else math.nan, lead)
-        except (Exception, StepAborted):
-            with contextlib.suppress(FastdistError):  # servers that are gone have dropped it
-                self._model.discard(round)
-            raise
+        turn.commit(weight if failed is None else math.nan, lead)
 
     def _take_staged(self, number: int, given: Sequence[tuple[nn.Parameter, float]]) -> bool:
         """Whether what was sent in backward is what the step is to apply; else it is dropped."""
@@ -237,11 +240,12 @@ class ServedSteps:
         self._is_early[number] = False
         for round in {one.round for one in sent}:
             self._model.discard(round)
+        self._steps[number] += 1  # that round has ended
         return False
 
 
-def _summary(parameter: torch.Tensor) -> tuple[float, float]:
-    """Differs between gradients with other values.
+def _summary(parameter: torch.Tensor) -> tuple[str, str]:
+    """Differs between gradients with other values; NaN is equal to NaN.
 
     GradScaler.unscale_, and what is written through `.data`, leave no other trace.
     """
@@ -249,4 +253,4 @@ def _summary(parameter: torch.Tensor) -> tuple[float, float]:
     assert gradient is not None
     values = gradient._values() if gradient.is_sparse else gradient
     flat = values.detach().reshape(-1)
-    return float(flat.sum()), float(flat.dot(flat))
+    return float(flat.sum()).hex(), float(flat.dot(flat)).hex()

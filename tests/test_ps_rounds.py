@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
+import zmq
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op
+from fastdist.ps.pending import Pending
+from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op, Status
 from fastdist.ps.rounds import commit_round, discard_rounds
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.staging import DISCARDED, Rounds
@@ -182,14 +185,14 @@ def test_commits_that_make_no_sense(stack: ExitStack, servers: list[Server]) -> 
 
 
 def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
-    server = stack.enter_context(Server(max_staged_bytes=2 << 20))
+    server = stack.enter_context(Server(max_staged_bytes=2_100_000))
     client = stack.enter_context(Client([server.address]))
     pieces = RoundRobin(1).place((1 << 18,), 4)
     thing = ShardedVariable(client, DenseSpec("w", (1 << 18,), SGD), pieces, np.zeros(1 << 18))
     gradient = np.ones(1 << 18, np.float32)
     thing.begin_push(gradient, round=1).result()
     thing.begin_push(gradient, round=2).result()
-    with pytest.raises(MemoryError, match="over the server's limit of 2097152"):
+    with pytest.raises(MemoryError, match="over the server's limit of 2100000"):
         thing.begin_push(gradient, round=3).result()
     discard_rounds(client, [0], [1])
     thing.begin_push(gradient, round=3).result()
@@ -207,6 +210,69 @@ def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list
     assert (worker.dense.pull() == 0).all()
     worker.push(1.0, [1], round=1)
     assert worker.commit(1) is True  # nothing had been
+
+
+@pytest.fixture
+def by_hand() -> Iterator[zmq.Socket[bytes]]:
+    """A server whose replies the test sends."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.RCVTIMEO, 5000)
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind("tcp://127.0.0.1:*")
+        yield router
+
+
+def reply(router: zmq.Socket[bytes], request: list[bytes], body: bytes) -> None:
+    identity, header = request[:2]
+    asked = Header.unpack(header)
+    answer = Header(Status.OK, asked.number, asked.client, asked.object)
+    router.send_multipart([identity, answer.pack(), body])
+
+
+def test_a_value_that_comes_when_the_pull_has_failed(by_hand: zmq.Socket[bytes]) -> None:
+    """It is not written to where somebody has other values by now."""
+    with Server() as gone:
+        addresses = [gone.address, by_hand.getsockopt_string(zmq.LAST_ENDPOINT)]
+        with Client(addresses, grace_s=0.1) as client:
+            spec = DenseSpec("w", (4,), SGD)
+            client.create(0, spec, np.zeros(4))
+            out = np.full(4, 7.0, np.float32)
+            tickets = client.begin_pull(0, 0, out[:2]) + client.begin_pull(1, 0, out[2:])
+            gone.close()
+            with pytest.raises(UnavailableError, match="server 0"):
+                Pending(client, [tickets], lambda replies: out).result()
+            reply(by_hand, by_hand.recv_multipart(), np.zeros(2, np.float32).tobytes())
+            later = client.submit(1, Op.STATS)
+            reply(by_hand, by_hand.recv_multipart(), b"{}")
+            client.wait(later)
+            assert (out == 7).all()
+
+
+def test_large_messages_are_given_time(by_hand: zmq.Socket[bytes]) -> None:
+    """40 MB may take two seconds before they are sent again."""
+    address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
+    with Client([address], retry_s=0.1, timeout_s=0.5) as client:
+        large = client.submit(0, Op.ASSIGN, 0, [bytes(40_000_000)])
+        small = client.submit(0, Op.STATS)
+        with pytest.raises(UnavailableError, match="has not answered STATS"):
+            client.wait(small)
+        reply(by_hand, by_hand.recv_multipart(), b"")
+        client.wait(large)
+        kinds = []
+        by_hand.setsockopt(zmq.RCVTIMEO, 100)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                kinds.append(Header.unpack(by_hand.recv_multipart()[1]).kind)
+        assert set(kinds) == {Op.STATS}
+        assert len(kinds) > 2
+
+
+def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> None:
+    client = stack.enter_context(Client([servers[0].address]))
+    shape = (1 << 29,)
+    with pytest.raises(ValueError, match=r"CREATE of 2147483648 bytes to server 0 .* partitioner"):
+        client.create(0, DenseSpec("w", shape, SGD), np.zeros(shape, np.float32))
+    assert client.hello(0)["objects"] == []
 
 
 def test_a_server_that_is_started_again_knows_no_rounds() -> None:
@@ -235,10 +301,23 @@ def test_rounds_that_nobody_touches_go() -> None:
     for _ in range(4):
         time.sleep(0.1)
         rounds.stage(2, gradient)
-    assert rounds.stats() == {"open": 1, "nbytes": 4 * 12}
+    assert rounds.stats() == {"open": 1, "nbytes": 4 * (12 + 512)}
     rounds.stage(1, gradient)
     assert rounds.commit(1, 1.0, {5: None}) == DISCARDED
-    assert rounds.stats() == {"open": 1, "nbytes": 4 * 12}
+    assert rounds.stats() == {"open": 1, "nbytes": 4 * (12 + 512)}
+
+
+def test_ids_and_empty_gradients_are_counted() -> None:
+    """They take memory as well."""
+    rounds = Rounds(8192)
+    nothing = np.zeros((0, 2), np.float32)
+    for _ in range(16):
+        rounds.stage(1, [(5, (np.zeros(0, np.uint64), nothing))])
+    with pytest.raises(MemoryError, match="8192 bytes are staged"):
+        rounds.stage(1, [(5, (np.zeros(0, np.uint64), nothing))])
+    rounds.discard([1])
+    with pytest.raises(MemoryError):
+        rounds.stage(2, [(5, (np.zeros(1000, np.uint64), nothing))])
 
 
 def test_open_and_finished_rounds_are_few() -> None:

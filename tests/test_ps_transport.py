@@ -448,7 +448,7 @@ def resident_bytes() -> int:
 
 
 def test_a_message_beyond_the_limit() -> None:
-    with Server(max_message_bytes=1 << 16) as server:
+    with Server(max_frame_bytes=1 << 16) as server:
         with Client([server.address], timeout_s=1) as client:
             dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
             with pytest.raises(UnavailableError):

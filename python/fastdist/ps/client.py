@@ -27,6 +27,7 @@ from fastdist.ps.frames import (
 from fastdist.ps.keys import Keys
 from fastdist.ps.parts import extent, parts_of
 from fastdist.ps.protocol import (
+    MAX_FRAME_BYTES,
     UNKNOWN_STEP,
     Header,
     Op,
@@ -37,6 +38,8 @@ from fastdist.ps.protocol import (
 )
 from fastdist.ps.specs import Spec, to_json
 from fastdist.ps.ticket import Ticket
+
+_SLOWEST_BYTES_PER_S = 20e6  # a message takes its time, after which it counts as lost
 
 
 class Client:
@@ -134,7 +137,9 @@ class Client:
 
         Raises:
             UnavailableError: the server answers none of the requests before it.
+            ValueError: a frame is larger than servers take.
         """
+        nbytes = self._check_frames(server, op, frames)
         under_way = self._under_way[server]
         while len(under_way) >= self._window:
             self._progress(next(iter(under_way.values())))
@@ -151,10 +156,11 @@ class Client:
             step,
             part,
         )
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket(
-            server, op, header, frames, limit_s, now + limit_s, now + self._retry_s, take
-        )
+        slack_s = nbytes / _SLOWEST_BYTES_PER_S
+        limit_s = (self._timeout_s if timeout_s is None else timeout_s) + slack_s
+        retry_s = self._retry_s + slack_s
+        times = limit_s, retry_s, now + limit_s, now + retry_s
+        ticket = Ticket(server, op, header, frames, *times, take)
         under_way[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -181,6 +187,18 @@ class Client:
         for ticket in list(self._under_way[server].values()):
             if ticket.header.round == round:
                 self.wait(ticket)
+
+    def _check_frames(self, server: int, op: Op, frames: Sequence[Any]) -> int:
+        """The bytes of all frames."""
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        largest = max(sizes, default=0)
+        if largest > MAX_FRAME_BYTES:
+            raise ValueError(
+                f"{op.name} of {largest} bytes to server {server} at {self.servers[server]}, which "
+                f"takes up to {MAX_FRAME_BYTES} at once: cut the variable with a partitioner, or "
+                "the ids into several requests"
+            )
+        return sum(sizes)
 
     def _send(self, ticket: Ticket) -> None:
         self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
@@ -230,7 +248,7 @@ class Client:
 
     def _send_again(self, ticket: Ticket) -> None:
         ticket.sent += 1
-        ticket.resend_at = time.monotonic() + self._retry_s
+        ticket.resend_at = time.monotonic() + ticket.retry_s
         self._send(ticket)
 
     def _take_events(self, server: int) -> None:

@@ -28,7 +28,7 @@ def require_keys(address: str, keys: Keys | None) -> None:
 
 
 def listen(
-    context: zmq.Context[Any], address: str, keys: Keys | None, sockets: int, max_message_bytes: int
+    context: zmq.Context[Any], address: str, keys: Keys | None, sockets: int, max_frame_bytes: int
 ) -> list[zmq.Socket[bytes]]:
     """Bind ROUTER sockets to one address; the kernel gives each some of the connections.
 
@@ -37,7 +37,7 @@ def listen(
         address: as ZeroMQ names it; more than one socket need TCP.
         keys: of the job.
         sockets: how many.
-        max_message_bytes: connections that send more are dropped.
+        max_frame_bytes: connections that send larger frames are dropped.
 
     Raises:
         zmq.ZMQError, OSError: the address cannot be bound.
@@ -47,7 +47,7 @@ def listen(
         for _ in range(sockets):
             router = context.socket(zmq.ROUTER)
             routers.append(router)
-            router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+            router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:

@@ -45,13 +45,21 @@ class Pending(Generic[T]):
     def result(self) -> T:
         """Wait for all servers.
 
+        What comes when one of them has failed is not written to where it was wanted.
+
         Raises:
             UnavailableError: a server does not answer, is gone, or is another one since.
             Exception: what a server raised.
         """
         if not self._is_finished:
-            tickets = itertools.chain.from_iterable(self.tickets)
-            self._result = self._finish([self._client.wait(ticket) for ticket in tickets])
+            tickets = list(itertools.chain.from_iterable(self.tickets))
+            try:
+                replies = [self._client.wait(ticket) for ticket in tickets]
+            except Exception:
+                for ticket in tickets:
+                    ticket.take = None
+                raise
+            self._result = self._finish(replies)
             self._is_finished = True
         return self._result
 

@@ -11,6 +11,7 @@ from fastdist.errors import FastdistError, UnavailableError
 VERSION = 3
 MAX_META_BYTES = 64 << 10
 MAX_COMMIT_BYTES = 4 << 20
+MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
 # magic, version, kind, object, learning rate, number, floor, client: the same in all versions, so

@@ -13,7 +13,7 @@ import zmq
 from fastdist.ps.frames import keep_freed_memory
 from fastdist.ps.keys import Keys
 from fastdist.ps.listening import admit, listen, require_keys
-from fastdist.ps.protocol import Op, kind_of
+from fastdist.ps.protocol import MAX_FRAME_BYTES, Op, kind_of
 from fastdist.ps.send_buffers import SendBuffers
 from fastdist.ps.service import Service
 
@@ -30,7 +30,7 @@ class Server:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
         keys: of the job. Without, only processes of this machine may be let in.
         threads: that answer requests, each those of some of the clients; more than one need TCP.
-        max_message_bytes: connections that send more are dropped.
+        max_frame_bytes: connections that send larger frames are dropped.
         max_staged_bytes: of gradients that wait for their round.
 
     Attributes:
@@ -48,7 +48,7 @@ class Server:
         *,
         keys: Keys | None = None,
         threads: int = 1,
-        max_message_bytes: int = 1 << 31,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         max_staged_bytes: int = 4 << 30,
     ) -> None:
         require_keys(address, keys)
@@ -62,7 +62,7 @@ class Server:
         try:
             if keys is not None:
                 self._authenticator = admit(self._context, keys)
-            routers = listen(self._context, address, keys, threads, max_message_bytes)
+            routers = listen(self._context, address, keys, threads, max_frame_bytes)
         except BaseException:
             self.close()
             raise

@@ -16,6 +16,7 @@ from fastdist.ps.frames import Array
 OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
 _FINISHED = 4096
 _MAX_OPEN = 1024
+_ENTRY_BYTES = 512  # what a gradient takes besides its values
 # Frames below this size share memory with others that came with them; kept, they would keep it all.
 _SHARED_BYTES = 8192
 
@@ -102,7 +103,7 @@ class Rounds:
             ValueError: too many rounds are open.
         """
         kept = [(number, (_own(at), _own(gradient))) for number, (at, gradient) in gradients]
-        nbytes = sum(gradient.nbytes for _, (_, gradient) in kept)
+        nbytes = sum(_nbytes(at) + _nbytes(gradient) + _ENTRY_BYTES for _, (at, gradient) in kept)
         with self._lock:
             this = self._find(round_)
             if this is None or this.is_closed:
@@ -190,6 +191,10 @@ class Rounds:
 
 def _joined(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _nbytes(what: Any) -> int:
+    return what.nbytes if isinstance(what, np.ndarray) else 0
 
 
 def _own(what: Any) -> Any:

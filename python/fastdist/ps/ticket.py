@@ -16,6 +16,7 @@ class Ticket:
     What its frames refer to must stay as it is until it has been waited for: it may be sent again.
 
     Attributes:
+        retry_s: without a reply it is sent again after so long.
         take: is given the reply's body when it comes; None: `wait` returns it.
         step: in the reply to a pull, how many pushes the value has seen.
     """
@@ -25,6 +26,7 @@ class Ticket:
     header: Header
     frames: Sequence[Any]
     timeout_s: float
+    retry_s: float
     deadline: float
     resend_at: float
     take: Callable[[memoryview], None] | None = None

@@ -27,7 +27,6 @@ from fastdist.ps.frames import (
 from fastdist.ps.keys import Keys
 from fastdist.ps.parts import extent, parts_of
 from fastdist.ps.protocol import (
-    MAX_FRAME_BYTES,
     UNKNOWN_STEP,
     Header,
     Op,
@@ -35,6 +34,7 @@ from fastdist.ps.protocol import (
     Status,
     VersionError,
     error_of,
+    message_bytes,
 )
 from fastdist.ps.specs import Spec, to_json
 from fastdist.ps.ticket import Ticket
@@ -139,7 +139,7 @@ class Client:
             UnavailableError: the server answers none of the requests before it.
             ValueError: a frame is larger than servers take.
         """
-        nbytes = self._check_frames(server, op, frames)
+        nbytes = message_bytes(op, frames)
         under_way = self._under_way[server]
         while len(under_way) >= self._window:
             self._progress(next(iter(under_way.values())))
@@ -187,18 +187,6 @@ class Client:
         for ticket in list(self._under_way[server].values()):
             if ticket.header.round == round:
                 self.wait(ticket)
-
-    def _check_frames(self, server: int, op: Op, frames: Sequence[Any]) -> int:
-        """The bytes of all frames."""
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        largest = max(sizes, default=0)
-        if largest > MAX_FRAME_BYTES:
-            raise ValueError(
-                f"{op.name} of {largest} bytes to server {server} at {self.servers[server]}, which "
-                f"takes up to {MAX_FRAME_BYTES} at once: cut the variable with a partitioner, or "
-                "the ids into several requests"
-            )
-        return sum(sizes)
 
     def _send(self, ticket: Ticket) -> None:
         self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)

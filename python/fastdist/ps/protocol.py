@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
@@ -187,6 +189,22 @@ class Header:
 def kind_of(data: bytes | memoryview) -> int:
     """The kind that a header names, without looking at the rest; 0 where there is none."""
     return int.from_bytes(data[6:8], "little") if len(data) == HEADER_BYTES else 0
+
+
+def message_bytes(op: Op, frames: Sequence[Any]) -> int:
+    """The bytes of a request's frames.
+
+    Raises:
+        ValueError: one is larger than servers take.
+    """
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    largest = max(sizes, default=0)
+    if largest > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{op.name} with {largest} bytes at once, servers take up to {MAX_FRAME_BYTES}: cut "
+            "the variable with a partitioner, or the ids into several requests"
+        )
+    return sum(sizes)
 
 
 def status_of(error: Exception) -> Status:

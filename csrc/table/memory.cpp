@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "table/nodes.h"
 
 namespace fastdist::table {
 namespace {
@@ -37,6 +38,8 @@ Memory map(std::size_t bytes, Pages pages, const char* what) {
                              reinterpret_cast<std::uintptr_t>(begin);
   if (before != 0) munmap(begin, before);
   munmap(begin + before + wanted, kHugePageBytes - before);
+  static const Nodes nodes = nodes_allowed();
+  spread(begin + before, wanted, nodes);
   if (pages == Pages::kHuge) madvise(begin + before, wanted, MADV_HUGEPAGE);
   return Memory(begin + before, MemoryRelease{wanted});
 }

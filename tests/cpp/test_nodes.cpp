@@ -1,0 +1,59 @@
+// Memory that is spread over the nodes of a machine.
+
+#include <linux/mempolicy.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+
+#include "check.h"
+#include "table/nodes.h"
+
+namespace fastdist::test {
+namespace {
+
+using namespace fastdist::table;
+
+constexpr std::size_t kBytes = std::size_t{2} << 20;
+
+// The kernel's policy for the page at an address, or of the thread without one; -1: it says none.
+int policy(void* address) {
+  int mode = -1;
+  std::array<unsigned long, 16> mask{};
+  const unsigned long flags = address == nullptr ? 0 : MPOL_F_ADDR;
+  if (syscall(SYS_get_mempolicy, &mode, mask.data(), 1025UL, address, flags) != 0) return -1;
+  return mode;
+}
+
+struct Mapping {
+  void* data = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ~Mapping() { munmap(data, kBytes); }
+};
+
+CASE(memory_comes_from_all_nodes_in_turn) {
+  if (policy(nullptr) != MPOL_DEFAULT) return;  // forbidden here, or chosen by numactl
+  CHECK(nodes_allowed().any());
+  Nodes two = nodes_allowed();
+  two.set(0);
+  two.set(1);  // where there is none, the kernel leaves it out
+  const Mapping spread_out;
+  const Mapping left;
+  spread(static_cast<std::byte*>(spread_out.data), kBytes, two);
+  spread(static_cast<std::byte*>(left.data), kBytes, Nodes{}.set(0));
+  CHECK(policy(spread_out.data) == MPOL_INTERLEAVE);
+  CHECK(policy(left.data) == MPOL_DEFAULT);
+}
+
+CASE(a_choice_that_was_made_stays) {
+  const unsigned long first = 1;
+  if (syscall(SYS_set_mempolicy, MPOL_PREFERRED, &first, 65UL) != 0) return;
+  const Mapping mapping;
+  spread(static_cast<std::byte*>(mapping.data), kBytes, Nodes{}.set(0).set(1));
+  const int its_own = policy(mapping.data);
+  syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0UL);
+  CHECK(its_own == MPOL_DEFAULT);  // which is that of the thread
+}
+
+}  // namespace
+}  // namespace fastdist::test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import pickle
 import threading
@@ -17,7 +18,15 @@ import zmq
 
 from fastdist.coordinator.backlog import MOST_LOSSES, Backlog, Call
 from fastdist.coordinator.group import Group
-from fastdist.coordinator.messages import CALL, HELLO, WEIGHT, Kind, Outcome, unpack
+from fastdist.coordinator.messages import (
+    CALL,
+    HELLO,
+    TO_COORDINATOR,
+    WEIGHT,
+    Kind,
+    Outcome,
+    unpack,
+)
 from fastdist.coordinator.remote_value import RemoteTraceback
 from fastdist.coordinator.shipping import Definitions
 from fastdist.coordinator.worker_link import WorkerLink
@@ -26,6 +35,7 @@ from fastdist.ps.keys import Keys
 
 _AHEAD = 2  # calls that a worker has at once: the next is there when one ends
 _LOOK_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Dispatcher:
@@ -71,8 +81,7 @@ class Dispatcher:
         weakref.finalize(self, os.close, self._wake)
         self._poller.register(self._wake, zmq.POLLIN)
         for link in self._links:
-            self._poller.register(link.socket, zmq.POLLIN)
-            self._poller.register(link.monitor, zmq.POLLIN)
+            self._watch(link)
         backlog.when_wanted = functools.partial(self.wake, is_waited_for=True)
         self._seen_at = time.monotonic()
         self._is_hungry = True  # a worker has room for a call
@@ -119,7 +128,7 @@ class Dispatcher:
             self._backlog.close(FastdistError("the coordinator was closed, or nobody held it"))
         finally:
             for link in self._links:
-                if link.is_ready and self._is_end:
+                if link.is_connected and self._is_end:
                     link.send(Kind.END)
                 link.close()
             self._context.term()
@@ -130,42 +139,61 @@ class Dispatcher:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
         for index, link in enumerate(self._links):
-            if link.monitor in ready:
-                self._look_at(index, link)
-            if link.socket in ready:
-                for frames in link.receive():
-                    self._take(link, frames)
+            if link.monitor in ready or link.socket in ready:
+                self._hear(index, link)
+            if link.has_given_up:
+                self._poller.unregister(link.socket)
+                self._poller.unregister(link.monitor)
+                link.reopen()
+                self._watch(link)
         self._forget()
         self._assign()
         self._require_workers()
 
-    def _look_at(self, index: int, link: WorkerLink) -> None:
+    def _watch(self, link: WorkerLink) -> None:
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+
+    def _hear(self, index: int, link: WorkerLink) -> None:
         connected, lost = link.events()
-        if lost:
+        for frames in link.receive():  # also what was sent before the connection was lost
+            try:
+                self._take(link, frames)
+            except (FastdistError, ValueError) as error:
+                self._refuse(link, str(error))
+        if lost or connected:  # a worker drops calls that came before it was greeted
             self._lose(link)
         if connected:
             link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._began, self._seed, index))
 
-    def _take(self, link: WorkerLink, frames: list[bytes]) -> None:
-        kind, number = unpack(frames[0])
+    def _take(self, link: WorkerLink, message: Sequence[bytes]) -> None:
+        kind, number, frames = unpack(message, TO_COORDINATOR)
         if kind is Kind.READY:
             link.is_ready = True
         elif kind is Kind.TAKEN:
             self.is_replaced = True
             self._lose(link)
             link.trouble = "a coordinator that began later has it"
+        elif kind is Kind.REFUSED:
+            self._refuse(link, f"it got {frames[0].decode(errors='replace')}")
         elif kind is Kind.RESULT:
-            self._take_result(link, number, frames[1:])
+            self._take_result(link, number, frames)
         elif self._group is not None and kind is Kind.STEP:
-            self._group.arrive(number, WEIGHT.unpack(frames[1])[0])
+            self._group.arrive(number, WEIGHT.unpack(frames[0])[0])
         elif self._group is not None and kind is Kind.LED:
-            self._group.led(number, frames[1])
+            self._group.led(number, frames[0])
 
-    def _take_result(self, link: WorkerLink, number: int, frames: list[bytes]) -> None:
+    def _refuse(self, link: WorkerLink, why: str) -> None:
+        """It and this do not understand each other: no calls for it, until it is another one."""
+        self._lose(link)
+        link.trouble = why
+        _log.warning("the worker at %s is not used: %s", link.address, why)
+
+    def _take_result(self, link: WorkerLink, number: int, frames: Sequence[bytes]) -> None:
+        outcome, content, news = Outcome(frames[0][0]), frames[1], frames[2]
         call = link.calls.pop(number, None)
         if call is None:
             return
-        outcome, content, news = Outcome(frames[0][0]), frames[1], frames[2]
         if news:
             self.reports.append(news)
         if outcome is Outcome.ABORTED:
@@ -264,9 +292,12 @@ class Dispatcher:
             )
 
 
-def _error_in(content: bytes, address: str) -> BaseException:
+def _error_in(content: bytes, address: str) -> Exception:
+    error: Exception
     try:
         error, text = pickle.loads(content)
+        if not isinstance(error, Exception):
+            raise TypeError(f"{type(error).__name__} is no error")
     except Exception as problem:
         error, text = FastdistError(f"a worker's error that cannot be read here: {problem!r}"), ""
     if isinstance(error, StopIteration):
@@ -274,5 +305,4 @@ def _error_in(content: bytes, address: str) -> BaseException:
             "StopIteration: the function took more from an iterator than there was"
         )
     error.__cause__ = RemoteTraceback(f"worker at {address}:\n{text}")
-    assert isinstance(error, BaseException)
     return error

@@ -57,6 +57,8 @@ class Group:
 
     def leave(self, number: int) -> None:
         """A call has ended."""
+        if number == self._leader:
+            self.led(number, b"an end of its function")
         self._links.pop(number, None)
         self._weights.pop(number, None)
         self._go_on()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Mapping, Sequence
 
 import zmq
 
@@ -39,6 +40,30 @@ class Kind(enum.IntEnum):
     STEP = 11  # of the call; weight: its gradients of a step are staged; NaN: they could not be
     LED = 12  # of the call: the step is committed for all; or why it is not
     TAKEN = 13  # a later coordinator has this worker
+    REFUSED = 14  # what was sent is no message; why
+
+
+Sizes = tuple[int | None, ...]
+"""The bytes of each frame after the header; None: any."""
+
+TO_WORKER: Mapping[Kind, Sizes] = {
+    Kind.HELLO: (16, HELLO.size),
+    Kind.DEFINE: (None,),
+    Kind.FORGET: (),
+    Kind.CALL: (CALL.size, None, None),
+    Kind.LEAD: (WEIGHT.size,),
+    Kind.GO: (None,),
+    Kind.ABORT: (),
+    Kind.END: (),
+}
+TO_COORDINATOR: Mapping[Kind, Sizes] = {
+    Kind.READY: (),
+    Kind.RESULT: (1, None, None),
+    Kind.STEP: (WEIGHT.size,),
+    Kind.LED: (None,),
+    Kind.TAKEN: (),
+    Kind.REFUSED: (None,),
+}
 
 
 class Outcome(enum.IntEnum):
@@ -54,21 +79,43 @@ def pack(kind: Kind, number: int = 0) -> bytes:
     return _HEADER.pack(_MAGIC, VERSION, kind, number)
 
 
-def unpack(frame: bytes) -> tuple[Kind, int]:
-    """Kind and number of a header.
+def unpack(
+    frames: Sequence[bytes], expected: Mapping[Kind, Sizes]
+) -> tuple[Kind, int, Sequence[bytes]]:
+    """Kind and number of a message, and what follows its header.
+
+    Args:
+        frames: of the message.
+        expected: `TO_WORKER` or `TO_COORDINATOR`.
 
     Raises:
-        FastdistError: it is none, or of another version.
+        FastdistError: it is none, of another version, or none of those.
     """
-    if len(frame) != _HEADER.size or not frame.startswith(_MAGIC):
-        raise FastdistError(f"a first frame of {len(frame)} bytes, not a coordinator's or worker's")
-    _, version, kind, number = _HEADER.unpack(frame)
+    header = frames[0]
+    if len(header) != _HEADER.size or not header.startswith(_MAGIC):
+        raise FastdistError(
+            f"a first frame of {len(header)} bytes, not a coordinator's or worker's"
+        )
+    _, version, kind, number = _HEADER.unpack(header)
     if version != VERSION:
         raise FastdistError(
             f"a message of version {version}, expected {VERSION}: use the same version of fastdist "
             "in all tasks"
         )
-    return Kind(kind), number
+    sizes = expected.get(kind)
+    if sizes is None:
+        known = ", ".join(f"{one.name} = {one}" for one in expected)
+        raise FastdistError(f"a message of kind {kind}, expected {known}")
+    rest = frames[1:]
+    if len(rest) != len(sizes) or any(
+        size is not None and len(frame) != size for frame, size in zip(rest, sizes, strict=True)
+    ):
+        got = [len(frame) for frame in rest]
+        raise FastdistError(
+            f"a {Kind(kind).name} with frames of {got} bytes, expected "
+            f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
+        )
+    return Kind(kind), number, rest
 
 
 def set_options(socket: zmq.Socket[bytes]) -> None:

@@ -49,7 +49,8 @@ class RemoteValue:
 
         Raises:
             TimeoutError: it has not ended in time.
-            FastdistError: it was cancelled, since another function raised before it began.
+            FastdistError: it was cancelled, since another function raised before it began; or what
+                it returned cannot be read here.
             BaseException: what it raised.
         """
         if self._outcome is None and not self._wait_for(self.is_done, timeout):
@@ -58,10 +59,16 @@ class RemoteValue:
             raise FastdistError(
                 "the function was cancelled before it began, since another one raised an error"
             )
-        if self._blob is not None:
-            self._decoded, self._blob = pickle.loads(self._blob), None
+        blob = self._blob
+        if blob is not None:  # another thread may do the same
+            try:
+                self._decoded, self._blob = pickle.loads(blob), None
+            except Exception as error:
+                raise FastdistError(
+                    f"the function returned what cannot be read here: {error!r}"
+                ) from error
         if self._outcome == "raised":
-            raise self._decoded
+            raise self._decoded.with_traceback(None)
         return self._decoded
 
     def __reduce__(self) -> Any:

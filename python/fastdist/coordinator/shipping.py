@@ -14,6 +14,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from fastdist.errors import FastdistError
+
 Token = tuple[int, int | None]
 """The number of a definition, and of one of its parts; None: the whole."""
 _NOTHING: Mapping[int, tuple[Any, ...]] = {}
@@ -190,6 +192,8 @@ class Library:
         """What a token stands for."""
         number, part = token
         if number not in self._made:
+            if number not in self._blobs:
+                raise FastdistError(f"definition {number} has not come to this worker")
             self._made[number] = self.loads(self._blobs[number])()
         if part is None:
             return self._made[number]

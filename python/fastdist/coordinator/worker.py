@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
 import zmq
@@ -17,6 +17,7 @@ import zmq
 from fastdist.coordinator.messages import (
     CALL,
     HELLO,
+    TO_WORKER,
     WEIGHT,
     Kind,
     Outcome,
@@ -38,8 +39,18 @@ class Stopped(SystemExit):
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 
+_OF_STEPS = (Kind.LEAD, Kind.GO, Kind.ABORT)
+
+
 class StepAborted(BaseException):
     """Another worker was lost in a step of all; not for users' functions to catch."""
+
+
+class _Message(NamedTuple):
+    identity: bytes
+    kind: Kind
+    number: int
+    frames: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +110,7 @@ class Worker:
     def __init__(self, address: str, keys: Keys, host: Host) -> None:
         self._host = host
         self._library = Library(host.parts)
-        self._inbox: deque[list[bytes]] = deque()
+        self._inbox: deque[_Message] = deque()
         self._coordinator = b""
         self._job = b""
         self._began = 0
@@ -125,11 +136,7 @@ class Worker:
     def serve(self) -> None:
         """Run functions until the coordinator ends the job."""
         while True:
-            identity, header, *frames = self._next()
-            try:
-                kind, number = unpack(header)
-            except (FastdistError, ValueError):
-                continue
+            identity, kind, number, frames = self._next()
             if kind is Kind.HELLO:
                 self._greet(identity, frames)
             elif identity != self._coordinator:  # an earlier one, or a connection that was lost
@@ -143,25 +150,36 @@ class Worker:
             elif kind is Kind.CALL:
                 self._call(number, frames)
 
-    def _next(self) -> list[bytes]:
-        if not self._inbox:
-            self._inbox.append(self._socket.recv_multipart())
+    def _next(self) -> _Message:
+        while not self._inbox:
+            self._receive()
         self._drain()
         return self._inbox.popleft()
 
     def _drain(self) -> None:
-        """Take what has come; calls of a connection that was lost are somebody else's by now."""
+        """Take what has come."""
         with contextlib.suppress(zmq.Again):
             while True:
-                message = self._socket.recv_multipart(zmq.NOBLOCK)
-                if self._is_valid_hello(message):
-                    kept = [other for other in self._inbox if other[0] != self._coordinator]
-                    self._inbox = deque(kept)
-                self._inbox.append(message)
+                self._receive(zmq.NOBLOCK)
 
-    def _is_valid_hello(self, message: Sequence[bytes]) -> bool:
-        """Whether a coordinator comes that is not earlier than the one there is."""
-        return _is(message, Kind.HELLO) and HELLO.unpack(message[3])[0] >= self._began
+    def _receive(self, flags: int = 0) -> None:
+        identity, *frames = self._socket.recv_multipart(flags)
+        try:
+            message = _Message(identity, *unpack(frames, TO_WORKER))
+        except FastdistError as error:
+            self._socket.send_multipart([identity, pack(Kind.REFUSED), str(error).encode()])
+            return
+        if self._is_the_last_of_calls(message):
+            # Those of a connection that was lost are somebody else's by now.
+            kept = [other for other in self._inbox if other.identity != self._coordinator]
+            self._inbox = deque(kept)
+        self._inbox.append(message)
+
+    def _is_the_last_of_calls(self, message: _Message) -> bool:
+        """Whether the job ends, or a coordinator comes that is not earlier than the one here."""
+        if message.kind is Kind.HELLO:
+            return bool(HELLO.unpack(message.frames[1])[0] >= self._began)
+        return message.kind is Kind.END and message.identity == self._coordinator
 
     def _greet(self, identity: bytes, frames: Sequence[bytes]) -> None:
         job, about = frames
@@ -211,30 +229,30 @@ class Worker:
 
     def _is_last(self) -> bool:
         self._drain()
-        return not any(_is(message, Kind.CALL) for message in self._inbox)
+        return not any(message.kind is Kind.CALL for message in self._inbox)
 
     def _step(self, number: int, weight: float, lead: Callable[[float], None]) -> None:
         """The gradients of this call are staged: wait for the others of its group."""
         self._send(Kind.STEP, number, WEIGHT.pack(weight))
-        set_aside: list[list[bytes]] = []
+        set_aside: list[_Message] = []
         try:
             while True:
-                if not self._inbox:
-                    self._inbox.append(self._socket.recv_multipart())
+                while not self._inbox:
+                    self._receive()
                 message = self._inbox.popleft()
-                if self._is_valid_hello(message):  # the connection was lost, and so is the step
+                if self._is_the_last_of_calls(message):  # of steps, too
                     set_aside = [message]
                     raise StepAborted
-                kind, about = unpack(message[1])
-                if about != number or kind not in (Kind.LEAD, Kind.GO, Kind.ABORT):
+                identity, kind, about, frames = message
+                if (identity, about) != (self._coordinator, number) or kind not in _OF_STEPS:
                     set_aside.append(message)
                 elif kind is Kind.GO:
-                    _require_led(message[2])
+                    _require_led(frames[0])
                     return
                 elif kind is Kind.ABORT:
                     raise StepAborted
                 else:
-                    self._lead(number, WEIGHT.unpack(message[2])[0], lead)
+                    self._lead(number, WEIGHT.unpack(frames[0])[0], lead)
         finally:
             self._inbox.extendleft(reversed(set_aside))
 
@@ -259,14 +277,12 @@ def _dumps(value: Any) -> bytes:
     """A pickle; cloudpickle takes its time to begin."""
     if type(value) in _PLAIN:
         return pickle.dumps(value)
-    return bytes(cloudpickle.dumps(value))
-
-
-def _is(message: Sequence[bytes], kind: Kind) -> bool:
     try:
-        return unpack(message[1])[0] is kind
-    except (FastdistError, ValueError, IndexError):
-        return False
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise TypeError(
+            f"the function returned a {type(value).__name__} that cannot be pickled: {error}"
+        ) from error
 
 
 def _pickled(error: BaseException) -> bytes:

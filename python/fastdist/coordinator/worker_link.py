@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,13 @@ from fastdist.ps.access import present
 from fastdist.ps.keys import Keys
 
 _RECONNECT_MS = 100
+_RETRY_S = 1.0
 
 
 class WorkerLink:
-    """A connection that comes back by itself; what was sent before it broke is not sent again.
+    """A connection that comes back by itself.
+
+    What it sends before a greeting on a new connection, the worker does not obey.
 
     Args:
         context: of the dispatcher.
@@ -26,6 +30,7 @@ class WorkerLink:
         keys: of the job.
 
     Attributes:
+        is_connected: whether somebody is there.
         is_ready: whether the worker takes calls.
         calls: what it has, by the number of the dispatch.
         news_number: of the last news that it got.
@@ -34,47 +39,65 @@ class WorkerLink:
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Keys) -> None:
         self.address = address
-        self.is_ready = False
+        self.is_connected = self.is_ready = False
         self.calls: dict[int, Call] = {}
         self.news_number = 0
         self.trouble = "nobody answers"
         self._known: set[int] = set()
-        self.socket = context.socket(zmq.DEALER)
+        self._context = context
+        self._keys = keys
+        self._failed_at: float | None = None  # the first time that no worker of the job answered
+        self._open()
+
+    def _open(self) -> None:
+        self.socket = self._context.socket(zmq.DEALER)
         set_options(self.socket)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        # Without a queue that outlives connections, ZeroMQ drops what came before one was lost.
+        self.socket.setsockopt(zmq.IMMEDIATE, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        present(self.socket, keys)
+        present(self.socket, self._keys)
         self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        self.socket.connect(address)
+        self.socket.connect(self.address)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it may need a new socket: ZeroMQ never tries another protocol's speaker again."""
+        return self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_S
+
+    def reopen(self) -> None:
+        """Begin with a new socket."""
+        self.close()
+        self._failed_at = None
+        self._open()
 
     def close(self) -> None:
         """Disconnect, when what was sent is on its way."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close(linger=1000)
+        self.socket.close(linger=1000 if self.is_connected else 0)
 
     def events(self) -> tuple[bool, bool]:
         """Whether the worker has come, and whether it was lost before that, or now."""
         connected = lost = False
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connected = True
-            elif event == zmq.EVENT_DISCONNECTED:
-                lost, connected = True, False
-            else:
+            if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                connected = self.is_connected = True
+                self._failed_at = None
+                continue
+            if not self.is_connected:
                 self.trouble = "it has other keys, or is no worker of fastdist"
+                self._failed_at = self._failed_at or time.monotonic()
+            lost, connected = True, False
+            self.is_connected = False
         return connected, lost
 
     def lose(self) -> None:
         """The worker is gone, and all that it had."""
+        if self.is_ready:
+            self.trouble = "the connection was lost"
         self.is_ready = False
-        self.trouble = "the connection was lost"
         self.calls.clear()
         self._known.clear()
         self.news_number = 0

@@ -1,0 +1,199 @@
+"""A coordinator's job without servers: workers that start in a fraction of a second, no torch."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import fastdist as fd
+import zmq
+from fastdist.cluster.ports import reserve_port
+from fastdist.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
+from fastdist.coordinator.per_worker import set_worker_index
+from fastdist.coordinator.shipping import Definitions
+from fastdist.coordinator.worker import Turn, Worker
+from fastdist.ps import Keys
+from fastdist.ps.access import guard, present
+from fastdist.ps.listening import admit
+from ps_cluster import wait_for
+
+_turns: list[Turn] = []
+
+
+def step(weight: float = 1.0) -> float:
+    """In a function of a group: take a step with the others; the sum of weights, or 0."""
+    totals = [0.0]
+    _turns[-1].commit(weight, totals.append)
+    return totals[-1]
+
+
+class PlainHost:
+    """Runs functions, with nothing around them but their turn."""
+
+    def begin(self, index: int, seed: int) -> None:
+        set_worker_index(index)
+
+    def parts(self, made: Any) -> Sequence[Any]:
+        return ()
+
+    def take_news(self, news: bytes) -> None:
+        pass
+
+    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
+        _turns[:] = [turn]
+        return call()
+
+    def news(self) -> bytes:
+        return b""
+
+
+def serve(address: str, keys: str) -> None:
+    worker = Worker(address, Keys.from_json(keys), PlainHost())
+    try:
+        worker.serve()
+    finally:
+        worker.close()
+
+
+class PlainJob:
+    """What a coordinator needs; notes what it is asked for.
+
+    Attributes:
+        asked: "before", "reports" and "after", as they came.
+    """
+
+    has_servers = True
+    synchronous = False
+    max_staleness = None
+
+    def __init__(self, addresses: Sequence[str], keys: Keys) -> None:
+        self.worker_addresses = tuple(addresses)
+        self.keys = keys
+        self.definitions = Definitions()
+        self.asked: list[str] = []
+
+    def before_calls(self) -> bytes:
+        self.asked.append("before")
+        return b""
+
+    def take_reports(self, reports: Sequence[bytes]) -> None:
+        self.asked.append("reports")
+
+    def after_calls(self) -> None:
+        self.asked.append("after")
+
+    def end_job(self) -> None:
+        self.asked.append("end")
+
+
+class PlainCluster:
+    """Workers that serve until they are killed, or until a coordinator ends the job."""
+
+    def __init__(self, workers: int) -> None:
+        self.keys = Keys.make()
+        held = [reserve_port() for _ in range(workers)]
+        self._ports = [holder for holder, _ in held]
+        self.addresses = [f"tcp://127.0.0.1:{port}" for _, port in held]
+        self.tasks: dict[int, subprocess.Popen[bytes]] = {}
+        for index in range(workers):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Start a worker, again if it has ended."""
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        given = (self.addresses[index], self.keys.to_json())
+        code = f"import plain_job; plain_job.serve(*{given!r})"
+        self.tasks[index] = subprocess.Popen(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}
+        )
+
+    def kill(self, index: int) -> None:
+        """Kill a worker; it has no time for anything."""
+        self.tasks[index].send_signal(signal.SIGKILL)
+        self.tasks[index].wait(10)
+
+    def coordinator(self, job: PlainJob | None = None, **options: Any) -> Any:
+        """A coordinator, and all its workers are there."""
+        job = job or PlainJob(self.addresses, self.keys)
+        coordinator = fd.ClusterCoordinator(job, **options)
+        wait_for(lambda: len(coordinator.workers) == len(job.worker_addresses))
+        return coordinator
+
+    def close(self) -> None:
+        """End all workers."""
+        for task in self.tasks.values():
+            task.kill()
+        for task in self.tasks.values():
+            task.wait(10)
+        for holder in self._ports:
+            holder.close()
+
+
+class Impostor:
+    """Has the keys of a job, and says what it likes: as a worker, or to one.
+
+    Attributes:
+        address: where it listens as a worker.
+    """
+
+    def __init__(self, keys: Keys, worker: str = "") -> None:
+        self._context = zmq.Context()
+        self._authenticator = None
+        self._peer: list[bytes] = []
+        self._socket = self._context.socket(zmq.DEALER if worker else zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        if worker:
+            present(self._socket, keys)
+            self._socket.connect(worker)
+        else:
+            self._authenticator = admit(self._context, keys)
+            guard(self._socket, keys)
+            self._socket.bind("tcp://127.0.0.1:*")
+            self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart([*self._peer, *frames])
+
+    def receive(self) -> tuple[Kind, int, Sequence[bytes]]:
+        """Kind, number and further frames of the next message."""
+        frames = self._socket.recv_multipart()
+        if self._socket.type == zmq.ROUTER:
+            self._peer = [frames.pop(0)]
+        return unpack(frames, TO_WORKER if self._authenticator else TO_COORDINATOR)
+
+    def receive_until(self, kind: Kind) -> tuple[int, Sequence[bytes]]:
+        """Number and further frames of the next message of a kind."""
+        while True:
+            received, number, frames = self.receive()
+            if received is kind:
+                return number, frames
+
+    def be_ready(self) -> None:
+        """Greet, as a worker does."""
+        self.receive_until(Kind.HELLO)
+        self.send(pack(Kind.READY))
+
+    def take_over(self, began: int, index: int = 0) -> None:
+        """Be the coordinator of a worker."""
+        self.send(pack(Kind.HELLO), os.urandom(16), HELLO.pack(began, 0, index))
+        self.receive_until(Kind.READY)
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+
+@contextlib.contextmanager
+def impostor(keys: Keys, worker: str = "") -> Iterator[Impostor]:
+    made = Impostor(keys, worker)
+    try:
+        yield made
+    finally:
+        made.close()

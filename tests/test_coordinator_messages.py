@@ -1,0 +1,238 @@
+"""Messages that nobody expects, and results of workers that are gone."""
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import fastdist as fd
+import pytest
+from fastdist.coordinator.messages import (
+    CALL,
+    TO_COORDINATOR,
+    TO_WORKER,
+    Kind,
+    Outcome,
+    pack,
+)
+from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps import Keys
+from plain_job import Impostor, PlainCluster, PlainJob, impostor, step
+from ps_cluster import wait_for
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PlainCluster]:
+    cluster = PlainCluster(workers=2)
+    yield cluster
+    cluster.close()
+
+
+def garbled(kinds: Any) -> Iterator[tuple[bytes, ...]]:
+    """Messages of each kind with frames too few, too many, too short and too long; and none."""
+    for kind, sizes in kinds.items():
+        frames = [bytes(size or 0) for size in sizes]
+        yield pack(kind), *frames, b"more"
+        if sizes:
+            yield pack(kind), *frames[1:]
+        for place, size in enumerate(sizes):
+            if size is not None:
+                for wrong in (b"", bytes(size - 1), bytes(size + 1), bytes(1 << 20)):
+                    yield pack(kind), *frames[:place], wrong, *frames[place + 1 :]
+        yield pack(kind)[:-1], *frames
+        yield pack(kind) + b"x", *frames
+        yield b"FDCO\x02\x00" + pack(kind)[6:], *frames
+    for other in (0, 15, 65535, *(set(Kind) - set(kinds))):
+        yield (struct.pack("<4sHHQ", b"FDCO", 1, other, 0),)
+    yield (b"",)
+    yield b"", b""
+    yield (os.urandom(16),)
+    yield (bytes(1 << 20),)
+
+
+def call(impostor: Impostor, number: int, arguments: bytes) -> tuple[Outcome, bytes]:
+    impostor.send(pack(Kind.CALL, number), CALL.pack(1, number, 1, False), arguments, b"")
+    done, (outcome, content, _) = impostor.receive_until(Kind.RESULT)
+    assert done == number
+    return Outcome(outcome[0]), content
+
+
+def test_workers_refuse_what_is_no_message(cluster: PlainCluster) -> None:
+    """From somebody who has the keys, and from the coordinator that they have."""
+    before = cluster.tasks[0].pid
+    began = time.time_ns()
+    with impostor(cluster.keys, cluster.addresses[0]) as known:
+        known.take_over(began)
+        known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: os.getpid))
+        with impostor(cluster.keys, cluster.addresses[0]) as stranger:
+            for number, sender in enumerate((stranger, known)):
+                messages = list(garbled(TO_WORKER))
+                for message in messages:
+                    sender.send(*message)
+                refusals = [sender.receive_until(Kind.REFUSED)[1][0] for _ in messages]
+                assert b"a message of version 2, expected 1" in b"".join(refusals)
+                assert b"a HELLO with frames of [15, 20] bytes, expected [16, 20]" in refusals
+                outcome, content = call(known, number, cloudpickle.dumps(((), {})))
+                assert (outcome, pickle.loads(content)) == (Outcome.RETURNED, before)
+
+
+def test_workers_survive_what_cannot_be_read(cluster: PlainCluster) -> None:
+    with impostor(cluster.keys, cluster.addresses[0]) as known:
+        known.take_over(time.time_ns())
+        outcome, content = call(known, 1, cloudpickle.dumps(((), {})))
+        assert outcome is Outcome.RAISED
+        assert "definition 1 has not come to this worker" in str(pickle.loads(content)[0])
+        known.send(pack(Kind.DEFINE, 1), b"no pickle")
+        assert call(known, 2, cloudpickle.dumps(((), {})))[0] is Outcome.RAISED
+        known.send(pack(Kind.FORGET, 1))
+        known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: os.getpid))
+        for arguments in (b"", b"no pickle", cloudpickle.dumps(7), cloudpickle.dumps((1, 2))):
+            assert call(known, 3, arguments)[0] is Outcome.RAISED
+        assert call(known, 4, cloudpickle.dumps(((), {})))[0] is Outcome.RETURNED
+
+
+def test_strangers_cannot_end_a_step(cluster: PlainCluster) -> None:
+    with (
+        impostor(cluster.keys, cluster.addresses[0]) as known,
+        impostor(cluster.keys, cluster.addresses[0]) as stranger,
+    ):
+        known.take_over(time.time_ns())
+        known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: step))
+        about = CALL.pack(1, 1, 2, False)
+        known.send(pack(Kind.CALL, 1), about, cloudpickle.dumps(((), {})), b"")
+        known.receive_until(Kind.STEP)
+        for message in garbled(TO_WORKER):
+            stranger.send(*message)
+        stranger.send(pack(Kind.ABORT, 1))
+        stranger.send(pack(Kind.GO, 1), b"")
+        known.send(pack(Kind.LEAD, 1), struct.pack("<d", 7.0))
+        assert known.receive_until(Kind.LED)[1] == [b""]
+        known.send(pack(Kind.GO, 1), b"")
+        assert pickle.loads(known.receive_until(Kind.RESULT)[1][1]) == 7.0
+
+
+def unreadable() -> Iterator[tuple[bytes, ...]]:
+    yield from garbled(TO_COORDINATOR)
+    yield pack(Kind.RESULT, 1), b"\x09", b"", b""
+    yield pack(Kind.REFUSED), b"\xff what?"
+
+
+def test_coordinators_refuse_what_is_no_message(
+    cluster: PlainCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker that sent it is left alone, others have its functions."""
+    with impostor(cluster.keys) as fake:
+        for message in unreadable():
+            caplog.clear()
+            job = PlainJob([cluster.addresses[0], fake.address], cluster.keys)
+            coordinator = fd.ClusterCoordinator(job)
+            fake.be_ready()
+            wait_for(lambda known=coordinator: known.workers == [0, 1])
+            values = [coordinator.schedule(divmod, (i, 2)) for i in range(4)]
+            fake.receive_until(Kind.CALL)
+            fake.send(*message)
+            assert coordinator.fetch(values, 20) == [divmod(i, 2) for i in range(4)]
+            assert coordinator.workers == [0]
+            assert f"{fake.address} is not used" in caplog.text
+
+
+def test_errors_and_results_that_cannot_be_read(cluster: PlainCluster) -> None:
+    with impostor(cluster.keys) as fake:
+        coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
+        fake.be_ready()
+        for content in (b"", b"no pickle", pickle.dumps(1), pickle.dumps((1, 2)),
+                        pickle.dumps((KeyboardInterrupt(), ""))):  # fmt: skip
+            value = coordinator.schedule(os.getpid)
+            number, _ = fake.receive_until(Kind.CALL)
+            fake.send(pack(Kind.RESULT, number), bytes([Outcome.RAISED]), content, b"")
+            with pytest.raises(FastdistError, match="a worker's error that cannot be read here"):
+                value.fetch(20)
+            with pytest.raises(FastdistError, match="a worker's error that cannot be read here"):
+                coordinator.join()
+        value = coordinator.schedule(os.getpid)
+        number, _ = fake.receive_until(Kind.CALL)
+        fake.send(pack(Kind.RESULT, number), bytes([Outcome.RETURNED]), b"no pickle", b"")
+        for _ in range(2):
+            with pytest.raises(FastdistError, match="returned what cannot be read here"):
+                value.fetch(20)
+        coordinator.join()
+
+
+def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
+    with impostor(cluster.keys) as fake:
+        coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
+        fake.receive_until(Kind.HELLO)
+        fake.send(b"FDCO\x02\x00" + pack(Kind.REFUSED)[6:], b"a message of version 1, expected 2")
+        coordinator.schedule(os.getpid)
+        with pytest.raises(UnavailableError, match="a message of version 2, expected 1"):
+            coordinator.join()
+
+
+def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
+    coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
+    coordinator.schedule(os.getpid)
+    with pytest.raises(UnavailableError, match="it has other keys, or is no worker of fastdist"):
+        coordinator.join()
+
+
+def test_who_was_no_worker_may_become_one(cluster: PlainCluster, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
+    host, port = cluster.addresses[1].removeprefix("tcp://").split(":")
+    cluster.kill(1)
+    with socket.create_server((host, int(port))) as server:
+        coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:], cluster.keys))
+        connection, _ = server.accept()
+        connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
+        coordinator.schedule(os.getpid)
+        with pytest.raises(UnavailableError, match="or is no worker of fastdist"):
+            coordinator.join()
+        connection.close()
+    cluster.start(1)
+    wait_for(lambda: coordinator.workers == [0])
+    assert coordinator.schedule(os.getpid).fetch(20) == cluster.tasks[1].pid
+
+
+def test_workers_end_amid_a_step(cluster: PlainCluster) -> None:
+    """The job ends while a worker waits for another one."""
+    ends = PlainCluster(workers=2)
+    try:
+        job = PlainJob(ends.addresses, ends.keys)
+        job.synchronous = True
+        with ends.coordinator(job) as coordinator:
+            for i in range(2):
+                coordinator.schedule(lambda i: step() if i else time.sleep(0.3), (i,))
+            coordinator._backlog.wait_for(lambda: False, 0.1)
+        assert [task.wait(20) for task in ends.tasks.values()] == [0, 0]
+    finally:
+        ends.close()
+
+
+def test_results_of_a_worker_that_is_gone_count(cluster: PlainCluster, tmp_path: Path) -> None:
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    runs = tmp_path / "runs"
+
+    def work() -> int:
+        with runs.open("a") as file:
+            file.write("x")
+        time.sleep(0.1)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return 7
+
+    value = coordinator.schedule(work)
+    wait_for(runs.exists)
+    with coordinator._backlog.changed:  # the dispatcher waits, and finds all that has come at once
+        coordinator._dispatcher.wake()
+        cluster.tasks[0].wait(20)
+        time.sleep(0.2)
+    cluster.start(0)
+    assert value.fetch(20) == 7
+    assert runs.read_text() == "x"

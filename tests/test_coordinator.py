@@ -311,30 +311,6 @@ def test_exact_evaluation_in_spite_of_killed_workers(cluster: PsCluster) -> None
     wait_for(lambda: coordinator.workers == [0, 1])
 
 
-def test_what_ends_every_worker_is_given_up(cluster: PsCluster) -> None:
-    coordinator = cluster.coordinator(cluster.strategy())
-    stop = threading.Event()
-
-    def keep_alive() -> None:
-        while not stop.is_set():
-            for (job, index), task in list(cluster.tasks.items()):
-                if job == "worker" and task.poll() is not None:
-                    cluster.start(job, index)
-            time.sleep(0.05)
-
-    keeper = threading.Thread(target=keep_alive)
-    keeper.start()
-    try:
-        coordinator.schedule(os._exit, (9,))
-        with pytest.raises(UnavailableError, match="10 workers were lost while they ran this"):
-            coordinator.join()
-        wait_for(lambda: coordinator.workers == [0, 1])
-    finally:
-        stop.set()
-        keeper.join()
-    assert coordinator.schedule(os.getpid).fetch() > 0
-
-
 def test_who_waits_need_not_schedule_a_whole_group(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy(synchronous=True))
     assert coordinator.schedule(os.getpid).fetch(30) > 0

@@ -201,21 +201,6 @@ def test_who_was_no_worker_may_become_one(cluster: PlainCluster, monkeypatch: An
     assert coordinator.schedule(os.getpid).fetch(20) == cluster.tasks[1].pid
 
 
-def test_workers_end_amid_a_step(cluster: PlainCluster) -> None:
-    """The job ends while a worker waits for another one."""
-    ends = PlainCluster(workers=2)
-    try:
-        job = PlainJob(ends.addresses, ends.keys)
-        job.synchronous = True
-        with ends.coordinator(job) as coordinator:
-            for i in range(2):
-                coordinator.schedule(lambda i: step() if i else time.sleep(0.3), (i,))
-            coordinator._backlog.wait_for(lambda: False, 0.1)
-        assert [task.wait(20) for task in ends.tasks.values()] == [0, 0]
-    finally:
-        ends.close()
-
-
 def test_results_of_a_worker_that_is_gone_count(cluster: PlainCluster, tmp_path: Path) -> None:
     coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
     runs = tmp_path / "runs"

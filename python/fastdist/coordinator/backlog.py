@@ -69,7 +69,7 @@ class Backlog:
         with self.changed:
             if len(self._unfinished) >= self._limit:
                 self.wait_for(lambda: len(self._unfinished) <= self._limit // 2)
-            self._raise_failure()
+            self.raise_failure()
             if self._closed is not None:
                 raise self._closed
             number = self._put
@@ -87,7 +87,7 @@ class Backlog:
         """
         with self.changed:
             self.wait_for(lambda: not self._unfinished)
-            self._raise_failure()
+            self.raise_failure()
 
     def is_done(self) -> bool:
         """Whether all calls have ended.
@@ -96,10 +96,17 @@ class Backlog:
             BaseException: what the first that failed has raised.
         """
         with self.changed:
-            self._raise_failure()
+            self.raise_failure()
             if self._unfinished:
                 self._want()
             return not self._unfinished
+
+    def raise_failure(self) -> None:
+        """Raise what the first call that failed has raised, unless that was done."""
+        with self.changed:
+            failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.fetch()
 
     @property
     def is_empty(self) -> bool:
@@ -116,11 +123,6 @@ class Backlog:
         """Somebody waits for the calls so far: they are not to wait for others."""
         self._wanted = self._put
         self.when_wanted()
-
-    def _raise_failure(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            failed.fetch()
 
     # --- the dispatcher's side ------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ from fastdist.coordinator.dispatcher import Dispatcher
 from fastdist.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from fastdist.coordinator.remote_value import RemoteValue
 from fastdist.coordinator.shipping import Definitions
+from fastdist.coordinator.unpicklable import parts_of_function, pickled_or_named
 from fastdist.ps.keys import Keys
 from fastdist.values import map_structure
 
@@ -49,7 +52,7 @@ class ClusterCoordinator:
     that it closes over; modules, optimizers and variables of the strategy's scope, datasets and
     the strategy itself are the worker's own there. The first error that a function raises is
     raised by the next `schedule`, `join` or `done`; functions that have not begun are cancelled,
-    and the coordinator goes on.
+    and the coordinator goes on. Several threads may use it.
 
     Args:
         strategy: a ParameterServerStrategy.
@@ -71,6 +74,8 @@ class ClusterCoordinator:
         self._definitions = strategy.definitions
         self._backlog = Backlog(max_queued, strategy.max_staleness)
         self._is_idle = True
+        self._lock = threading.RLock()  # of that; several threads may schedule and join
+        self._pid = os.getpid()
         self._no_arguments = self._definitions.dumps(((), {}))
         self._dispatcher = Dispatcher(
             strategy.worker_addresses,
@@ -88,8 +93,11 @@ class ClusterCoordinator:
     def close(self) -> None:
         """End the job: workers and servers stop. Happens by itself when the program ends.
 
-        Functions that have not ended are given up: `join` before it.
+        Functions that have not ended are given up: `join` before it. In a forked child it does
+        nothing.
         """
+        if os.getpid() != self._pid:
+            return
         atexit.unregister(self._at_exit)
         self._dispatcher.close(is_end=True)
         if not self._dispatcher.is_replaced:  # servers are the later job's
@@ -120,26 +128,33 @@ class ClusterCoordinator:
         Args:
             fn: what to call.
             args: its arguments, a tuple or list, pickled now. Per-worker datasets, iterators and
-                values become those of the worker, remote values what they hold.
-            kwargs: as args.
+                values become those of the worker, remote values what they hold, which is waited
+                for.
+            kwargs: as args, by name.
 
         Returns:
             What it will return.
 
         Raises:
             ValueError: args is no tuple or list.
+            TypeError: fn cannot be called, kwargs is no dict with names, or something cannot be
+                pickled, which the message names.
             BaseException: what a function before has raised.
         """
-        if not isinstance(args, (tuple, list)):
-            raise ValueError(f"schedule: args must be a tuple or list, got {type(args).__name__}")
-        if self._is_idle:
-            self._begin()
-        function = self._definitions.function(fn)
-        if args or kwargs:
-            arguments = self._definitions.dumps((tuple(args), kwargs or {}))
-        else:
-            arguments = self._no_arguments
-        call = self._backlog.put(function, *arguments)
+        _check_call(fn, args, kwargs)
+        try:
+            function = self._definitions.function(fn)
+            if args or kwargs:
+                arguments = self._definitions.arguments(tuple(args), kwargs or {})
+            else:
+                arguments = self._no_arguments
+        except Exception:
+            self._backlog.raise_failure()  # a remote value among them may have it
+            raise
+        with self._lock:
+            if self._is_idle:
+                self._begin()
+            call = self._backlog.put(function, *arguments)
         self._dispatcher.wake()
         return call.value
 
@@ -154,8 +169,7 @@ class ClusterCoordinator:
         try:
             self._backlog.join()
         finally:
-            if self._backlog.is_empty:
-                self._end()
+            self._end()
 
     def done(self) -> bool:
         """Whether all scheduled functions have ended.
@@ -190,10 +204,17 @@ class ClusterCoordinator:
 
         Returns:
             What scheduled functions take; `iter` of it makes an iterator on each worker.
+
+        Raises:
+            TypeError: it cannot be pickled; names what of it.
         """
+        name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         make = dataset_fn if callable(dataset_fn) else functools.partial(_same, dataset_fn)
         dataset = PerWorkerDataset(self._iterator)
-        self._definitions.name(dataset, self._definitions.define(make))
+        definition = pickled_or_named(
+            self._definitions.define, make, name, lambda: parts_of_function(dataset_fn)
+        )
+        self._definitions.name(dataset, definition)
         return dataset
 
     def _iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
@@ -210,11 +231,28 @@ class ClusterCoordinator:
         self._is_idle = False
 
     def _end(self) -> None:
-        reports, self._dispatcher.reports = self._dispatcher.reports, []
-        self.strategy.take_reports(reports)
-        if not self._is_idle:
-            self._is_idle = True
-            self.strategy.after_calls()
+        with self._lock:
+            if not self._backlog.is_empty:  # another thread has scheduled more
+                return
+            reports, self._dispatcher.reports = self._dispatcher.reports, []
+            self.strategy.take_reports(reports)
+            if not self._is_idle:
+                self._is_idle = True
+                self.strategy.after_calls()
+
+
+def _check_call(fn: object, args: object, kwargs: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"schedule: fn must be callable, got {type(fn).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(f"schedule: args must be a tuple or list, got {type(args).__name__}")
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"schedule: kwargs must be a dict, got {type(kwargs).__name__}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"schedule: the names of kwargs must be str, got {name!r}")
 
 
 def _close(known: weakref.ref[ClusterCoordinator]) -> None:

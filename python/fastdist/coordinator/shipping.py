@@ -14,6 +14,11 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from fastdist.coordinator.unpicklable import (
+    parts_of_arguments,
+    parts_of_function,
+    pickled_or_named,
+)
 from fastdist.errors import FastdistError
 
 Token = tuple[int, int | None]
@@ -80,14 +85,23 @@ class Definitions:
         return self._new(blob, needs, is_state)
 
     def function(self, fn: Callable[..., Any]) -> Definition:
-        """A function, with the values that it closes over now."""
+        """A function, with the values that it closes over now.
+
+        Raises:
+            TypeError: it cannot be pickled; names what it closes over, and is why.
+        """
         try:
             known = self._of_function.get(fn)
         except TypeError:  # cannot be hashed, or referred to weakly
             known = None
         if known is not None:
             return known
-        blob, needs = self.dumps(functools.partial(_same, fn))
+        blob, needs = pickled_or_named(
+            self.dumps,
+            functools.partial(_same, fn),
+            getattr(fn, "__qualname__", type(fn).__name__),
+            lambda: parts_of_function(fn),
+        )
         digest = hashlib.sha256(blob).digest()
         definition = self._of_digest.get(digest)
         if definition is None:
@@ -96,6 +110,19 @@ class Definitions:
             with contextlib.suppress(TypeError):
                 self._of_function[fn] = definition
         return definition
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[bytes, tuple[Definition, ...]]:
+        """As `dumps`, of the arguments of a call.
+
+        Raises:
+            TypeError: one cannot be pickled; names it.
+        """
+        pickled: tuple[bytes, tuple[Definition, ...]] = pickled_or_named(
+            self.dumps, (args, kwargs), "a call", lambda: parts_of_arguments(args, kwargs)
+        )
+        return pickled
 
     def dumps(
         self, thing: Any, instead: Mapping[int, tuple[Any, ...]] = _NOTHING

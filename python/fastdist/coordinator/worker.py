@@ -293,7 +293,9 @@ def _pickled(error: BaseException) -> bytes:
         if not isinstance(error, Exception):
             raise TypeError("raised on the coordinator it would end that")
         blob = cloudpickle.dumps((error, text))
-        pickle.loads(blob)  # some can be pickled, and not read
+        read, _ = pickle.loads(blob)  # some can be pickled, and not read
+        if type(read) is not type(error):
+            raise TypeError("it becomes another one")
         return bytes(blob)
     except Exception:
         stand_in = FastdistError(f"{type(error).__name__}: {error}")

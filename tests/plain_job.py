@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -63,7 +64,7 @@ class PlainJob:
     """What a coordinator needs; notes what it is asked for.
 
     Attributes:
-        asked: "before", "reports" and "after", as they came.
+        asked: "before", "reports" and what is in them, "after" and "end", as they came.
     """
 
     has_servers = True
@@ -81,7 +82,7 @@ class PlainJob:
         return b""
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
-        self.asked.append("reports")
+        self.asked += ["reports", *(pickle.loads(report) for report in reports)]
 
     def after_calls(self) -> None:
         self.asked.append("after")

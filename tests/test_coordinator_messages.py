@@ -165,6 +165,68 @@ def test_errors_and_results_that_cannot_be_read(cluster: PlainCluster) -> None:
         coordinator.join()
 
 
+def test_news_that_cannot_be_read(cluster: PlainCluster) -> None:
+    with impostor(cluster.keys) as fake:
+        job = PlainJob([fake.address], cluster.keys)
+        coordinator = fd.ClusterCoordinator(job)
+        fake.be_ready()
+        for news in (b"no pickle", pickle.dumps("new")):
+            coordinator.schedule(os.getpid)
+            number, _ = fake.receive_until(Kind.CALL)
+            fake.send(pack(Kind.RESULT, number), bytes(1), pickle.dumps(7), news)
+            if news == b"no pickle":
+                with pytest.raises(FastdistError, match="a worker's news cannot be read"):
+                    coordinator.join()
+        coordinator.join()
+        assert job.asked[-3:] == ["reports", "new", "after"]
+
+
+def test_who_leads_and_ends_is_not_waited_for(cluster: PlainCluster) -> None:
+    with impostor(cluster.keys) as first, impostor(cluster.keys) as second:
+        job = PlainJob([first.address, second.address], cluster.keys)
+        job.synchronous = True
+        coordinator = fd.ClusterCoordinator(job)
+        for fake in (first, second):
+            fake.be_ready()
+        wait_for(lambda: coordinator.workers == [0, 1])
+        values = [coordinator.schedule(os.getpid) for _ in range(2)]
+        numbers = [fake.receive_until(Kind.CALL)[0] for fake in (first, second)]
+        for fake, number in zip((first, second), numbers, strict=True):
+            fake.send(pack(Kind.STEP, number), struct.pack("<d", 1.0))
+            if fake is first:
+                wait_for(lambda: coordinator._dispatcher._group._weights)
+        assert first.receive_until(Kind.LEAD)[0] == numbers[0]
+        first.send(pack(Kind.RESULT, numbers[0]), bytes(1), pickle.dumps(1), b"")
+        assert second.receive_until(Kind.GO) == (numbers[1], [b"an end of its function"])
+        second.send(pack(Kind.RESULT, numbers[1]), bytes(1), pickle.dumps(2), b"")
+        assert coordinator.fetch(values, 20) == [1, 2]
+
+
+def test_noise_on_the_port(cluster: PlainCluster) -> None:
+    """From who has no keys: neither an end nor silence."""
+    host, port = cluster.addresses[0].removeprefix("tcp://").split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+    noises = [
+        b"",
+        b"GET / HTTP/1.0\r\n\r\n",
+        greeting[:20],
+        greeting + b"\x06" + b"\xff" * 8,
+        greeting + b"\x04\xc8\x05HELLO" + os.urandom(194),
+        greeting.replace(b"CURVE", b"NULL\0") + b"\x04\x06\x05READY",
+        *map(os.urandom, range(1, 400, 20)),
+    ]
+    connections = []
+    for noise in noises:
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(noise)
+        connections.append(connection)
+    coordinator = cluster.coordinator()
+    values = [coordinator.schedule(os.getpid) for _ in range(20)]
+    assert set(coordinator.fetch(values, 20)) == {task.pid for task in cluster.tasks.values()}
+    for connection in connections:
+        connection.close()
+
+
 def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     with impostor(cluster.keys) as fake:

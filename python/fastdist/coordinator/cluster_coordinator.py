@@ -18,6 +18,7 @@ from fastdist.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from fastdist.coordinator.remote_value import RemoteValue
 from fastdist.coordinator.shipping import Definitions
 from fastdist.coordinator.unpicklable import parts_of_function, pickled_or_named
+from fastdist.errors import FastdistError
 from fastdist.ps.keys import Keys
 from fastdist.values import map_structure
 
@@ -235,7 +236,10 @@ class ClusterCoordinator:
             if not self._backlog.is_empty:  # another thread has scheduled more
                 return
             reports, self._dispatcher.reports = self._dispatcher.reports, []
-            self.strategy.take_reports(reports)
+            try:
+                self.strategy.take_reports(reports)
+            except Exception as error:
+                raise FastdistError(f"a worker's news cannot be read: {error!r}") from error
             if not self._is_idle:
                 self._is_idle = True
                 self.strategy.after_calls()

@@ -107,15 +107,20 @@ def unpack(
         known = ", ".join(f"{one.name} = {one}" for one in expected)
         raise FastdistError(f"a message of kind {kind}, expected {known}")
     rest = frames[1:]
-    if len(rest) != len(sizes) or any(
-        size is not None and len(frame) != size for frame, size in zip(rest, sizes, strict=True)
-    ):
-        got = [len(frame) for frame in rest]
-        raise FastdistError(
-            f"a {Kind(kind).name} with frames of {got} bytes, expected "
-            f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
-        )
+    if len(rest) != len(sizes):
+        raise _wrong_frames(kind, sizes, rest)
+    for size, frame in zip(sizes, rest, strict=True):
+        if size is not None and len(frame) != size:
+            raise _wrong_frames(kind, sizes, rest)
     return Kind(kind), number, rest
+
+
+def _wrong_frames(kind: int, sizes: Sizes, got: Sequence[bytes]) -> FastdistError:
+    expected = ", ".join("any" if size is None else str(size) for size in sizes)
+    return FastdistError(
+        f"a {Kind(kind).name} with frames of {[len(frame) for frame in got]} bytes, expected "
+        f"[{expected}]"
+    )
 
 
 def set_options(socket: zmq.Socket[bytes]) -> None:

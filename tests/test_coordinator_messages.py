@@ -5,6 +5,7 @@ import pickle
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def test_coordinators_refuse_what_is_no_message(
     with impostor(cluster.keys) as fake:
         for message in unreadable():
             caplog.clear()
-            job = PlainJob([cluster.addresses[0], fake.address], cluster.keys)
+            job = PlainJob([fake.address, cluster.addresses[0]], cluster.keys)
             coordinator = fd.ClusterCoordinator(job)
             fake.be_ready()
             wait_for(lambda known=coordinator: known.workers == [0, 1])
@@ -139,16 +140,21 @@ def test_coordinators_refuse_what_is_no_message(
             fake.receive_until(Kind.CALL)
             fake.send(*message)
             assert coordinator.fetch(values, 20) == [divmod(i, 2) for i in range(4)]
-            assert coordinator.workers == [0]
+            assert coordinator.workers == [1]
             assert f"{fake.address} is not used" in caplog.text
+
+
+class Exits:
+    def __reduce__(self) -> tuple[Any, tuple[int]]:
+        return sys.exit, (3,)
 
 
 def test_errors_and_results_that_cannot_be_read(cluster: PlainCluster) -> None:
     with impostor(cluster.keys) as fake:
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.be_ready()
-        for content in (b"", b"no pickle", pickle.dumps(1), pickle.dumps((1, 2)),
-                        pickle.dumps((KeyboardInterrupt(), ""))):  # fmt: skip
+        contents = [pickle.dumps(made) for made in (1, (1, 2), (KeyboardInterrupt(), ""), Exits())]
+        for content in (b"", b"no pickle", *contents):
             value = coordinator.schedule(os.getpid)
             number, _ = fake.receive_until(Kind.CALL)
             fake.send(pack(Kind.RESULT, number), bytes([Outcome.RAISED]), content, b"")

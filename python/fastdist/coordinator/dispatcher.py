@@ -120,7 +120,7 @@ class Dispatcher:
         try:
             while not self._is_closing:
                 self._turn()
-        except Exception as error:  # nobody else would tell those who wait
+        except BaseException as error:  # nobody else would tell those who wait
             failure = FastdistError(f"the coordinator's dispatcher has failed: {error!r}")
             failure.__cause__ = error
             self._backlog.close(failure)
@@ -298,7 +298,7 @@ def _error_in(content: bytes, address: str) -> Exception:
         error, text = pickle.loads(content)
         if not isinstance(error, Exception):
             raise TypeError(f"{type(error).__name__} is no error")
-    except Exception as problem:
+    except BaseException as problem:  # what users' errors do when they are read, is theirs
         error, text = FastdistError(f"a worker's error that cannot be read here: {problem!r}"), ""
     if isinstance(error, StopIteration):
         error = FastdistError(

@@ -1,5 +1,6 @@
 """Training on parameter servers in spite of lost workers and servers."""
 
+import gc
 import os
 import signal
 import time
@@ -155,6 +156,69 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
     wait_for(lambda: len(coordinator.workers) == 2)
     for server in range(3):
         assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}
+
+
+@pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 1}])
+def test_checkpoints_of_functions_that_run(
+    cluster: PsCluster, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    """Each function is in a checkpoint as a whole, on all servers, or not at all."""
+    strategy = cluster.strategy(**mode)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in model).neg().backward()
+            optimizer.step()
+
+    values = [coordinator.schedule(train) for _ in range(60)]
+    counts = []
+    wait_for(values[3].is_done)
+    while not values[-1].is_done():
+        strategy.save(tmp_path)
+        saved = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(3)])
+        fd.checkpoint.load(saved, tmp_path)
+        (count,) = {value.item() for parameter in saved for value in parameter.unique()}
+        counts.append(count)
+    coordinator.join()
+    assert len(counts) > 1
+    assert counts == sorted(counts)
+    assert all(count % 2 == 0 for count in counts)
+    assert counts[0] > 0
+    coordinator.schedule(time.sleep, (0.5,))
+    with pytest.raises(FastdistError, match="1 scheduled functions have not ended; join first"):
+        strategy.restore(tmp_path)
+    coordinator.join()
+    strategy.restore(tmp_path)
+    assert model[0][0].item() == counts[-1]
+
+
+@pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 0}])
+def test_one_coordinator_after_another(cluster: PsCluster, mode: dict[str, Any]) -> None:
+    """Servers do not take the steps of the second for those of the first."""
+    strategy = cluster.strategy(**mode)
+    with strategy.scope():
+        weight = nn.Parameter(torch.zeros(3))
+        model = nn.ParameterList([weight])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model[0].sum().neg().backward()
+        optimizer.step()
+
+    for count in (3, 5):
+        coordinator = cluster.coordinator(strategy)
+        for _ in range(count):
+            coordinator.schedule(train)
+            coordinator.join()
+        del coordinator
+        gc.collect()
+    assert weight.tolist() == [8.0] * 3
 
 
 @pytest.mark.parametrize("is_early", [True, False])

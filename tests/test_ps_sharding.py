@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fastdist import _core
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.partition import (
@@ -199,3 +201,57 @@ def test_equal_ids_are_fetched_once(client: Client) -> None:
     assert (local.tolist(), places.tolist()) == ([7, 8], [0, 0, 1, 0])
     local, _, places = table._owners.route_distinct(np.arange(100) % 95)  # not worth a copy
     assert (local.size, places) == (100, None)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("rows", [40, None])
+@pytest.mark.parametrize(
+    ("rule", "torchs"),
+    [
+        (RuleSpec("Adam", {"lr": 0.01}), torch.optim.SparseAdam),
+        (RuleSpec("Adagrad", {"lr": 0.1, "lr_decay": 0.1}), torch.optim.Adagrad),
+    ],
+    ids=["Adam", "Adagrad"],
+)
+def test_all_servers_count_all_steps(
+    servers: int, rows: int | None, rule: RuleSpec, torchs: Any
+) -> None:
+    """Also those that have no row of a step, and where a step has no row at all."""
+    random = np.random.default_rng(3)
+    initial = random.standard_normal((40, 4)).astype(np.float32)
+    weight = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = torchs([weight], **rule.options)
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(Server()).address for _ in range(servers)]
+        client = stack.enter_context(Client(addresses))
+        placement = RoundRobin(servers, FixedShards(servers))
+        pieces = placement.place((40, 4), 4) if rows else placement.everywhere()
+        table = ShardedRows(client, RowsSpec("rows", 4, rule, rows), pieces)
+        table.assign(np.arange(40), initial)
+        for step in range(12):
+            ids = random.integers(0, 10, 3) if step % 3 else np.zeros(0, np.int64)
+            gradient = random.standard_normal((ids.size, 4)).astype(np.float32)
+            table.push(ids, gradient)
+            weight.grad = torch.sparse_coo_tensor(
+                ids[None], gradient, (40, 4), check_invariants=True
+            )
+            optimizer.step()
+        last = np.array([35])
+        table.push(last, np.ones((1, 4), np.float32))
+        weight.grad = torch.sparse_coo_tensor(
+            last[None], np.ones((1, 4), np.float32), (40, 4), check_invariants=True
+        )
+        optimizer.step()
+        np.testing.assert_allclose(table.pull(np.arange(40)), weight.detach(), atol=1e-6)
+
+
+def test_a_limit_of_rows_is_of_all_servers() -> None:
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(Server()).address for _ in range(3)]
+        client = stack.enter_context(Client(addresses))
+        spec = RowsSpec("rows", 2, SGD, max_rows=3000)
+        table = ShardedRows(client, spec, RoundRobin(3).everywhere())
+        for ids in np.arange(12_000).reshape(12, -1):
+            table.push(ids, np.ones((ids.size, 2), np.float32))
+        kept = sum(client.stats(server)["objects"][0]["rows"] for server in range(3))
+        assert 2400 <= kept <= 3000

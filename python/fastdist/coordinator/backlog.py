@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fastdist.coordinator.remote_value import RemoteValue
@@ -57,6 +58,7 @@ class Backlog:
         self._unfinished: dict[int, Call] = {}
         self._failed: RemoteValue | None = None
         self._closed: Exception | None = None
+        self._resting = 0  # those that want no call to run
 
     # --- the caller's side ----------------------------------------------------------------------
 
@@ -108,6 +110,19 @@ class Backlog:
         if failed is not None:
             failed.fetch()
 
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No call runs inside: those that do are waited for, and others begin afterwards."""
+        with self.changed:
+            self._resting += 1
+        try:
+            self.wait_for(lambda: len(self._waiting) == len(self._unfinished))
+            yield
+        finally:
+            with self.changed:
+                self._resting -= 1
+            self.when_wanted()
+
     @property
     def is_empty(self) -> bool:
         """Whether all calls have ended."""
@@ -142,7 +157,7 @@ class Backlog:
     def take(self) -> Call | None:
         """The next call that may begin now."""
         with self.changed:
-            if not self._waiting:
+            if not self._waiting or self._resting:
                 return None
             call = self._waiting[0]
             if self._max_staleness is not None:

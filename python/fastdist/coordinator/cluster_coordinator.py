@@ -31,6 +31,7 @@ class Job(Protocol):
     synchronous: bool
     max_staleness: int | None
     definitions: Definitions
+    backlog: Backlog | None
 
     def before_calls(self) -> bytes:
         """No function runs, and some will: what workers have to know; as before: the same."""
@@ -73,7 +74,7 @@ class ClusterCoordinator:
             )
         self.strategy = strategy
         self._definitions = strategy.definitions
-        self._backlog = Backlog(max_queued, strategy.max_staleness)
+        self._backlog = strategy.backlog = Backlog(max_queued, strategy.max_staleness)
         self._is_idle = True
         self._lock = threading.RLock()  # of that; several threads may schedule and join
         self._pid = os.getpid()

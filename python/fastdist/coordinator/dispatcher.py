@@ -35,6 +35,7 @@ from fastdist.ps.keys import Keys
 
 _AHEAD = 2  # calls that a worker has at once: the next is there when one ends
 _LOOK_S = 1.0
+_numbers = itertools.count(1)  # of calls; servers know steps by them, whichever coordinator's
 _log = logging.getLogger(__name__)
 
 
@@ -73,7 +74,6 @@ class Dispatcher:
         self._seed = seed
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
-        self._numbers = itertools.count(1)
         self._context = zmq.Context()
         self._links = [WorkerLink(self._context, address, keys) for address in addresses]
         self._poller = zmq.Poller()
@@ -247,13 +247,13 @@ class Dispatcher:
             call = self._backlog.take()
             if call is None:
                 return
-            number = next(self._numbers)
+            number = next(_numbers)
             if not self._send_call(link, call, number, number, 1):
                 ready.remove(link)
 
     def _assign_group(self, group: Group, links: Sequence[WorkerLink]) -> None:
         pairs = [(link, call) for link in links if (call := self._backlog.take()) is not None]
-        numbers = [next(self._numbers) for _ in pairs]
+        numbers = [next(_numbers) for _ in pairs]
         for (link, call), number in zip(pairs, numbers, strict=True):
             group.add(number, link)
             if not self._send_call(link, call, number, numbers[0], len(pairs)):

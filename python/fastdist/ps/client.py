@@ -230,6 +230,9 @@ class Client:
             if is_late
             else f"is gone: the connection broke during or before {ticket.op.name}, and there was "
             f"none again for {self._grace_s:g} s"
+            if self._connections[ticket.server].was_there
+            else f"has not let this client in for {self._grace_s:g} s: it has other keys, or is no "
+            "parameter server of fastdist"
         )
         server = ticket.server
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))

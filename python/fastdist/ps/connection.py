@@ -28,12 +28,14 @@ class Connection:
     Attributes:
         socket: carries requests and replies.
         monitor: readable when `take_events` has something to do.
+        was_there: whether the server has ever let this client in.
         lost_at: when a connection that there was has ended, on the monotonic clock; None while
             there is one, and before the first.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Keys | None) -> None:
         self.address = address
+        self.was_there = False
         self.lost_at: float | None = None
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
@@ -77,4 +79,5 @@ class Connection:
             else:
                 is_back = self.lost_at is not None
                 self.lost_at = None
+                self.was_there = True
         return is_back

@@ -40,8 +40,10 @@ def listen(
         max_frame_bytes: connections that send larger frames are dropped.
 
     Raises:
+        ValueError: the port is none.
         zmq.ZMQError, OSError: the address cannot be bound.
     """
+    _split(address)
     routers: list[zmq.Socket[bytes]] = []
     try:
         for _ in range(sockets):
@@ -94,7 +96,12 @@ def _shared_listener(address: SplitResult) -> int:
 
 def _split(address: str) -> SplitResult:
     """`*` stands for a free port, which is 0 elsewhere."""
-    return urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
+    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{address}: {error}") from None
+    return parts
 
 
 def _is_local(address: str) -> bool:

@@ -290,10 +290,12 @@ class ShardedRows:
         if places is not None:
             rows = rows.take(places, 0)
         wire = self._wire if op is Op.PUSH_ROWS else None
+        # Where pushes are counted, all pieces count them.
+        for_all = op is Op.PUSH_ROWS and (self.spec.rule.counts_steps or self.spec.max_age)
         tickets = [
             self._send(op, piece, [local[part], encoded(rows[part], wire)], lr, round, steps[piece])
             for piece, part in enumerate(_slices(counts))
-            if part.start < part.stop
+            if for_all or part.start < part.stop
         ]
         return Pending(self._client, [tickets], _nothing)
 
@@ -328,7 +330,9 @@ class ShardedRows:
             return self.spec
         piece, name = self.pieces[number], self.spec.name
         if self.spec.rows is None:
-            return dataclasses.replace(self.spec, name=f"{name}[{number} of {len(self.pieces)}]")
+            name = f"{name}[{number} of {len(self.pieces)}]"
+            most = self.spec.max_rows and -(-self.spec.max_rows // len(self.pieces))
+            return dataclasses.replace(self.spec, name=name, max_rows=most)
         rows = piece.end - piece.begin
         return dataclasses.replace(self.spec, name=f"{name}[{piece.begin}:]", rows=rows)
 

@@ -38,6 +38,11 @@ class RuleSpec:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()}
         return _core.UpdateRule(self.name, **options)
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether what a push does depends on how many there were before."""
+        return self.name in ("Adam", "AdamW") or bool(self.options.get("lr_decay"))
+
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from fastdist.coordinator.backlog import Backlog
 from fastdist.coordinator.shipping import Definitions
 from fastdist.coordinator.worker import Stopped, Worker
 from fastdist.errors import ClusterConfigError, FastdistError
@@ -142,6 +143,7 @@ class ParameterServerStrategy(LinkedStrategy):
         self.definitions.name(self, self.definitions.define(strategy_here))
         self._wishes = Wishes(wire, refuse_nonfinite)
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
+        self.backlog: Backlog | None = None  # of the coordinator
         self._models: list[ServedModel] = []
         self._generation = 0
 
@@ -217,25 +219,32 @@ class ParameterServerStrategy(LinkedStrategy):
     def save(self, directory: str | Path) -> None:
         """Write all that is on the servers, with the state of optimizers, as safetensors.
 
-        Servers write the files: all of them must see the directory. Functions may run meanwhile.
+        Servers write the files: all of them must see the directory. Functions that run are waited
+        for, others begin afterwards: each is in the checkpoint as a whole, or not at all.
         What was there before stays valid until the new checkpoint is complete.
 
         Raises:
             OSError: a server could not write.
             UnavailableError: a server is gone.
         """
-        save_checkpoint(self.client, directory, self._sharded())
+        with contextlib.nullcontext() if self.backlog is None else self.backlog.at_rest():
+            save_checkpoint(self.client, directory, self._sharded())
 
     def restore(self, directory: str | Path) -> None:
-        """Bring back what `save` wrote, into any number of servers; no function may run.
+        """Bring back what `save` wrote, into any number of servers.
 
         Also when servers were lost and are there again.
 
         Raises:
+            FastdistError: there are functions that have not ended.
             FileNotFoundError: there is no checkpoint.
             ValueError: it lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
+        if self.backlog is not None and not self.backlog.is_empty:
+            raise FastdistError(
+                f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
+            )
         for model in self._models:
             model.connect(initialize=True)
         self._generation += 1

@@ -232,7 +232,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     words = ["list", "file", "import", "self", "error", "true", "bytes", "thread", "read", "http"]
     parser.add_argument("--neighbours", nargs="*", default=words, help="of which words to print")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.words < 10_000 or min(options.steps, options.batch_size, options.dim) < 1:
+        parser.error("--words must be at least 10000; --steps, --batch-size and --dim at least 1")
+    return options
 
 
 if __name__ == "__main__":

@@ -203,6 +203,7 @@ def test_equal_ids_are_fetched_once(client: Client) -> None:
     assert (local.size, places) == (100, None)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes its own
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("rows", [40, None])
 @pytest.mark.parametrize(

@@ -5,30 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_collectives
+import gpu_lifetimes
 import pytest
 from fastdist import _core
 
 HERE = Path(__file__).resolve().parent
-PARTS = [
-    "reductions",
-    "moves",
-    "uneven",
-    "pairs",
-    "lists",
-    "grouped",
-    "compression",
-    "streams",
-    "alternating",
-    "memory",
-    "graphs",
-    "meanwhile",
-    "bad_input",
-    "late",
-    "absent",
-    "groups",
-    "shrinking",
-    "aborting",
-]
+PARTS = [part.__name__ for part in (*gpu_collectives.PARTS, *gpu_lifetimes.PARTS)]
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_collectives
+import gpu_lifetimes
 import pytest
 from fastdist import _core
 
@@ -18,21 +20,8 @@ pytestmark = pytest.mark.skipif(
     not BUILT, reason="the module was not built upon virtual GPUs (CMake preset virtual_gpu)"
 )
 
-COLLECTIVES = ["reductions", "moves", "uneven", "pairs", "lists", "grouped", "compression"]
-LIFETIMES = [
-    "streams",
-    "alternating",
-    "memory",
-    "graphs",
-    "meanwhile",
-    "bad_input",
-    "late",
-    "absent",
-    "groups",
-    "shrinking",
-    "aborting",
-    "uncompared",
-]
+COLLECTIVES = [part.__name__ for part in gpu_collectives.PARTS]
+LIFETIMES = [part.__name__ for part in (*gpu_lifetimes.PARTS, *gpu_lifetimes.VIRTUAL_PARTS)]
 
 
 def run(command: list[str], gpus: int, settings: dict[str, str]) -> None:
@@ -69,7 +58,7 @@ def test_processes_with_a_gpu_each() -> None:
 
 @pytest.mark.parametrize("version", ["22703", "22809"])
 def test_older_libraries(version: str) -> None:
-    """Without all_to_all, gather, scatter and revoke; ranks share a GPU as if on several hosts."""
+    """Without all_to_all, gather and scatter; ranks share a GPU as if on several hosts."""
     parts = ["moves", "uneven", *LIFETIMES]
     as_processes(2, 1, parts, VIRTUAL_NCCL_VERSION=version, VIRTUAL_NCCL_WINDOWS="0")
 

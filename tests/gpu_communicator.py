@@ -1,6 +1,6 @@
 """One rank of a job on GPUs, real or virtual: arrays there and on the host, by `Communicator`.
 
-Started by test_nccl_gpu.py and test_virtual_gpus.py; as threads of one process by `threads`.
+Started by test_communicator_gpu.py; as threads of one process by `threads`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fastdist import Communicator
 from fastdist.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    FastdistError,
     PeerFailureError,
     UnsupportedError,
 )
@@ -159,6 +160,42 @@ def groups(comm: Communicator) -> None:
     x = arrays.array(floats(comm))
     comm.all_reduce(x)
     require(x, total(comm))
+
+
+def shrinking(comm: Communicator) -> None:
+    """While all is well; a_killed_rank does it after a failure."""
+    last = comm.world_size - 1
+    comm.all_reduce(arrays.full(4, 1))
+    if comm.rank == last:
+        return comm.close()
+    comm = comm.shrink([last])
+    x = arrays.array(floats(comm))
+    comm.all_reduce(x)
+    require(x, total(comm))
+
+
+def aborting(comm: Communicator) -> None:
+    """What waits on the device for another rank is ended, and the others are told."""
+    comm.all_reduce(arrays.full(4, 1))
+    x = arrays.full(4, comm.rank)
+    if comm.rank == 0:
+        comm.recv(x, 1)
+        assert arrays.is_full(x, 1)
+    elif comm.rank == 1:
+        comm.send(x, 0)
+    comm.barrier()
+    if comm.rank == 0:
+        comm.recv(x, 1)
+        start = time.monotonic()
+        comm.abort()
+        arrays.synchronize()
+        assert time.monotonic() - start < 5
+        with pytest.raises(FastdistError, match="rank 0 has called abort"):
+            comm.all_reduce(x)
+    else:
+        with pytest.raises(PeerFailureError) as error:
+            comm.all_reduce(x)
+        assert error.value.ranks == (0,)
 
 
 def bad_arrays(comm: Communicator) -> None:

@@ -179,56 +179,8 @@ def absent(r: Rank) -> None:
     gpu = r.connect(r.new_id())
     r.call("barrier", gpu=gpu)
     gpu.close()
-
-
-def groups(r: Rank) -> None:
-    a = r.arrays
-    half = r.gpu.split(r.rank % 2, -r.rank, None, a.current_stream(), 60.0)
-    assert half is not None
-    members = list(range(r.rank % 2, r.size, 2))[::-1]
-    assert (half.rank, half.size) == (members.index(r.rank), len(members))
-    x = a.full(10, r.rank)
-    r.call("all_reduce", x, "sum", None, None, 0, gpu=half)
-    assert a.is_full(x, sum(members))
-    r.call("broadcast", x, 0, None, gpu=half)
-    one = r.gpu.split(0 if r.rank == 0 else -1, 0, None, a.current_stream(), 60.0)
-    assert (one is None) == (r.rank != 0)
-    half.close()
     with pytest.raises(errors.FastdistError, match="closed"):
-        r.call("barrier", gpu=half)
-    r.call("barrier")
-
-
-def shrinking(r: Rank) -> None:
-    """Without the last rank: while all is well, and after it did not come to a call."""
-    a, last = r.arrays, r.size - 1
-    if r.size == 1:
-        return
-    if r.rank != last:
-        fewer = r.gpu.shrink([last], False, None, 60.0)
-        x = a.full(10, r.rank)
-        r.call("all_reduce", x, "sum", None, None, 0, gpu=fewer)
-        assert a.is_full(x, sum(range(last)))
-        fewer.close()
-    r.host.barrier()
-    gpu = r.connect(r.new_id())
-    x = a.full(10, 1)
-    if r.rank != last:
-        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=1.0)
-        with pytest.raises(errors.CollectiveTimeoutError):
-            work.synchronize(60)
-    r.host.barrier()
-    if r.rank != last and "ncclCommRevoke" in r.nccl.has:
-        left = gpu.shrink([last], True, None, 60.0)
-        a.fill(x, 1)
-        r.call("all_reduce", x, "sum", None, None, 0, gpu=left)
-        assert a.is_full(x, last)
-        left.close()
-    elif r.rank != last:
-        with pytest.raises(errors.UnsupportedError, match=r"2\.28\.7"):
-            gpu.shrink([last], True, None, 60.0)
-    gpu.close()
-    r.host.barrier()
+        r.call("barrier", gpu=gpu)
 
 
 def aborting(r: Rank) -> None:
@@ -270,8 +222,6 @@ PARTS: tuple[Any, ...] = (
     bad_input,
     late,
     absent,
-    groups,
-    shrinking,
     aborting,
 )
 VIRTUAL_PARTS = (uncompared,)

@@ -20,7 +20,7 @@ LIMIT_S = 150
 
 # What needs no other rank, what does, and what ends with the loss of one.
 ALONE = ["every_op", "among_calls_on_the_host", "on_given_streams", "bad_arrays"]
-TOGETHER = ["disagreement", "groups"]
+TOGETHER = ["disagreement", "groups", "shrinking", "aborting"]
 LOSING = ["a_late_rank", "a_killed_rank"]
 
 pytestmark = [

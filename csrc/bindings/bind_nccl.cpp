@@ -61,26 +61,6 @@ std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device
   return own(std::move(made), std::move(checker));
 }
 
-std::shared_ptr<Gpu> split(Gpu& self, int color, int key, const py::object& host,
-                           const py::object& stream, const py::object& timeout) {
-  auto checker = make_checker(host);
-  auto* const handle = to_stream(stream);
-  auto made = without_gil(timeout, [&](CallOptions options) {
-    options.stream = handle;
-    return self.communicator().split(color, key, checker.get(), options);
-  });
-  return own(std::move(made), std::move(checker));
-}
-
-std::shared_ptr<Gpu> shrink(Gpu& self, const std::vector<int>& exclude, bool after_failure,
-                            const py::object& host, const py::object& timeout) {
-  auto checker = make_checker(host);
-  auto made = without_gil(timeout, [&](const CallOptions& options) {
-    return self.communicator().shrink(exclude, after_failure, checker.get(), options);
-  });
-  return own(std::move(made), std::move(checker));
-}
-
 // Device memory; given back when this object goes, which waits for the device.
 struct GpuMemory {
   std::shared_ptr<nccl::Memory> memory;
@@ -206,8 +186,6 @@ void bind_nccl(py::module_& m) {
              g.keep_for_last(to_stream(stream), std::move(arrays));
            })
       .def("allocate", &allocate)
-      .def("split", &split)
-      .def("shrink", &shrink)
       .def("abort",
            [](Gpu& g, const std::string& why) {
              const GilRelease release;

@@ -65,10 +65,7 @@ struct Config {
   int nvls_ctas = INT_MIN;
 };
 
-inline constexpr int kNoColor = -1;
 inline constexpr int kSymmetricWindow = 1;
-inline constexpr int kShrinkDefault = 0;
-inline constexpr int kShrinkAbort = 1;
 
 // Every function: its name here, its name in NCCL, and its parameters. The optional ones are null
 // where the library is older than they are.
@@ -76,13 +73,9 @@ inline constexpr int kShrinkAbort = 1;
   REQUIRED(get_version, ncclGetVersion, (int*))                                                  \
   REQUIRED(get_unique_id, ncclGetUniqueId, (UniqueId*))                                          \
   REQUIRED(init_rank, ncclCommInitRankConfig, (Comm*, int, UniqueId, int, Config*))              \
-  REQUIRED(finalize, ncclCommFinalize, (Comm))                                                   \
   REQUIRED(destroy, ncclCommDestroy, (Comm))                                                     \
   REQUIRED(abort, ncclCommAbort, (Comm))                                                         \
-  REQUIRED(split, ncclCommSplit, (Comm, int, int, Comm*, Config*))                               \
   REQUIRED(get_async_error, ncclCommGetAsyncError, (Comm, Result*))                              \
-  REQUIRED(count, ncclCommCount, (Comm, int*))                                                   \
-  REQUIRED(user_rank, ncclCommUserRank, (Comm, int*))                                            \
   REQUIRED(mem_alloc, ncclMemAlloc, (void**, std::size_t))                                       \
   REQUIRED(mem_free, ncclMemFree, (void*))                                                       \
   REQUIRED(register_memory, ncclCommRegister, (Comm, void*, std::size_t, void**))                \
@@ -102,8 +95,6 @@ inline constexpr int kShrinkAbort = 1;
   REQUIRED(group_end, ncclGroupEnd, ())                                                          \
   OPTIONAL(window_register, ncclCommWindowRegister, (Comm, void*, std::size_t, Window*, int))    \
   OPTIONAL(window_deregister, ncclCommWindowDeregister, (Comm, Window))                          \
-  OPTIONAL(shrink, ncclCommShrink, (Comm, int*, int, Comm*, Config*, int))                       \
-  OPTIONAL(revoke, ncclCommRevoke, (Comm, int))                                                  \
   OPTIONAL(all_to_all, ncclAlltoAll, (const void*, void*, std::size_t, DataType, Comm, Stream))  \
   OPTIONAL(gather, ncclGather, (const void*, void*, std::size_t, DataType, int, Comm, Stream))   \
   OPTIONAL(scatter, ncclScatter, (const void*, void*, std::size_t, DataType, int, Comm, Stream))

@@ -123,7 +123,7 @@ std::shared_ptr<const Mark> NcclCommunicator::mark(StreamHandle stream) {
   return std::make_shared<EventMark>(events_, stream, true);
 }
 
-// --- Memory, other communicators, the end -----------------------------------------------------
+// --- Memory, the end --------------------------------------------------------------------------
 
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symmetric,
                                                    const CallOptions& options) {
@@ -133,55 +133,6 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symme
   const auto memory = std::make_shared<NcclMemory>(handle_, bytes, symmetric, options);
   // Dropped like any array, also while a call is at it, and NCCL does not wait.
   return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
-}
-
-std::unique_ptr<GpuCommunicator> NcclCommunicator::adopt(abi::Comm comm, Checker* checker,
-                                                         const CallOptions& options) {
-  if (comm == nullptr) return nullptr;
-  auto handle = std::make_shared<Handle>(comm, handle_->device(), handle_->is_blocking());
-  handle->settle(options, "ncclCommSplit");
-  int rank = 0;
-  int size = 0;
-  handle->check(functions().user_rank(comm, &rank), "ncclCommUserRank");
-  handle->check(functions().count(comm, &size), "ncclCommCount");
-  return std::make_unique<NcclCommunicator>(std::move(handle), rank, size, checker);
-}
-
-std::unique_ptr<GpuCommunicator> NcclCommunicator::split(int color, int key, Checker* checker,
-                                                         const CallOptions& options) {
-  const Call call(*this, {.op = Op::kBarrier}, options);
-  abi::Config config;
-  config.blocking = handle_->is_blocking() ? 1 : 0;
-  abi::Comm comm = nullptr;
-  handle_->check(
-      functions().split(handle_->get(), color < 0 ? abi::kNoColor : color, key, &comm, &config),
-      "ncclCommSplit");
-  handle_->settle(options, "ncclCommSplit");
-  return adopt(comm, checker, options);
-}
-
-std::unique_ptr<GpuCommunicator> NcclCommunicator::shrink(std::span<const int> exclude,
-                                                          bool after_failure, Checker* checker,
-                                                          const CallOptions& options) {
-  options.caller->may_block();
-  const abi::Functions& f = functions();
-  if (f.shrink == nullptr || !handle_->is_alive()) {
-    throw Error(ErrorCode::kUnsupported,
-                "shrink needs NCCL 2.27, and after a failure NCCL 2.28.7 or newer; make a new "
-                "communicator of the ranks that are left");
-  }
-  const cuda::DeviceGuard device(handle_->device());
-  std::vector<int> excluded(exclude.begin(), exclude.end());
-  abi::Config config;
-  config.blocking = handle_->is_blocking() ? 1 : 0;
-  abi::Comm comm = nullptr;
-  const abi::Result result =
-      f.shrink(handle_->get(), excluded.data(), static_cast<int>(excluded.size()), &comm, &config,
-               after_failure ? abi::kShrinkAbort : abi::kShrinkDefault);
-  if (result != abi::kSuccess && result != abi::kInProgress) {
-    throw to_error(result, "ncclCommShrink", handle_->get());
-  }
-  return adopt(comm, checker, options);
 }
 
 // NCCL's own destruction would wait without an end, and nobody could abort it.

@@ -66,11 +66,6 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
                                                  const CallOptions&) override;
-  [[nodiscard]] std::unique_ptr<GpuCommunicator> split(int color, int key, Checker* checker,
-                                                       const CallOptions&) override;
-  [[nodiscard]] std::unique_ptr<GpuCommunicator> shrink(std::span<const int> exclude,
-                                                        bool after_failure, Checker* checker,
-                                                        const CallOptions&) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished what was enqueued, or a call of it is late.
   void close() noexcept override;
@@ -85,9 +80,6 @@ class NcclCommunicator final : public GpuCommunicator {
     return static_cast<StreamHandle>(options.stream);
   }
   [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? captured_ : eager_; }
-  [[nodiscard]] std::unique_ptr<GpuCommunicator> adopt(abi::Comm comm, Checker* checker,
-                                                       const CallOptions& options);
-
   // What the ranks compare and see in messages.
   [[nodiscard]] static Signature told(const Signature& signature, const CallOptions& options);
   // communicator.cpp: whether `flag` is set on every rank; compares the signature on the way.

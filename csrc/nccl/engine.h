@@ -93,15 +93,6 @@ class GpuCommunicator : public Communicator {
   // Collective. `symmetric`: every rank asks for as much, and it may become a window.
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
                                                          const CallOptions&) = 0;
-  // Collective. Ranks of one color come together, ordered by key; a negative color gets null.
-  [[nodiscard]] virtual std::unique_ptr<GpuCommunicator> split(int color, int key, Checker* checker,
-                                                               const CallOptions&) = 0;
-  // Called by every rank but the excluded ones. Where `after_failure`, what still runs is ended.
-  [[nodiscard]] virtual std::unique_ptr<GpuCommunicator> shrink(std::span<const int> exclude,
-                                                                bool after_failure,
-                                                                Checker* checker,
-                                                                const CallOptions&) = 0;
-
   // Ends what runs, here and now; peers that take part in it wait until they are aborted, too.
   virtual void abort(const std::string& why) noexcept = 0;
   virtual void close() noexcept = 0;

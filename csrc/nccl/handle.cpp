@@ -58,14 +58,23 @@ void Handle::throw_unless_settled(abi::Result result, const char* call) const {
   throw to_error(result, call, comm_);
 }
 
+// Another thread may give the communicator up meanwhile, and NCCL forgets it then.
+abi::Result Handle::report() const {
+  const std::lock_guard lock(mutex_);
+  if (failed_) return abi::kSuccess;
+  abi::Result result = abi::kSuccess;
+  const abi::Result asked = functions().get_async_error(comm_, &result);
+  return asked == abi::kSuccess ? result : asked;
+}
+
 void Handle::settle(const CallOptions& options, const char* call) {
   if (blocking_) return;
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   std::chrono::microseconds pause{1};
   for (;;) {
-    abi::Result result = abi::kSuccess;
-    check(functions().get_async_error(comm_, &result), "ncclCommGetAsyncError");
+    const abi::Result result = report();
+    check_usable();
     if (result == abi::kSuccess) return;
     if (result != abi::kInProgress) {  // for good: NCCL destroys such a one only by an abort
       fail(to_error(result, call, comm_));
@@ -89,23 +98,12 @@ void Handle::settle(const CallOptions& options, const char* call) {
 }
 
 std::optional<Error> Handle::background_error() const {
-  const std::lock_guard lock(mutex_);
-  if (failed_ || !alive_) return std::nullopt;
-  abi::Result result = abi::kSuccess;
-  if (functions().get_async_error(comm_, &result) != abi::kSuccess) return std::nullopt;
+  const abi::Result result = report();
   if (result == abi::kSuccess || result == abi::kInProgress) return std::nullopt;
   return to_error(result, "in the background", comm_);
 }
 
-// Revoking leaves what `shrink` goes on from; older libraries can only abort. Both may be called
-// while another thread is in a call of NCCL, which then returns.
-void Handle::end_running() noexcept {
-  const abi::Functions& f = functions();
-  if (f.revoke != nullptr && f.revoke(comm_, 0) == abi::kSuccess) return;
-  alive_.store(false, std::memory_order_release);
-  (void)f.abort(comm_);
-}
-
+// Another thread may be in a call of NCCL, which then returns.
 void Handle::fail(const Error& why) noexcept {
   const std::lock_guard lock(mutex_);
   if (failed_.load(std::memory_order_relaxed) || generation_ != process_generation()) return;
@@ -113,21 +111,19 @@ void Handle::fail(const Error& why) noexcept {
   failed_.store(true, std::memory_order_release);
   try {
     const cuda::DeviceGuard device(device_);
-    end_running();
+    (void)functions().abort(comm_);
   } catch (...) {  // the process is ending, and the driver has gone
   }
 }
 
 void Handle::close() noexcept {
   const std::lock_guard lock(mutex_);
-  if (generation_ != process_generation() || !alive_.load(std::memory_order_acquire)) return;
-  alive_.store(false, std::memory_order_release);
-  const bool failed = failed_.exchange(true, std::memory_order_acq_rel);
-  if (!failed) why_.emplace(ErrorCode::kState, "the communicator is closed");
+  if (!is_usable()) return;
+  why_.emplace(ErrorCode::kState, "the communicator is closed");
+  failed_.store(true, std::memory_order_release);
   try {
     const cuda::DeviceGuard device(device_);
-    const abi::Functions& f = functions();
-    (void)(failed ? f.abort(comm_) : f.destroy(comm_));
+    (void)functions().destroy(comm_);
   } catch (...) {  // the process is ending, and the driver has gone
   }
 }

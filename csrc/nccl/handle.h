@@ -34,8 +34,6 @@ class Handle {
   [[nodiscard]] bool is_usable() const noexcept {
     return !failed_.load(std::memory_order_acquire) && generation_ == process_generation();
   }
-  // Whether NCCL still knows the communicator: memory may be deregistered, survivors may shrink.
-  [[nodiscard]] bool is_alive() const noexcept { return alive_.load(std::memory_order_acquire); }
   // Throws why it is not usable.
   void check_usable() const;
 
@@ -50,13 +48,15 @@ class Handle {
   // NCCL's report of what went wrong in the background; nothing where all is well.
   [[nodiscard]] std::optional<Error> background_error() const;
 
-  // Ends all that runs, for this reason, which every later call throws. Only the first counts.
+  // Ends all that runs, for this reason, which every later call throws; NCCL no longer knows the
+  // communicator then. Only the first counts.
   void fail(const Error& why) noexcept;
   void close() noexcept;
 
  private:
   void throw_unless_settled(abi::Result result, const char* call) const;
-  void end_running() noexcept;
+  // What NCCL reports of the last call and of the background; success where it was given up.
+  [[nodiscard]] abi::Result report() const;
 
   abi::Comm comm_;
   int device_;
@@ -65,7 +65,6 @@ class Handle {
   mutable std::mutex mutex_;  // guards why_ and the end
   std::optional<Error> why_;
   std::atomic<bool> failed_{false};
-  std::atomic<bool> alive_{true};
 };
 
 }  // namespace fastdist::nccl

@@ -57,7 +57,7 @@ NcclMemory::~NcclMemory() {
   try {
     const cuda::DeviceGuard device(handle_->device());
     const abi::Functions& f = functions();
-    if (handle_->is_alive()) {
+    if (handle_->is_usable()) {
       if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
       if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
     }

@@ -326,19 +326,6 @@ class NcclCommunicator:
     def keep_for_last(self, stream: int, arrays: Any, /) -> None: ...
     # collective
     def allocate(self, nbytes: int, symmetric: bool, timeout: float, /) -> GpuMemory: ...
-    # color, key, host, stream, timeout; a negative color gets None
-    def split(
-        self, color: int, key: int, hosts: Any, stream: int, timeout: float, /
-    ) -> NcclCommunicator | None: ...
-    # every rank but the excluded ones; after_failure: what still runs is ended
-    def shrink(
-        self,
-        exclude: Sequence[int],
-        after_failure: bool,
-        hosts: Any,
-        timeout: float,
-        /,
-    ) -> NcclCommunicator | None: ...
     def abort(self, why: str, /) -> None: ...
     def close(self, /) -> None: ...
 

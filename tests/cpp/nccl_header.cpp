@@ -37,10 +37,7 @@ SAME_NUMBER(kProd, ncclProd);
 SAME_NUMBER(kMax, ncclMax);
 SAME_NUMBER(kMin, ncclMin);
 SAME_NUMBER(kAvg, ncclAvg);
-SAME_NUMBER(kNoColor, NCCL_SPLIT_NOCOLOR);
 SAME_NUMBER(kSymmetricWindow, NCCL_WIN_COLL_SYMMETRIC);
-SAME_NUMBER(kShrinkDefault, NCCL_SHRINK_DEFAULT);
-SAME_NUMBER(kShrinkAbort, NCCL_SHRINK_ABORT);
 static_assert(sizeof(UniqueId) == sizeof(ncclUniqueId));
 #ifdef NCCL_API_MAGIC
 static_assert(Config{}.magic == NCCL_API_MAGIC);

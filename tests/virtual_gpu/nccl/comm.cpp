@@ -22,7 +22,7 @@ thread_local std::string the_text;
 
 abi::Result RankComm::status() {
   const std::lock_guard lock(mutex);
-  if (error == abi::kSuccess && !is_revoked && has_failed_peer()) {
+  if (error == abi::kSuccess && has_failed_peer()) {
     error = abi::kRemoteError;
     error_text = "another rank has failed";
   }
@@ -76,7 +76,6 @@ abi::Result find_ready(abi::Comm handle, CommPtr& comm) {
     return refuse(abi::kInvalidArgument, "the call before has not ended yet");
   }
   if (status != abi::kSuccess) return status;
-  if (comm->is_revoked) return refuse(abi::kInvalidUsage, "the communicator has been revoked");
   return abi::kSuccess;
 }
 

@@ -27,14 +27,11 @@ struct RankComm {
   std::shared_ptr<virtual_gpu::Chain> chain = virtual_gpu::make_chain();
 
   std::atomic<bool> is_aborted{false};
-  std::atomic<bool> is_revoked{false};
   std::atomic<bool> is_destroyed{false};
   std::atomic<int> jobs{0};  // of a non-blocking communicator, under way
   std::mutex running;        // held while the device works on a call
 
-  // Hosts' exchanges so far, and shrinks by the ranks that they left out.
-  std::uint64_t turns = 0;
-  std::map<std::uint64_t, std::uint64_t> shrinks;
+  std::uint64_t turns = 0;  // hosts' exchanges so far
 
   std::mutex mutex;  // guards what follows
   abi::Result error = abi::kSuccess;
@@ -42,7 +39,7 @@ struct RankComm {
   std::map<void*, std::size_t> registered;  // by handle
   std::map<void*, void*> windows;           // memory by window
 
-  [[nodiscard]] bool is_given_up() const { return is_aborted || is_revoked || is_destroyed; }
+  [[nodiscard]] bool is_given_up() const { return is_aborted || is_destroyed; }
   [[nodiscard]] bool has_failed_peer() const {
     const Shared* const known = shared.load(std::memory_order_acquire);
     return known != nullptr && known->has_failed.load(std::memory_order_acquire) != 0;
@@ -71,12 +68,9 @@ abi::Result refuse(abi::Result result, const std::string& text);
 // --- Meeting (join.cpp) ----------------------------------------------------------------------
 
 // Joins the segment that `comm` names and waits for all ranks.
-[[nodiscard]] abi::Result join(const CommPtr& comm, const CommPtr& parent);
-// Tells all ranks a note, and gets theirs. Empty: given up.
-[[nodiscard]] std::vector<Note> exchange(RankComm& comm, const Note& note);
-
-// What the notes of an exchange are about: where ranks differ they are not in the same call.
-enum Exchange : std::int64_t { kSplit = 1, kSplitMade = 2, kWindow = 3 };
+[[nodiscard]] abi::Result join(const CommPtr& comm);
+// Tells all ranks a number, and gets theirs. Empty: given up.
+[[nodiscard]] std::vector<std::uint64_t> exchange(RankComm& comm, std::uint64_t number);
 
 // Windows and registrations of a communicator go with it (memory.cpp).
 void forget_memory(RankComm& comm);

@@ -1,4 +1,4 @@
-// How ranks meet, and how their hosts exchange notes.
+// How ranks meet, and how their hosts exchange numbers.
 
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -58,7 +58,7 @@ abi::Result check_devices(const RankComm& comm) {
 
 }  // namespace
 
-abi::Result join(const CommPtr& comm, const CommPtr& parent) {
+abi::Result join(const CommPtr& comm) {
   comm->segment = Segment::open(comm->name);
   if (!comm->segment) return refuse(abi::kSystemError, "the unique id leads nowhere");
   Shared& shared = comm->segment->shared();
@@ -85,31 +85,29 @@ abi::Result join(const CommPtr& comm, const CommPtr& parent) {
     }
     return true;
   };
-  // A parent that was revoked may have children: survivors of a failure.
-  const auto is_over = [&] { return comm->is_over() || (parent && parent->is_aborted); };
-  if (!wait_until(are_all_here, is_over)) {
+  if (!wait_until(are_all_here, [&] { return comm->is_over(); })) {
     return refuse(abi::kInternalError, "connecting was aborted");
   }
   Segment::forget(comm->name);
   return check_devices(*comm);
 }
 
-std::vector<Note> exchange(RankComm& comm, const Note& note) {
+std::vector<std::uint64_t> exchange(RankComm& comm, std::uint64_t number) {
   const std::uint64_t turn = ++comm.turns;
   auto& slots = comm.segment->shared().slots;
   const auto board_of = [&](int rank) -> Board& {
     return slots[static_cast<std::size_t>(rank)].boards[turn % 2];
   };
-  board_of(comm.rank).note = note;
+  board_of(comm.rank).number = number;
   board_of(comm.rank).turn.store(turn, std::memory_order_release);
-  std::vector<Note> notes;
+  std::vector<std::uint64_t> numbers;
   // Whoever writes turn + 2 here has seen all ranks' turn + 1, hence that they have read this one.
   for (int p = 0; p < comm.size; ++p) {
     const auto is_there = [&] { return board_of(p).turn.load(std::memory_order_acquire) >= turn; };
     if (!wait_until(is_there, [&] { return comm.is_over(); })) return {};
-    notes.push_back(board_of(p).note);
+    numbers.push_back(board_of(p).number);
   }
-  return notes;
+  return numbers;
 }
 
 }  // namespace virtual_nccl

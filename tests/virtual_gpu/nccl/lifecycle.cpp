@@ -1,9 +1,5 @@
 // Communicators from their beginning to their end.
 
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
 #include <string>
 #include <thread>
 
@@ -12,10 +8,6 @@
 
 namespace virtual_nccl {
 namespace {
-
-void set_text(Note& note, const std::string& text) {
-  text.copy(note.text.data(), note.text.size() - 1);
-}
 
 abi::Result check_config(const abi::Config* config) {
   if (config == nullptr) return abi::kSuccess;
@@ -27,93 +19,21 @@ abi::Result check_config(const abi::Config* config) {
 
 bool is_blocking(const abi::Config* config) { return config == nullptr || config->blocking != 0; }
 
-// Runs `connect`, which gives `comm` its place among its ranks: at once, or in the background.
-abi::Result begin(const CommPtr& comm, const CommPtr& parent, abi::Comm* handle,
-                  const std::function<abi::Result()>& connect) {
+// Gives `comm` its place among its ranks: at once, or in the background.
+abi::Result connect(const CommPtr& comm, abi::Comm* handle) {
   if (comm->blocking) {
-    const abi::Result result = connect();
-    *handle = result == abi::kSuccess && comm->size > 0 ? make_handle(comm) : nullptr;
+    const abi::Result result = join(comm);
+    if (result == abi::kSuccess) *handle = make_handle(comm);
     return result;
   }
   *handle = make_handle(comm);
   ++comm->jobs;
-  if (parent) ++parent->jobs;
-  std::thread([comm, parent, connect] {
-    const abi::Result result = connect();
+  std::thread([comm] {
+    const abi::Result result = join(comm);
     if (result != abi::kSuccess) comm->fail(result, last_text());
     --comm->jobs;
-    if (parent) --parent->jobs;
   }).detach();
   return abi::kInProgress;
-}
-
-CommPtr make_comm(int device, const abi::Config* config) {
-  auto comm = std::make_shared<RankComm>();
-  comm->device = device;
-  comm->blocking = is_blocking(config);
-  return comm;
-}
-
-struct Member {
-  int key;
-  int rank;  // in the parent
-};
-
-// Who has this rank's color, in the order of the keys. Empty: the ranks disagree, or all was given
-// up.
-std::vector<Member> members_of(RankComm& parent, int color, int key) {
-  std::vector<Member> members;
-  const auto notes = exchange(parent, {{kSplit, color, key}, {}});
-  for (std::size_t p = 0; p < notes.size(); ++p) {
-    if (notes[p].numbers[0] != kSplit) return {};
-    if (notes[p].numbers[1] == color) {
-      members.push_back({static_cast<int>(notes[p].numbers[2]), static_cast<int>(p)});
-    }
-  }
-  std::stable_sort(members.begin(), members.end(),
-                   [](const Member& a, const Member& b) { return a.key < b.key; });
-  return members;
-}
-
-abi::Result connect_split(const CommPtr& comm, const CommPtr& parent, int color, int key) {
-  const auto members = members_of(*parent, color, key);
-  if (members.empty()) {
-    if (parent->is_over()) return refuse(abi::kInternalError, "ncclCommSplit was aborted");
-    parent->fail(abi::kInvalidUsage, "not all ranks called ncclCommSplit");
-    return refuse(abi::kInvalidUsage, "not all ranks called ncclCommSplit");
-  }
-  const bool is_first = members[0].rank == parent->rank && color != abi::kNoColor;
-  Note note{{kSplitMade, color, 0}, {}};
-  if (is_first) set_text(note, Segment::create());
-  const auto notes = exchange(*parent, note);
-  if (notes.empty()) return refuse(abi::kInternalError, "ncclCommSplit was aborted");
-  if (color == abi::kNoColor) return abi::kSuccess;
-  comm->name = notes[static_cast<std::size_t>(members[0].rank)].text.data();
-  comm->size = static_cast<int>(members.size());
-  while (members[static_cast<std::size_t>(comm->rank)].rank != parent->rank) ++comm->rank;
-  return join(comm, parent);
-}
-
-// The survivors' own way to meet: those who are left out do not take part.
-abi::Result connect_shrunk(const CommPtr& comm, const CommPtr& parent,
-                           const std::vector<int>& left) {
-  std::uint64_t hash = 0;
-  for (const int rank : left) hash = hash * 31 + static_cast<std::uint64_t>(rank) + 1;
-  const std::uint64_t number = hash * 1000 + ++parent->shrinks[hash];
-  Board& board = parent->segment->shared().slots[static_cast<std::size_t>(left[0])].shrink;
-  if (parent->rank == left[0]) {
-    board.note = {};
-    set_text(board.note, Segment::create());
-    board.turn.store(number, std::memory_order_release);
-  }
-  const auto is_there = [&] { return board.turn.load(std::memory_order_acquire) == number; };
-  if (!wait_until(is_there, [&] { return bool(parent->is_aborted); })) {
-    return refuse(abi::kInternalError, "ncclCommShrink was aborted");
-  }
-  comm->name = board.note.text.data();
-  comm->size = static_cast<int>(left.size());
-  while (left[static_cast<std::size_t>(comm->rank)] != parent->rank) ++comm->rank;
-  return join(comm, parent);
 }
 
 void stop_running(RankComm& comm) {
@@ -150,55 +70,14 @@ abi::Result ncclCommInitRankConfig(abi::Comm* handle, int size, abi::UniqueId id
   }
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return refuse(abi::kUnhandledCudaError, "no device");
-  const CommPtr comm = make_comm(device, config);
+  const auto comm = std::make_shared<RankComm>();
+  comm->device = device;
+  comm->blocking = is_blocking(config);
   comm->rank = rank;
   comm->size = size;
   id.bytes.back() = '\0';
   comm->name = id.bytes.data();
-  return begin(comm, nullptr, handle, [comm] { return join(comm, nullptr); });
-}
-
-abi::Result ncclCommSplit(abi::Comm handle, int color, int key, abi::Comm* made,
-                          abi::Config* config) {
-  *made = nullptr;
-  CommPtr parent;
-  if (const abi::Result result = find_ready(handle, parent); result != abi::kSuccess) return result;
-  if (const abi::Result result = check_config(config); result != abi::kSuccess) return result;
-  const CommPtr comm = make_comm(parent->device, config);
-  const auto connect = [=] { return connect_split(comm, parent, color, key); };
-  if (color != abi::kNoColor) return begin(comm, parent, made, connect);
-  abi::Comm none = nullptr;
-  return begin(comm, parent, &none, connect);
-}
-
-abi::Result ncclCommShrink(abi::Comm handle, int* excluded, int count, abi::Comm* made,
-                           abi::Config* config, int flags) {
-  *made = nullptr;
-  const CommPtr parent = find(handle);
-  if (!parent) return refuse(abi::kInvalidArgument, "no communicator");
-  if (const abi::Result result = check_config(config); result != abi::kSuccess) return result;
-  std::vector<int> left;
-  for (int rank = 0; rank < parent->size; ++rank) {
-    if (std::find(excluded, excluded + count, rank) == excluded + count) left.push_back(rank);
-  }
-  if (count < 1 || static_cast<int>(left.size()) + count != parent->size ||
-      std::find(left.begin(), left.end(), parent->rank) == left.end()) {
-    return refuse(abi::kInvalidArgument, "ranks to leave out: others than this one, each once");
-  }
-  if (flags == abi::kShrinkAbort) {
-    parent->is_revoked = true;
-    stop_running(*parent);
-  } else if (const abi::Result status = parent->status();
-             status != abi::kSuccess || parent->is_revoked) {
-    return refuse(abi::kInvalidUsage, "after a failure only with NCCL_SHRINK_ABORT");
-  }
-  const CommPtr comm = make_comm(parent->device, config);
-  return begin(comm, parent, made, [=] { return connect_shrunk(comm, parent, left); });
-}
-
-abi::Result ncclCommFinalize(abi::Comm handle) {
-  CommPtr comm;
-  return find_ready(handle, comm);
+  return connect(comm, handle);
 }
 
 // Waits for what was enqueued, without an end if it has none.
@@ -222,32 +101,10 @@ abi::Result ncclCommAbort(abi::Comm handle) {
   return abi::kSuccess;
 }
 
-abi::Result ncclCommRevoke(abi::Comm handle, int) {
-  const CommPtr comm = find(handle);
-  if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
-  comm->is_revoked = true;
-  stop_running(*comm);
-  return abi::kSuccess;
-}
-
 abi::Result ncclCommGetAsyncError(abi::Comm handle, abi::Result* result) {
   const CommPtr comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   *result = comm->status();
-  return abi::kSuccess;
-}
-
-abi::Result ncclCommCount(abi::Comm handle, int* count) {
-  CommPtr comm;
-  if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
-  *count = comm->size;
-  return abi::kSuccess;
-}
-
-abi::Result ncclCommUserRank(abi::Comm handle, int* rank) {
-  CommPtr comm;
-  if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
-  *rank = comm->rank;
   return abi::kSuccess;
 }
 

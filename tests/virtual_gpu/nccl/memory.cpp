@@ -53,13 +53,13 @@ abi::Result register_window(const CommPtr& comm, void* data, std::size_t bytes,
     }
     ++found->second;
   }
-  const auto notes = exchange(*comm, {{kWindow, static_cast<std::int64_t>(bytes), 0}, {}});
-  for (const Note& note : notes) {
-    if (note.numbers[0] == kWindow && note.numbers[1] == static_cast<std::int64_t>(bytes)) continue;
+  const auto sizes = exchange(*comm, bytes);
+  for (const std::uint64_t size : sizes) {
+    if (size == bytes) continue;
     comm->fail(abi::kInvalidUsage, "ranks disagree about a window or its size");
     return refuse(abi::kInvalidUsage, "ranks disagree about a window or its size");
   }
-  if (notes.empty()) return refuse(abi::kInternalError, "ncclCommWindowRegister was aborted");
+  if (sizes.empty()) return refuse(abi::kInternalError, "ncclCommWindowRegister was aborted");
   *window = reinterpret_cast<abi::Window>(new char);
   const std::lock_guard lock(comm->mutex);
   comm->windows[*window] = data;

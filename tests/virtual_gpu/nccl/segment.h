@@ -1,5 +1,5 @@
 // Memory that the ranks of a communicator share, be they threads or processes: where they meet,
-// where their hosts exchange notes, and the channels that the data goes through.
+// where their hosts exchange numbers, and the channels that the data goes through.
 //
 // It is a memfd, named in the unique id by its place in /proc: nothing is left behind. All waiting
 // polls, so that a rank that is killed or never comes leaves no lock behind.
@@ -27,14 +27,9 @@ struct Channel {
 };
 
 // What a rank tells all others in one exchange of the hosts.
-struct Note {
-  std::array<std::int64_t, 3> numbers{};
-  std::array<char, 128> text{};
-};
-
 struct Board {
-  std::atomic<std::uint64_t> turn;  // the note is of this exchange
-  Note note;
+  std::atomic<std::uint64_t> turn;  // the number is of this exchange
+  std::uint64_t number;
 };
 
 struct RankFacts {
@@ -48,7 +43,6 @@ struct Slot {
   std::atomic<int> has_joined;  // `facts` are there
   RankFacts facts;
   std::array<Board, 2> boards;  // of even and odd turns
-  Board shrink;
 };
 
 // Zeros when fresh.

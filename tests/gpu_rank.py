@@ -93,20 +93,20 @@ def run(host: Any, arrays: GpuArrays, unique_id: bytes, parts: list[str]) -> Non
     rank.gpu.close()
 
 
-def allow_sharing(arrays: GpuArrays, ranks: int, rank: int) -> None:
+def allow_sharing(arrays: GpuArrays, ranks: int) -> None:
     library = nccl_library.load()
     if ranks > arrays.device_count():
-        os.environ.update(_core.nccl_settings_for_sharing(library.version, rank))
+        nccl_library.allow_sharing(library.version)
 
 
 def main(parts: list[str], threads: int | None) -> None:
     arrays = choose()
     if threads is None:
         host = fastdist.init()
-        allow_sharing(arrays, host.world_size, host.rank)
+        allow_sharing(arrays, host.world_size)
         unique_id = host.broadcast_object(_core.new_nccl_id() if host.rank == 0 else b"")
         return run(host, arrays, unique_id, parts)
-    allow_sharing(arrays, threads, 0)
+    allow_sharing(arrays, threads)
     unique_id = _core.new_nccl_id()
     with ThreadPoolExecutor(threads) as pool:
         ranks = [

@@ -6,10 +6,8 @@ compare what they call over their hosts, in one order with the calls on arrays o
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,7 +141,7 @@ class NcclEngine:
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
         if sharing or _has_more_ranks_than_gpus():
-            _allow_sharing()
+            nccl_library.allow_sharing(nccl_library.load().version)
         unique_id = self._share_id(timeout_s)
         blocking = settings().nccl_blocking
         gpu = _core.NcclCommunicator.connect(
@@ -241,12 +239,3 @@ def _has_more_ranks_than_gpus() -> bool:
     """Whether other communicators of this process may share a GPU, where this one does not."""
     launch = detect_launch()
     return launch is not None and launch.local_world_size > len(_core.cuda_devices())
-
-
-@functools.cache
-def _allow_sharing() -> None:
-    """Set what NCCL reads, once and for all, when it makes its first communicator."""
-    version = nccl_library.load().version
-    process = secrets.randbits(31)
-    for name, value in _core.nccl_settings_for_sharing(version, process).items():
-        os.environ.setdefault(name, value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 from pathlib import Path
 
 from fastdist import _core
@@ -36,3 +38,15 @@ def load() -> _core.NcclLibrary:
         UnsupportedError: there is none, or one that is too old.
     """
     return _core.load_nccl(candidates())
+
+
+def allow_sharing(version: int) -> None:
+    """Set what NCCL reads when it makes a process's first communicator: ranks may share a GPU.
+
+    What the environment says already stays.
+
+    Args:
+        version: of the NCCL that this process uses.
+    """
+    for name, value in _core.nccl_settings_for_sharing(version, secrets.randbits(31)).items():
+        os.environ.setdefault(name, value)

@@ -31,7 +31,7 @@ class CupyDriver:
                 "where cupy is for CUDA 12"
             )
         nccl_version = int(self._nccl.get_version())
-        prepare_for_sharing(nccl_version, rank, world_size)
+        prepare_for_sharing(nccl_version, world_size)
         self.gpu = open_gpu(rank, "cupy")
         identity = identity_of(meet(folder, "cupy.id", rank, self._make_identity))
         self._comm: Any = self._nccl.NcclCommunicator(world_size, identity, rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from fastdist import _core
 from fastdist.cli.bench.arrays import ArrayLibrary
+from fastdist.engines.nccl_library import allow_sharing
 
 Event = Any
 Call = Callable[[], object]
@@ -63,14 +63,14 @@ def gpu_of_rank(rank: int) -> int:
     return rank % len(_core.cuda_devices())
 
 
-def prepare_for_sharing(nccl_version: int, rank: int, world_size: int) -> None:
+def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
     """Lets a peer's NCCL run several ranks on one GPU, by the settings that fastdist uses itself.
 
     Args:
         nccl_version: As `ncclGetVersion` returns it, of the library that the peer has loaded.
     """
     if world_size > len(_core.cuda_devices()):
-        os.environ.update(_core.nccl_settings_for_sharing(nccl_version, rank))
+        allow_sharing(nccl_version)
 
 
 def nccl_version_text(version: int) -> str:

@@ -31,7 +31,7 @@ class Nccl4pyDriver:
             )
         release = versions.libnccl.version
         nccl_version = 10000 * release.major + 100 * release.minor + release.micro
-        prepare_for_sharing(nccl_version, rank, world_size)
+        prepare_for_sharing(nccl_version, world_size)
         self.gpu = open_gpu(rank, library)
         identity = meet(folder, "nccl4py.id", rank, lambda: self._nccl.get_unique_id().as_bytes)
         self._comm: Any = self._nccl.Communicator.init(

@@ -25,7 +25,7 @@ class TorchNcclDriver:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         major, minor, patch = torch.cuda.nccl.version()[:3]
         nccl_version = 10000 * major + 100 * minor + patch
-        prepare_for_sharing(nccl_version, rank, world_size)
+        prepare_for_sharing(nccl_version, world_size)
         self.gpu = open_gpu(rank, "torch")
         self._dist.init_process_group(
             "nccl",

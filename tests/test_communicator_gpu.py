@@ -78,6 +78,23 @@ def test_threads_with_the_same_gpu_are_refused() -> None:
     passes(start(["gpu_communicator.py", "one_gpu_twice", "2"], 1))
 
 
+def test_ranks_that_see_one_gpu_each_share_none(tmp_path: Path) -> None:
+    """A launcher gave them those: what NCCL needs where GPUs are shared would slow it down."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+import fastdist as fd
+from gpu_communicator import every_op
+every_op(fd.init())
+assert not [name for name in os.environ if name.startswith("NCCL_")]
+print("passed")
+""")
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = ["-m", "fastdist", "run", "-n", "2", str(script)]
+    passes(start(command, gpus_for(2), PYTHONPATH=path))
+
+
 @pytest.mark.parametrize("part", LOSING)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_lost(ranks: int, part: str) -> None:

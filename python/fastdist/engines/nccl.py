@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ class NcclEngine:
             )
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
-        if sharing or _has_more_ranks_than_gpus():
+        if sharing or _may_share_elsewhere(records, rank):
             nccl_library.allow_sharing(nccl_library.load().version)
         unique_id = self._share_id(timeout_s)
         blocking = settings().nccl_blocking
@@ -213,10 +214,17 @@ def _describe(device: int) -> dict[str, Any]:
     """What other ranks must know of this one; under "error" what keeps it from connecting."""
     try:
         version = nccl_library.load().version_text
-        uuid = _core.cuda_devices()[device].uuid
+        uuids = [gpu.uuid for gpu in _core.cuda_devices()]
+        uuid = uuids[device]
     except (FastdistError, IndexError) as error:
         return {"error": str(error)[: _RECORD_BYTES // 4]}
-    return {"version": version, "uuid": uuid, "process": os.getpid(), "device": device}
+    return {
+        "version": version,
+        "uuid": uuid,
+        "visible": zlib.crc32(" ".join(uuids).encode()),
+        "process": os.getpid(),
+        "device": device,
+    }
 
 
 def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -235,7 +243,11 @@ def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) ->
         )
 
 
-def _has_more_ranks_than_gpus() -> bool:
+def _may_share_elsewhere(records: Sequence[dict[str, Any]], rank: int) -> bool:
     """Whether other communicators of this process may share a GPU, where this one does not."""
     launch = detect_launch()
-    return launch is not None and launch.local_world_size > len(_core.cuda_devices())
+    if launch is None or launch.local_world_size <= len(_core.cuda_devices()):
+        return False
+    # Not where a launcher gave each rank GPUs of its own, and lets it see no others.
+    visible = [record["visible"] for record in records]
+    return len(records) == 1 or visible.count(visible[rank]) > 1

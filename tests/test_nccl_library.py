@@ -121,6 +121,12 @@ def test_two_libraries_in_one_process_are_noticed(nccl: Path, tmp_path: Path) ->
     assert len(found["others"]) == 1
 
 
+def test_a_library_behind_a_link_is_one(nccl: Path, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(nccl.parent)
+    found = load(tmp_path / "linked" / nccl.name)
+    assert found["others"] == []
+
+
 def test_an_absent_library_is_said_how_to_get(tmp_path: Path) -> None:
     found = load(tmp_path / "libnccl.so.2")
     if "path" in found:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <mutex>
@@ -73,7 +74,10 @@ Library open_library(void* handle, const std::string& asked) {
   library.functions = find_functions(handle, library.path, library.has);
   (void)library.functions.get_version(&library.version);
   library.others = loaded_paths();
-  std::erase(library.others, library.path);
+  std::erase_if(library.others, [&](const std::string& other) {
+    std::error_code unreadable;  // the map's paths are without links
+    return other == library.path || std::filesystem::equivalent(other, library.path, unreadable);
+  });
   return library;
 }
 

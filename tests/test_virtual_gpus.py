@@ -73,6 +73,36 @@ def test_slow_streams() -> None:
     as_threads(2, ["lists", "grouped", *LIFETIMES], VIRTUAL_GPU_DELAY_US="2000")
 
 
+# One rank, on the second GPU; argv: whether calls block.
+ALONE_ON_THE_SECOND = """
+import ctypes, sys
+sys.path.insert(0, "virtual_gpu")
+import virtual_arrays
+from fastdist import _core
+from fastdist.engines import nccl_library
+nccl_library.load()
+virtual_arrays.set_device(1)
+x = virtual_arrays.array(__import__("numpy").ones(8, "float32"))
+gpu = _core.NcclCommunicator.connect(
+    _core.new_nccl_id(), 0, 1, 1, sys.argv[1] == "blocking", None, 20.0
+)
+calls = gpu.calls()
+calls["all_reduce"](x, "sum", None, None, 0, virtual_arrays.current_stream(), 20.0, True).wait(0)
+gpu.close()
+del calls, gpu
+runtime = ctypes.CDLL(str(virtual_arrays.FOLDER / "libvirtual_cudart.so"))
+print([runtime.virtual_gpu_has_context(device) for device in range(2)])
+"""
+
+
+@pytest.mark.parametrize("way", ["blocking", "polling"])
+def test_no_memory_is_taken_of_other_gpus(way: str) -> None:
+    command = [sys.executable, "-c", ALONE_ON_THE_SECOND, way]
+    result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[0, 1]\n"
+
+
 # Two ranks are threads; argv: the device of the second, and whether calls block.
 CONNECT = """
 import sys, time

@@ -4,6 +4,8 @@
 
 namespace fastdist::cuda {
 
+void make_current(int device) { FASTDIST_CUDA_CHECK(cudaSetDevice(device)); }
+
 DeviceGuard::DeviceGuard(int device) {
   FASTDIST_CUDA_CHECK(cudaGetDevice(&previous_));
   if (previous_ == device) {

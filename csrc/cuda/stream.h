@@ -12,6 +12,10 @@ namespace fastdist::cuda {
 // A stream of anybody's, not owned; null is the legacy default stream.
 using StreamHandle = CUstream_st*;
 
+// Makes a device current in this thread for good: one that we started. To make the one before
+// current again would take memory of that one, which the process may not use.
+void make_current(int device);
+
 // Makes a device current for a while.
 class DeviceGuard {
  public:

@@ -174,7 +174,8 @@ void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection
     abi::Result result = abi::kSystemError;
     std::string error;
     try {
-      const cuda::DeviceGuard device(connection.device);
+      cuda::make_current(connection.device);
+      const cuda::RelaxedCapture relaxed;
       abi::Config config;
       config.blocking = 1;
       result =
@@ -233,6 +234,7 @@ abi::Comm connect_polling(const Connection& connection) {
 std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const CallOptions& options) {
   options.caller->may_block();
   const cuda::DeviceGuard device(connection.device);
+  const cuda::RelaxedCapture relaxed;  // streams and memory are made
   const abi::Comm comm =
       connection.blocking ? connect_blocking(connection, options) : connect_polling(connection);
   auto handle = std::make_shared<Handle>(comm, connection.device, connection.blocking);

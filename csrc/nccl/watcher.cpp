@@ -103,7 +103,7 @@ std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
 
 void Watcher::loop() {
   try {
-    const cuda::DeviceGuard device(handle_->device());
+    cuda::make_current(handle_->device());
     // Asking for events must not spoil a capture that another thread is at.
     const cuda::RelaxedCapture relaxed;
     std::unique_lock lock(state_->mutex);

@@ -175,7 +175,15 @@ cudaError_t cudaSetDevice(int device) {
   if (device_count() == 0) return remember(cudaErrorNoDevice);
   if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
   the_device = device;
+  // As since CUDA 12: also where nothing else is done with the device.
+  const std::lock_guard lock(state().mutex);
+  state().contexts.insert(device);
   return cudaSuccess;
+}
+
+int virtual_gpu::virtual_gpu_has_context(int device) {
+  const std::lock_guard lock(state().mutex);
+  return state().contexts.contains(device) ? 1 : 0;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {

@@ -101,6 +101,7 @@ struct State {
   std::set<cudaGraphExec_t> execs;
   std::set<std::shared_ptr<Capture>> captures;
   std::map<std::uintptr_t, Allocation> allocations;
+  std::set<int> contexts;  // devices of which this process has taken memory
 };
 
 // Made by the first call, never destroyed: streams' threads outlive everything.

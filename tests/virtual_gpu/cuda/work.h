@@ -41,6 +41,9 @@ VIRTUAL_GPU_API void check_memory(const void* data, std::size_t bytes, int devic
 // cudaFree that does not wait for the device, as what ncclMemFree does.
 [[nodiscard]] VIRTUAL_GPU_API cudaError_t free_now(void* data);
 
+// Whether this process has taken memory of a device, as one that makes it current does.
+extern "C" VIRTUAL_GPU_API int virtual_gpu_has_context(int device);
+
 // What fresh and freed memory is filled with.
 inline constexpr unsigned char kFresh = 0xCB;
 inline constexpr unsigned char kFreed = 0xDD;

@@ -103,6 +103,32 @@ def graphs(r: Rank) -> None:
     del graph
 
 
+def outlived(r: Rank) -> None:
+    """Communicators whose calls are in graphs that live on: their end is not waited for."""
+    a = r.arrays
+    for end in ("close", "abort"):
+        gpu = r.connect(r.new_id())
+        lists = [[a.full(n, 1) for n in (9_000, 300, 9_000)] for _ in range(2)]
+        r.call("all_reduce", lists[0], "sum", None, None, 1 << 14, gpu=gpu)
+        a.synchronize()
+        r.host.barrier()
+        graph = a.graph()
+        with graph.capture():
+            r.call("all_reduce", lists[1], "sum", None, None, 1 << 14, gpu=gpu)
+        r.host.barrier()
+        graph.launch()
+        a.synchronize()
+        assert all(a.is_full(x, r.size) for x in lists[1])
+        r.host.barrier()
+        start = time.monotonic()
+        gpu.close() if end == "close" else gpu.abort("enough of it")
+        assert time.monotonic() - start < 20
+        with pytest.raises(errors.FastdistError, match=r"closed|enough of it"):
+            r.call("all_reduce", lists[0], "sum", None, None, 0, gpu=gpu)
+        r.host.barrier()
+        del gpu, graph
+
+
 def meanwhile(r: Rank) -> None:
     """Odd ranks capture while even ones connect, grow their memory and end: nothing is spoilt."""
     a = r.arrays
@@ -218,6 +244,7 @@ PARTS: tuple[Any, ...] = (
     alternating,
     memory,
     graphs,
+    outlived,
     meanwhile,
     bad_input,
     late,

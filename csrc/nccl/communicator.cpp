@@ -32,7 +32,10 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
     }
     device_.emplace(c_.device());
     c_.capturing_ = cuda::is_capturing(stream_of(options));
-    if (!c_.capturing_) {
+    if (c_.capturing_) {
+      if (!c_.handle_->is_captured()) c_.handle_->hold_until_end(c_.captured_);
+      c_.handle_->note_capture();
+    } else {
       c_.watcher_.enter(told, options);
       entered_ = true;
     }
@@ -138,6 +141,7 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symme
 // NCCL's own destruction would wait without an end, and nobody could abort it.
 void NcclCommunicator::close() noexcept {
   watcher_.drain();
+  eager_.forget_buckets();
   handle_->close();
 }
 

@@ -79,7 +79,7 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] static StreamHandle stream_of(const CallOptions& options) noexcept {
     return static_cast<StreamHandle>(options.stream);
   }
-  [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? captured_ : eager_; }
+  [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? *captured_ : eager_; }
   // What the ranks compare and see in messages.
   [[nodiscard]] static Signature told(const Signature& signature, const CallOptions& options);
   // communicator.cpp: whether `flag` is set on every rank; compares the signature on the way.
@@ -112,7 +112,7 @@ class NcclCommunicator final : public GpuCommunicator {
   cuda::Event followed_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(handle_->device());
   Scratch eager_{false};
-  Scratch captured_{true};
+  std::shared_ptr<Scratch> captured_ = std::make_shared<Scratch>(true);
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
   int depth_ = 0;           // calls within calls

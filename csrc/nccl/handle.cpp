@@ -1,7 +1,9 @@
 #include "nccl/handle.h"
 
 #include <algorithm>
+#include <future>
 #include <thread>
+#include <utility>
 
 #include "cuda/stream.h"
 
@@ -103,29 +105,55 @@ std::optional<Error> Handle::background_error() const {
   return to_error(result, "in the background", comm_);
 }
 
-// Another thread may be in a call of NCCL, which then returns.
-void Handle::fail(const Error& why) noexcept {
+void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
   const std::lock_guard lock(mutex_);
-  if (failed_.load(std::memory_order_relaxed) || generation_ != process_generation()) return;
+  std::erase_if(held_, [](const auto& held) { return held.expired(); });
+  held_.emplace_back(memory);
+}
+
+bool Handle::give_up(const Error& why) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!is_usable()) return false;
   why_.emplace(why);
   failed_.store(true, std::memory_order_release);
+  return true;
+}
+
+// NCCL's last calls wait until every graph is gone that has calls of the communicator in it, which
+// may be never: then a thread goes on with them.
+void Handle::end(abi::Result (*call)(abi::Comm)) noexcept {
+  constexpr std::chrono::seconds kWithGraphs{1};
+  constexpr std::chrono::seconds kWithout{30};
   try {
-    const cuda::DeviceGuard device(device_);
-    (void)functions().abort(comm_);
-  } catch (...) {  // the process is ending, and the driver has gone
+    std::vector<std::shared_ptr<const void>> held;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& memory : held_) held.push_back(memory.lock());
+    }
+    std::promise<void> ended;
+    const auto has_ended = ended.get_future();
+    std::thread([call, comm = comm_, device = device_, held = std::move(held),
+                 ended = std::move(ended)]() mutable {
+      try {
+        cuda::make_current(device);
+        (void)call(comm);
+      } catch (...) {  // the process is ending, and the driver has gone
+      }
+      held.clear();
+      ended.set_value();
+    }).detach();
+    (void)has_ended.wait_for(is_captured() ? kWithGraphs : kWithout);
+  } catch (...) {  // no thread, or no memory for one: the communicator stays
   }
 }
 
+// Another thread may be in a call of NCCL, which then returns.
+void Handle::fail(const Error& why) noexcept {
+  if (give_up(why)) end(functions().abort);
+}
+
 void Handle::close() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (!is_usable()) return;
-  why_.emplace(ErrorCode::kState, "the communicator is closed");
-  failed_.store(true, std::memory_order_release);
-  try {
-    const cuda::DeviceGuard device(device_);
-    (void)functions().destroy(comm_);
-  } catch (...) {  // the process is ending, and the driver has gone
-  }
+  if (give_up({ErrorCode::kState, "the communicator is closed"})) end(functions().destroy);
 }
 
 }  // namespace fastdist::nccl

@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/communicator.h"
 #include "core/error.h"
@@ -52,19 +54,31 @@ class Handle {
   // communicator then. Only the first counts.
   void fail(const Error& why) noexcept;
   void close() noexcept;
+  // Memory that NCCL may use until it has ended, though nobody else holds it any more.
+  void hold_until_end(const std::shared_ptr<const void>& memory);
+  // A call is in a graph, which lives for as long as its owner likes.
+  void note_capture() noexcept { captured_.store(true, std::memory_order_relaxed); }
+  [[nodiscard]] bool is_captured() const noexcept {
+    return captured_.load(std::memory_order_relaxed);
+  }
 
  private:
   void throw_unless_settled(abi::Result result, const char* call) const;
   // What NCCL reports of the last call and of the background; success where it was given up.
   [[nodiscard]] abi::Result report() const;
+  // False: it was given up before.
+  [[nodiscard]] bool give_up(const Error& why) noexcept;
+  void end(abi::Result (*call)(abi::Comm)) noexcept;
 
   abi::Comm comm_;
   int device_;
   bool blocking_;
   int generation_ = process_generation();
-  mutable std::mutex mutex_;  // guards why_ and the end
+  mutable std::mutex mutex_;  // guards why_, held_ and the end
   std::optional<Error> why_;
   std::atomic<bool> failed_{false};
+  std::atomic<bool> captured_{false};
+  std::vector<std::weak_ptr<const void>> held_;
 };
 
 }  // namespace fastdist::nccl

@@ -6,10 +6,23 @@
 #include "cuda/check.h"
 
 namespace fastdist::nccl {
+namespace {
+
+void release(std::byte* memory, int device) noexcept {
+  try {
+    const cuda::DeviceGuard guard(device);
+    const cuda::RelaxedCapture relaxed;
+    (void)functions().mem_free(memory);
+  } catch (...) {  // the process is ending, and the driver has gone
+  }
+}
+
+}  // namespace
 
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool symmetric,
                        const CallOptions& options)
     : handle_(std::move(handle)) {
+  const cuda::RelaxedCapture relaxed;  // NCCL allocates and waits as it likes
   void* data = nullptr;
   bytes = std::max<std::size_t>(bytes, 1);
   const abi::Result result = functions().mem_alloc(&data, bytes);
@@ -18,26 +31,24 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool s
                                         " bytes of device memory could not be allocated: " +
                                         to_error(result, "ncclMemAlloc", handle_->get()).what());
   }
-  data_ = static_cast<std::byte*>(data);
-  try {
-    register_with(bytes, symmetric, options);
-  } catch (...) {
-    (void)functions().mem_free(data_);
-    throw;
-  }
+  const int device = handle_->device();
+  data_ = {static_cast<std::byte*>(data), [device](std::byte* memory) { release(memory, device); }};
+  handle_->hold_until_end(data_);
+  register_with(bytes, symmetric, options);
 }
 
 void NcclMemory::register_with(std::size_t bytes, bool symmetric, const CallOptions& options) {
   const abi::Functions& f = functions();
   if (symmetric && f.window_register != nullptr) {
     // Success and a null window: this system has none.
-    handle_->check(f.window_register(handle_->get(), data_, bytes, &window_, abi::kSymmetricWindow),
-                   "ncclCommWindowRegister");
+    handle_->check(
+        f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow),
+        "ncclCommWindowRegister");
     handle_->settle(options, "ncclCommWindowRegister");
     if (window_ != nullptr) return;
   }
   // An optimisation: where it is refused the memory is as good as any.
-  if (f.register_memory(handle_->get(), data_, bytes, &registration_) != abi::kSuccess) {
+  if (f.register_memory(handle_->get(), data_.get(), bytes, &registration_) != abi::kSuccess) {
     registration_ = nullptr;
   }
   handle_->settle(options, "ncclCommRegister");
@@ -54,14 +65,13 @@ void NcclMemory::wait_for_device() const noexcept {
 }
 
 NcclMemory::~NcclMemory() {
+  if (!handle_->is_usable()) return;  // NCCL has ended, or does so with all that it knows
   try {
     const cuda::DeviceGuard device(handle_->device());
+    const cuda::RelaxedCapture relaxed;
     const abi::Functions& f = functions();
-    if (handle_->is_usable()) {
-      if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
-      if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
-    }
-    (void)f.mem_free(data_);
+    if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
+    if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
   } catch (...) {  // the process is ending, and the driver has gone
   }
 }

@@ -17,7 +17,7 @@ class NcclMemory final : public Memory {
              const CallOptions& options);
   ~NcclMemory() override;
 
-  [[nodiscard]] std::byte* data() const noexcept override { return data_; }
+  [[nodiscard]] std::byte* data() const noexcept override { return data_.get(); }
   [[nodiscard]] bool is_symmetric() const noexcept override { return window_ != nullptr; }
   // Until nothing that was enqueued can be at the memory.
   void wait_for_device() const noexcept;
@@ -26,7 +26,7 @@ class NcclMemory final : public Memory {
   void register_with(std::size_t bytes, bool symmetric, const CallOptions& options);
 
   std::shared_ptr<Handle> handle_;
-  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> data_;  // NCCL's, and held by the handle until NCCL has ended
   abi::Window window_ = nullptr;
   void* registration_ = nullptr;
 };

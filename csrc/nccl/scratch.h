@@ -32,6 +32,9 @@ class Scratch {
   }
   [[nodiscard]] bool is_captured() const noexcept { return captured_; }
 
+  // While NCCL knows the communicator still, to which they are registered. Nothing is at them.
+  void forget_buckets() noexcept { buckets_ = {}; }
+
   // Around each use, on the stream that the work goes to.
   void begin(StreamHandle stream);
   void end(StreamHandle stream);

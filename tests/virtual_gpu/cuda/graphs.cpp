@@ -1,5 +1,6 @@
 // Capture of streams into graphs, and their launch.
 
+#include <algorithm>
 #include <random>
 #include <utility>
 
@@ -56,7 +57,24 @@ void run_nodes(const std::vector<Node>& nodes) {
   }
 }
 
+bool holds(const std::vector<Node>& nodes, const std::shared_ptr<Chain>& chain) {
+  return std::any_of(nodes.begin(), nodes.end(),
+                     [&](const Node& node) { return node.chain == chain; });
+}
+
 }  // namespace
+
+void wait_for_graphs(const std::shared_ptr<Chain>& chain) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  s.changed.wait(lock, [&] {
+    return std::none_of(s.graphs.begin(), s.graphs.end(),
+                        [&](cudaGraph_t graph) { return holds(graph->nodes, chain); }) &&
+           std::none_of(s.execs.begin(), s.execs.end(),
+                        [&](cudaGraphExec_t exec) { return holds(*exec->nodes, chain); });
+  });
+}
+
 }  // namespace virtual_gpu
 
 using namespace virtual_gpu;
@@ -152,6 +170,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   const std::lock_guard lock(s.mutex);
   if (s.graphs.erase(graph) == 0) return remember(cudaErrorInvalidValue);
   delete graph;
+  s.changed.notify_all();
   return cudaSuccess;
 }
 
@@ -160,5 +179,6 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   const std::lock_guard lock(s.mutex);
   if (s.execs.erase(exec) == 0) return remember(cudaErrorInvalidValue);
   delete exec;
+  s.changed.notify_all();
   return cudaSuccess;
 }

@@ -32,6 +32,8 @@ struct VIRTUAL_GPU_API Failure : std::runtime_error {
 
 // Waits until all works of a chain have ended, or the device is lost.
 VIRTUAL_GPU_API void wait_for(const std::shared_ptr<Chain>& chain);
+// Waits until no graph holds a work of a chain.
+VIRTUAL_GPU_API void wait_for_graphs(const std::shared_ptr<Chain>& chain);
 
 // Throws Failure unless these bytes are allocated memory of `device`.
 VIRTUAL_GPU_API void check_memory(const void* data, std::size_t bytes, int device);

@@ -80,11 +80,12 @@ abi::Result ncclCommInitRankConfig(abi::Comm* handle, int size, abi::UniqueId id
   return connect(comm, handle);
 }
 
-// Waits for what was enqueued, without an end if it has none.
+// Waits for what was enqueued, and for the end of all graphs that calls were captured into.
 abi::Result ncclCommDestroy(abi::Comm handle) {
   const CommPtr comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   virtual_gpu::wait_for(comm->chain);
+  virtual_gpu::wait_for_graphs(comm->chain);
   comm->is_destroyed = true;
   forget_memory(*comm);
   drop(handle);
@@ -96,6 +97,7 @@ abi::Result ncclCommAbort(abi::Comm handle) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   comm->is_aborted = true;
   stop_running(*comm);
+  virtual_gpu::wait_for_graphs(comm->chain);
   forget_memory(*comm);
   drop(handle);
   return abi::kSuccess;

@@ -25,18 +25,6 @@ bool has_windows() {
   return text == nullptr || std::atoi(text) != 0;
 }
 
-// As NCCL does around what it asks of CUDA: a capture of another thread must not suffer.
-class Relaxed {
- public:
-  Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-  Relaxed(const Relaxed&) = delete;
-  Relaxed& operator=(const Relaxed&) = delete;
-  ~Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 void forget_window(void* data) {
   const std::lock_guard lock(memory_mutex);
   const auto found = own_memory().find(data);
@@ -84,7 +72,6 @@ void forget_memory(RankComm& comm) {
 namespace virtual_nccl::exported {
 
 abi::Result ncclMemAlloc(void** data, std::size_t bytes) {
-  const Relaxed relaxed;
   const cudaError_t error = cudaMalloc(data, bytes);
   if (error != cudaSuccess) return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
   const std::lock_guard lock(memory_mutex);
@@ -149,6 +136,12 @@ abi::Result ncclCommWindowRegister(abi::Comm handle, void* data, std::size_t byt
 abi::Result ncclCommWindowDeregister(abi::Comm handle, abi::Window window) {
   const CommPtr comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
+  // NCCL 2.28 waits for a stream of its own, and not as a capture of the thread would have it.
+  cudaStream_t own = nullptr;
+  if (cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking) == cudaSuccess) {
+    (void)cudaStreamSynchronize(own);
+    (void)cudaStreamDestroy(own);
+  }
   const std::lock_guard lock(comm->mutex);
   const auto found = comm->windows.find(window);
   if (found == comm->windows.end()) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -52,21 +53,37 @@ def alternating(r: Rank) -> None:
 
 
 def memory(r: Rank) -> None:
-    for symmetric in (True, False):
-        lent = r.gpu.allocate(4096, symmetric, 60.0)
-        assert lent.nbytes == 4096
-        y = r.arrays.view(lent, "float32")
-        r.arrays.fill(y, 2)
-        r.call("all_reduce", y, "sum", None, None, 0)
-        assert r.arrays.is_full(y, 2 * r.size)
-        # Dropped while a call is at it, which on one rank begins late.
-        result = r.arrays.full(1024, 0)
-        r.arrays.synchronize()
-        if r.rank == r.size - 1:
-            time.sleep(0.3)
-        r.call("all_reduce", y, "sum", result, None, 0)
-        del y, lent
-        assert r.arrays.is_full(result, 2 * r.size**2)
+    lent = r.gpu.allocate(4096, 60.0)
+    assert lent.nbytes == 4096
+    y = r.arrays.view(lent, "float32")
+    r.arrays.fill(y, 2)
+    r.call("all_reduce", y, "sum", None, None, 0)
+    assert r.arrays.is_full(y, 2 * r.size)
+    # Dropped while a call is at it, which on one rank begins late.
+    result = r.arrays.full(1024, 0)
+    r.arrays.synchronize()
+    if r.rank == r.size - 1:
+        time.sleep(0.3)
+    r.call("all_reduce", y, "sum", result, None, 0)
+    del y, lent
+    assert r.arrays.is_full(result, 2 * r.size**2)
+    if r.size > 1:
+        with pytest.raises(errors.CollectiveMismatchError, match=r"empty\(uint8 × 64, on GPUs\)"):
+            r.gpu.allocate(64 + r.rank, 60.0)
+
+
+def memory_of_one(r: Rank) -> None:
+    """Where NCCL waits for all ranks to make a window, it does not wait forever."""
+    if r.size == 1 or os.environ.get("VIRTUAL_NCCL_WINDOWS") == "0":
+        return
+    gpu = r.connect(r.new_id())
+    if r.rank == 0:
+        with pytest.raises(
+            errors.CollectiveTimeoutError, match=r"empty\(uint8 × 64|WindowRegister"
+        ):
+            gpu.allocate(64, 1.0)
+    r.host.barrier()
+    gpu.close()
 
 
 def graphs(r: Rank) -> None:
@@ -251,4 +268,4 @@ PARTS: tuple[Any, ...] = (
     absent,
     aborting,
 )
-VIRTUAL_PARTS = (uncompared,)
+VIRTUAL_PARTS = (uncompared, memory_of_one)

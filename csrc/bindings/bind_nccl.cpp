@@ -79,9 +79,9 @@ struct GpuMemory {
   }
 };
 
-GpuMemory allocate(Gpu& self, std::size_t bytes, bool symmetric, const py::object& timeout) {
+GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
   auto memory = without_gil(timeout, [&](const CallOptions& options) {
-    return self.communicator().allocate(bytes, symmetric, options);
+    return self.communicator().allocate(bytes, options);
   });
   return {std::move(memory), bytes, self.communicator().device()};
 }
@@ -171,8 +171,6 @@ void bind_nccl(py::module_& m) {
   py::class_<GpuMemory>(m, "GpuMemory")
       .def_readonly("nbytes", &GpuMemory::bytes)
       .def_readonly("device", &GpuMemory::device)
-      .def_property_readonly("is_symmetric",
-                             [](const GpuMemory& g) { return g.memory->is_symmetric(); })
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect)

@@ -60,6 +60,7 @@ std::string describe(const Signature& s) {
     case Op::kAllGather:
     case Op::kAllToAll:
     case Op::kBarrier:
+    case Op::kEmpty:
       break;
   }
   return text + ")";

@@ -46,6 +46,7 @@ enum class Op : std::uint8_t {
   kSend,
   kRecv,
   kBarrier,
+  kEmpty,  // memory that engines know
 };
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;

@@ -128,12 +128,10 @@ std::shared_ptr<const Mark> NcclCommunicator::mark(StreamHandle stream) {
 
 // --- Memory, the end --------------------------------------------------------------------------
 
-std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, bool symmetric,
-                                                   const CallOptions& options) {
-  options.caller->may_block();
-  check_usable();
-  const cuda::DeviceGuard device(handle_->device());
-  const auto memory = std::make_shared<NcclMemory>(handle_, bytes, symmetric, options);
+// NCCL waits for all ranks where it makes a window: a call like others, but for the stream.
+std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const CallOptions& options) {
+  const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options);
+  const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options);
   // Dropped like any array, also while a call is at it, and NCCL does not wait.
   return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
 }

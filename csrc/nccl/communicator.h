@@ -64,8 +64,7 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] StreamHandle own_stream() const noexcept override { return own_.get(); }
   void follow(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
-  [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
-                                                 const CallOptions&) override;
+  [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished what was enqueued, or a call of it is late.
   void close() noexcept override;

@@ -46,8 +46,6 @@ class Memory {
   virtual ~Memory() = default;
 
   [[nodiscard]] virtual std::byte* data() const noexcept = 0;
-  // Whether the system took it as a symmetric window, the fastest kind.
-  [[nodiscard]] virtual bool is_symmetric() const noexcept = 0;
 };
 
 // The way to the other ranks' hosts: every collective's signature is compared there before any
@@ -90,9 +88,8 @@ class GpuCommunicator : public Communicator {
   // The end of the last call, which was made on `stream`.
   [[nodiscard]] virtual std::shared_ptr<const Mark> mark(StreamHandle stream) = 0;
 
-  // Collective. `symmetric`: every rank asks for as much, and it may become a window.
-  [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, bool symmetric,
-                                                         const CallOptions&) = 0;
+  // Collective: every rank asks for as much.
+  [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
   // Ends what runs, here and now; peers that take part in it wait until they are aborted, too.
   virtual void abort(const std::string& why) noexcept = 0;
   virtual void close() noexcept = 0;

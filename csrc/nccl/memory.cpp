@@ -19,7 +19,7 @@ void release(std::byte* memory, int device) noexcept {
 
 }  // namespace
 
-NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool symmetric,
+NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
                        const CallOptions& options)
     : handle_(std::move(handle)) {
   const cuda::RelaxedCapture relaxed;  // NCCL allocates and waits as it likes
@@ -34,12 +34,12 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool s
   const int device = handle_->device();
   data_ = {static_cast<std::byte*>(data), [device](std::byte* memory) { release(memory, device); }};
   handle_->hold_until_end(data_);
-  register_with(bytes, symmetric, options);
+  register_with(bytes, options);
 }
 
-void NcclMemory::register_with(std::size_t bytes, bool symmetric, const CallOptions& options) {
+void NcclMemory::register_with(std::size_t bytes, const CallOptions& options) {
   const abi::Functions& f = functions();
-  if (symmetric && f.window_register != nullptr) {
+  if (f.window_register != nullptr) {
     // Success and a null window: this system has none.
     handle_->check(
         f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow),

@@ -12,18 +12,16 @@ namespace fastdist::nccl {
 
 class NcclMemory final : public Memory {
  public:
-  // With `symmetric` a collective call. The device is current.
-  NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, bool symmetric,
-             const CallOptions& options);
+  // A collective call. The device is current.
+  NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options);
   ~NcclMemory() override;
 
   [[nodiscard]] std::byte* data() const noexcept override { return data_.get(); }
-  [[nodiscard]] bool is_symmetric() const noexcept override { return window_ != nullptr; }
   // Until nothing that was enqueued can be at the memory.
   void wait_for_device() const noexcept;
 
  private:
-  void register_with(std::size_t bytes, bool symmetric, const CallOptions& options);
+  void register_with(std::size_t bytes, const CallOptions& options);
 
   std::shared_ptr<Handle> handle_;
   std::shared_ptr<std::byte> data_;  // NCCL's, and held by the handle until NCCL has ended

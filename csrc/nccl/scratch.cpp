@@ -33,8 +33,7 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
     if (bucket.known && free_) free_->synchronize();
     bucket.known.reset();
     bucket.bytes = 0;
-    bucket.known =
-        std::make_unique<NcclMemory>(handle, capacity_for(bytes), /*symmetric=*/true, options);
+    bucket.known = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options);
     bucket.bytes = capacity_for(bytes);
   }
   return bucket.known->data();

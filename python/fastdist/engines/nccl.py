@@ -113,7 +113,7 @@ class NcclEngine:
         gpu = self._gpu or self._connect(device, timeout_s)
         if gpu.device != device:
             raise ValueError(f"device must be cuda:{gpu.device}, this rank's, got cuda:{device}")
-        return gpu.allocate(nbytes, True, timeout_s)
+        return gpu.allocate(nbytes, timeout_s)
 
     def abort(self, why: str) -> None:
         """End what runs on the GPU, here and now."""

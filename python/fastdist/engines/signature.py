@@ -24,6 +24,7 @@ OPS = (
     "recv",
     "barrier",
 )
+_COMPARED = (*OPS, "empty")
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
 _ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
 _PEERS = {"send": "dst", "recv": "src"}
@@ -73,7 +74,7 @@ class Signature:
         root = packed >> 24 & 0xFFFF
         wire = packed >> 56
         return cls(
-            OPS[packed & 0x7F],
+            _COMPARED[packed & 0x7F],
             DTYPES[packed >> 8 & 0xFF],
             REDUCE_OPS[packed >> 16 & 0x7],
             root - (root >> 15 << 16),
@@ -99,7 +100,7 @@ class Signature:
         """`RECORD_BYTES` bytes."""
         return _RECORD.pack(
             sequence,
-            OPS.index(self.op),
+            _COMPARED.index(self.op),
             DTYPES.index(self.dtype),
             REDUCE_OPS.index(self.reduce_op),
             _COMPRESSIONS.index(self.compress),
@@ -117,7 +118,7 @@ class Signature:
         fields = _RECORD.unpack(record)
         sequence, op, dtype, reduce_op, compress, phase, on_gpu, root, order, count, words = fields
         return sequence, cls(
-            OPS[op],
+            _COMPARED[op],
             DTYPES[dtype],
             REDUCE_OPS[reduce_op],
             root,

@@ -42,8 +42,10 @@ abi::Result register_window(const CommPtr& comm, void* data, std::size_t bytes,
     ++found->second;
   }
   const auto sizes = exchange(*comm, bytes);
+  if (sizes.empty()) forget_window(data);
   for (const std::uint64_t size : sizes) {
     if (size == bytes) continue;
+    forget_window(data);
     comm->fail(abi::kInvalidUsage, "ranks disagree about a window or its size");
     return refuse(abi::kInvalidUsage, "ranks disagree about a window or its size");
   }

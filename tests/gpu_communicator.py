@@ -126,6 +126,9 @@ def on_given_streams(comm: Communicator) -> None:
         comm.all_reduce(np.ones(3), stream=handle)
     with pytest.raises(TypeError, match="stream must be a stream of torch"):
         comm.all_reduce(x, stream="side")
+    if os.environ.get("FASTDIST_NCCL_BLOCKING") == "0":
+        with pytest.raises(ValueError, match="the per-thread default stream goes with"):
+            comm.all_reduce(x, stream=2)
 
 
 def disagreement(comm: Communicator) -> None:

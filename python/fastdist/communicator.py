@@ -516,7 +516,8 @@ class Communicator:
             shape: its shape.
             dtype: of numpy, or of torch, which makes it a torch tensor; one that collectives take.
             device: a GPU, as "cuda:0"; every rank must call then, for its own GPU. The array is
-                torch's or, with a dtype of numpy, cupy's. None: the machine's memory.
+                torch's or, with a dtype of numpy, cupy's. Calls use the same part of it on all
+                ranks. None: the machine's memory.
             timeout: seconds to wait for other ranks, where every rank must call.
         """
         shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))

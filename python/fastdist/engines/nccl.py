@@ -22,6 +22,7 @@ from fastdist.engines.engine import Calls, Engine
 from fastdist.engines.gpu_arrays import SOME_GPU, current_stream, device_of, stream_handle
 from fastdist.errors import FastdistError, UnsupportedError
 
+_PER_THREAD = 2  # cudaStreamPerThread
 _RECORD_BYTES = 1024
 _ID_BYTES = 128
 
@@ -83,8 +84,8 @@ class NcclEngine:
             bucket_bytes: for all_reduce of a list; 0: the engine's choice.
 
         Raises:
-            ValueError: the arrays are not on this rank's GPU, or a stream was given for arrays
-                that are not on a GPU.
+            ValueError: the arrays are not on this rank's GPU, a stream was given for arrays that
+                are not on a GPU, or it is one that NCCL could not use.
             UnsupportedError: there is no NCCL that can be used.
         """
         array = given[-1] if given[0] is None else given[0]  # scatter: only the root has one
@@ -99,6 +100,11 @@ class NcclEngine:
             return self._on_hosts[op](*given, timeout_s, async_op)
         gpu = self._gpu or self._connect(device, timeout_s)
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
+        if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
+            raise ValueError(
+                "the per-thread default stream goes with FASTDIST_NCCL_BLOCKING=1 alone: NCCL's "
+                "own thread would enqueue the call, on another stream; give one with stream="
+            )
         if op == "all_reduce":
             given = (*given, bucket_bytes)
         result = self._on_gpus[op](*given, handle, timeout_s, async_op)

@@ -109,6 +109,7 @@ def test_without_slots_and_without_elements(stack: ExitStack, tmp_path: Path) ->
             ShardedRows(client, RowsSpec("fixed", 4, sgd, rows=5), pieces),
             ShardedVariable(client, DenseSpec("w", (5,), sgd), pieces, np.ones(5)),
             ShardedVariable(client, DenseSpec("empty", (5, 0), sgd), pieces, np.ones((5, 0))),
+            ShardedVariable(client, DenseSpec("scalar", (), sgd), RoundRobin(1).place((), 4), 3.0),
         ]
 
     client, *first = things()
@@ -117,10 +118,12 @@ def test_without_slots_and_without_elements(stack: ExitStack, tmp_path: Path) ->
     save_checkpoint(client, tmp_path, first)
     client, *second = things()
     second[2].push(np.ones(5))
+    second[4].push(1.0)
     restore_checkpoint(client, tmp_path, second)
     assert (second[0].pull([-3]) == -1).all()
     assert second[1].pull(np.arange(5))[:, 0].tolist() == [0, 0, 0, -1, 0]
     assert (second[2].pull() == 1).all()
+    assert second[4].pull() == 3
 
 
 def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:

@@ -172,8 +172,8 @@ def _read_dense(file: Any, source: Part, part: Part, values: Array, slots: Array
     here = slice(begin - part.begin, end - part.begin)
     rows = end - begin
     if not file.get_slice("values").get_shape():  # a scalar
-        values[here] = file.get_tensor("values").reshape(1, -1)
-        slots[:, here] = file.get_tensor("slots").reshape(slots.shape[0], 1, -1)
+        values[here] = file.get_tensor("values")
+        slots[:, here] = file.get_tensor("slots").reshape(-1, 1, 1)
         return rows
     values[here] = file.get_slice("values")[there].reshape(rows, -1)
     if slots.shape[0]:

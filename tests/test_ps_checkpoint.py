@@ -155,6 +155,20 @@ def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*named, "index.json"}
 
 
+def test_other_files_in_the_directory_stay(stack: ExitStack, tmp_path: Path) -> None:
+    """Only what fastdist has written is removed: the checkpoint before, what was left of others."""
+    job = Job(stack, 2, 2)
+    left = ["fastdist-0123456789ab-0-00000.safetensors", "fastdist-0123456789ab-7-00012.unfinished"]
+    others = ["model.safetensors", "fastdist-mine.safetensors", "0123456789ab-0-00000.safetensors"]
+    for name in [*left, *others]:
+        (tmp_path / name).write_bytes(b"precious")
+    for _ in range(2):
+        save_checkpoint(job.client, tmp_path, job.things)
+        index = json.loads((tmp_path / "index.json").read_text())
+        named = {name for names in index["files"].values() for name in names}
+        assert {path.name for path in tmp_path.iterdir()} == {*named, *others, "index.json"}
+
+
 def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None:
     job = Job(stack, 2, 1)
     job.train(0)

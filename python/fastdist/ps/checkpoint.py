@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from fastdist.ps.ticket import Ticket
 
 _INDEX = "index.json"
 _FORMAT = 1
+# Of files with data; servers that were stopped may have left unfinished ones.
+_OURS = re.compile(r"fastdist-[0-9a-f]{12}-\d+-\d+\.(safetensors|unfinished)")
 Sharded = ShardedVariable | ShardedRows
 
 
@@ -27,7 +31,8 @@ def save_checkpoint(
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
     Servers write their files into the directory, which all of them must see. The checkpoint that
-    was there before stays valid until the new one is complete, and is removed then.
+    was there before stays valid until the new one is complete, and is removed then; other files
+    in the directory are left alone.
 
     Raises:
         OSError: a server could not write; what was there before is untouched.
@@ -35,14 +40,14 @@ def save_checkpoint(
     """
     directory = Path(directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    stamp = uuid.uuid4().hex[:12]
+    stem = f"fastdist-{uuid.uuid4().hex[:12]}"
     files: dict[str, list[str]] = {}
     try:
         tickets: list[tuple[str, Ticket]] = []
         for thing in things:
             for server, number, part in thing.parts():
-                stem = str(directory / f"{stamp}-{len(tickets)}")
-                about = {"part": asdict(part), "stem": stem}
+                path = str(directory / f"{stem}-{len(tickets)}")
+                about = {"part": asdict(part), "stem": path}
                 ticket = _submit(client, server, Op.SAVE, number, about, timeout_s)
                 tickets.append((thing.spec.name, ticket))
         for name, ticket in tickets:
@@ -51,12 +56,11 @@ def save_checkpoint(
         index = {"format": _FORMAT, "files": files, "specs": specs}
         _replace(directory / _INDEX, json.dumps(index, indent=1))
     except BaseException:
-        _remove(directory, f"{stamp}-*")
+        _remove(path for path in directory.glob(f"{stem}-*"))
         raise
     kept = {name for names in files.values() for name in names}
-    for path in directory.glob("*.safetensors"):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
+    ours = (path for path in directory.glob("fastdist-*") if _OURS.fullmatch(path.name))
+    _remove(path for path in ours if path.name not in kept)
 
 
 def restore_checkpoint(
@@ -142,6 +146,8 @@ def _replace(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _remove(directory: Path, pattern: str) -> None:
-    for path in directory.glob(pattern):
-        path.unlink(missing_ok=True)
+def _remove(paths: Iterable[Path]) -> None:
+    """What cannot be removed does no harm; the next checkpoint tries again."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()

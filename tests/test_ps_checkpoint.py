@@ -19,6 +19,7 @@ from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.snapshot import save
+from safetensors import safe_open
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
@@ -153,6 +154,44 @@ def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "index.json").read_text())
     named = {name for names in index["files"].values() for name in names}
     assert {path.name for path in tmp_path.iterdir()} == {*named, "index.json"}
+
+
+def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path) -> None:
+    """Adagrad's slot counts pushes of ones, and says what the value must be."""
+    client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+    spec = DenseSpec("w", (2_000_000,), RuleSpec("Adagrad", {"lr": 1.0, "eps": 0.0}))
+    pieces = RoundRobin(1).place(spec.shape, 4)
+    variable = ShardedVariable(client, spec, pieces, np.zeros(spec.shape, np.float32))
+    stop = threading.Event()
+
+    def push() -> None:
+        with Client(client.servers) as other:
+            pushed = ShardedVariable(other, spec, pieces)
+            ones = np.ones(spec.shape, np.float32)
+            while not stop.is_set():
+                pushed.push(ones)
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    torn = 0
+    try:
+        for _ in range(50):
+            save_checkpoint(client, tmp_path, [variable])
+            (path,) = tmp_path.glob("*.safetensors")
+            with safe_open(path, framework="np") as file:
+                values, slots = file.get_tensor("values"), file.get_tensor("slots")[0]
+                step = json.loads(file.metadata()["fastdist"])["step"]
+            pushes = slots.astype(int)
+            assert step == pushes.max()
+            torn += pushes.min() < step
+            belongs = np.append(0.0, -np.cumsum(1 / np.sqrt(np.arange(1, step + 1))))
+            np.testing.assert_allclose(values, belongs[pushes], atol=1e-3)
+            if torn == 5:
+                break
+    finally:
+        stop.set()
+        thread.join()
+    assert torn, "no push came while values were read; the variable is too small for this test"
 
 
 def test_other_files_in_the_directory_stay(stack: ExitStack, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ class BytesOut : public Array<std::uint8_t> {
 
 class FloatsOut : public Array<float> {
  public:
-  explicit FloatsOut(py::handle object) : Array(object, Access::kWrite, "out", {DType::kFloat32}) {}
+  explicit FloatsOut(py::handle object, const char* argument = "out")
+      : Array(object, Access::kWrite, argument, {DType::kFloat32}) {}
 };
 
 // None stands for an empty one.
@@ -298,16 +299,19 @@ void bind_dense_variable(py::module_& m) {
           },
           py::arg("values"), py::arg("slots") = py::none())
       .def(
-          "read_slots",
-          [](DenseVariable& v, py::handle out) {
-            const FloatsOut to(out);
+          "read_state",
+          [](DenseVariable& v, py::handle values, py::handle slots) {
+            const FloatsOut to(values, "values");
+            const FloatsOut state(slots, "slots");
             const GilRelease release;
-            v.read_slots(to.span());
+            return v.read_state(to.span(), state.span());
           },
-          py::arg("out"))
+          py::arg("values"), py::arg("slots"))
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
-      .def_property("step", &DenseVariable::step, &DenseVariable::set_step);
+      .def_property(
+          "step", &DenseVariable::step,
+          py::cpp_function(&DenseVariable::set_step, py::call_guard<py::gil_scoped_release>()));
 }
 
 py::tuple arrays_of(const table::Routes& routes) {

@@ -43,7 +43,7 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, St
       rounding_(rounding),
       size_(initial.size()),
       update_(kernels().update(rule_.kind())),
-      mutexes_((size_ + kChunk - 1) / kChunk) {
+      chunks_((size_ + kChunk - 1) / kChunk) {
   if (storage == Storage::kInt8) {
     throw Error(ErrorCode::kValue,
                 "a dense variable's storage must be float32 or bfloat16, got int8");
@@ -63,10 +63,10 @@ std::size_t DenseVariable::bytes() const noexcept {
 template <class Call>
 void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, Call&& call) {
   while (begin < end) {
-    const std::size_t chunk = begin / kChunk;
-    const std::size_t count = std::min(end, (chunk + 1) * kChunk) - begin;
-    const std::lock_guard lock(mutexes_[chunk]);
-    call(begin, count);
+    const std::size_t number = begin / kChunk;
+    const std::size_t count = std::min(end, (number + 1) * kChunk) - begin;
+    const std::lock_guard lock(chunks_[number].mutex);
+    call(chunks_[number], begin, count);
     begin += count;
   }
 }
@@ -129,7 +129,7 @@ void DenseVariable::pull(std::span<float> values) {
 
 void DenseVariable::pull_part(std::span<float> values, std::size_t begin) {
   check_range("values", begin, values.size());
-  for_each_chunk(begin, begin + values.size(), [&](std::size_t at, std::size_t count) {
+  for_each_chunk(begin, begin + values.size(), [&](Chunk&, std::size_t at, std::size_t count) {
     read(values.data() + (at - begin), at, count);
   });
 }
@@ -145,15 +145,17 @@ void DenseVariable::push_part(std::span<const float> gradient, std::size_t begin
   check_range("gradient", begin, gradient.size());
   const double lr = rule_.learning_rate(learning_rate);
   const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
-  for_each_chunk(begin, begin + gradient.size(), [&](std::size_t at, std::size_t count) {
-    update(c, gradient.data() + (at - begin), at, count, step);
-  });
+  for_each_chunk(begin, begin + gradient.size(),
+                 [&](Chunk& chunk, std::size_t at, std::size_t count) {
+                   update(c, gradient.data() + (at - begin), at, count, step);
+                   chunk.step = std::max(chunk.step, step);  // steps may come in any order
+                 });
 }
 
 void DenseVariable::assign(std::span<const float> values, std::span<const float> slots) {
   check_count("values", size_, values.size());
   if (!slots.empty()) check_count("slots", slot_floats(), slots.size());
-  for_each_chunk(0, size_, [&](std::size_t begin, std::size_t count) {
+  for_each_chunk(0, size_, [&](Chunk&, std::size_t begin, std::size_t count) {
     write(values.data() + begin, begin, count);
     for (std::size_t i = 0; !slots.empty() && i < rule_.slots().size(); ++i) {
       copy(slot(i) + begin, slots.data() + i * size_ + begin, count);
@@ -161,13 +163,24 @@ void DenseVariable::assign(std::span<const float> values, std::span<const float>
   });
 }
 
-void DenseVariable::read_slots(std::span<float> slots) {
+std::uint64_t DenseVariable::read_state(std::span<float> values, std::span<float> slots) {
+  check_count("values", size_, values.size());
   check_count("slots", slot_floats(), slots.size());
-  for_each_chunk(0, size_, [&](std::size_t begin, std::size_t count) {
+  if (size_ == 0) return step();
+  std::uint64_t step = 0;
+  for_each_chunk(0, size_, [&](Chunk& chunk, std::size_t begin, std::size_t count) {
+    read(values.data() + begin, begin, count);
     for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
       copy(slots.data() + i * size_ + begin, slot(i) + begin, count);
     }
+    step = std::max(step, chunk.step);
   });
+  return step;
+}
+
+void DenseVariable::set_step(std::uint64_t step) {
+  step_.store(step, std::memory_order_relaxed);
+  for_each_chunk(0, size_, [&](Chunk& chunk, std::size_t, std::size_t) { chunk.step = step; });
 }
 
 }  // namespace fastdist::table

@@ -39,10 +39,13 @@ class DenseVariable {
   // The part of a step that begins with element `begin`.
   void push_part(std::span<const float> gradient, std::size_t begin, std::uint64_t step,
                  std::optional<double> learning_rate);
-  // Sets the values and, unless `slots` is empty, the slots.
+  // Sets the values and, unless `slots` is empty, the slots: slot after slot, each as large as the
+  // variable.
   void assign(std::span<const float> values, std::span<const float> slots);
-  // Slot after slot, each as large as the variable.
-  void read_slots(std::span<float> slots);
+  // Values and slots as `assign` takes them; an element's are of one moment. Returns the last step
+  // that any element read has seen: no element has seen more, and those that a push reaches
+  // meanwhile may lack it, as they do where a push is stopped half done.
+  std::uint64_t read_state(std::span<float> values, std::span<float> slots);
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] std::size_t bytes() const noexcept;
@@ -50,11 +53,17 @@ class DenseVariable {
   [[nodiscard]] std::uint64_t step() const noexcept {
     return step_.load(std::memory_order_relaxed);
   }
-  void set_step(std::uint64_t step) noexcept { step_.store(step, std::memory_order_relaxed); }
+  // That of all elements.
+  void set_step(std::uint64_t step);
 
  private:
-  // Calls `call(begin, count)` for each chunk of a range, or what of it is in the range, under its
-  // lock.
+  struct Chunk {
+    std::mutex mutex;
+    std::uint64_t step = 0;  // the last that has changed it
+  };
+
+  // Calls `call(chunk, begin, count)` for each chunk of a range, or what of it is in the range,
+  // under its lock.
   template <class Call>
   void for_each_chunk(std::size_t begin, std::size_t end, Call&& call);
   void check_range(const char* argument, std::size_t begin, std::size_t count) const;
@@ -74,7 +83,7 @@ class DenseVariable {
   UpdateFunction update_;
   Memory values_;
   Memory slots_;
-  std::vector<std::mutex> mutexes_;
+  std::vector<Chunk> chunks_;
   std::atomic<std::uint64_t> step_{0};
 };
 

@@ -353,11 +353,45 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
     variable.pull(values);
     check_whole(std::span(values).first(2 * kChunk), kChunk);
     check_whole(std::span(values).last(5), 5);
-    variable.read_slots(values);
+    Floats slots(variable.size());
+    variable.read_state(values, slots);
     check_whole(std::span(values).first(2 * kChunk), kChunk);
+    check_whole(std::span(slots).first(2 * kChunk), kChunk);
   };
   run_together({push, push, pull, pull}, 50);
   CHECK(variable.step() == 100);
+}
+
+// Every push is of ones, so that Adagrad's slot counts them, and says what the value must be.
+CASE(a_value_belongs_to_its_slots_and_to_the_step) {
+  DenseVariable variable(Floats(40 * DenseVariable::kChunk + 5),
+                         UpdateRule("Adagrad", {{"lr", 1}, {"eps", 0}}), Storage::kFloat32);
+  constexpr std::size_t kPushes = 100;
+  Floats belongs(1);
+  for (std::size_t n = 1; n <= kPushes; ++n) {
+    belongs.push_back(belongs.back() - 1 / std::sqrt(static_cast<float>(n)));
+  }
+  const Work push = [&](std::mt19937&) { variable.push(Floats(variable.size(), 1), {}); };
+  const Work read = [&](std::mt19937&) {
+    Floats values(variable.size());
+    Floats slots(variable.size());
+    const std::uint64_t step = variable.read_state(values, slots);
+    CHECK(static_cast<float>(step) >= *std::max_element(slots.begin(), slots.end()));
+    CHECK(step <= variable.step());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      CHECK(std::fabs(values[i] - belongs[static_cast<std::size_t>(slots[i])]) < 1e-3F);
+    }
+  };
+  run_together({push, push, read}, kPushes / 2);
+  variable.set_step(7);
+  Floats values(variable.size());
+  Floats slots(variable.size());
+  CHECK(variable.read_state(values, slots) == 7);
+  variable.push_part(Floats(3, 1), DenseVariable::kChunk, variable.begin_step(), {});
+  CHECK(variable.read_state(values, slots) == 8);
+  DenseVariable empty({}, UpdateRule("SGD", {{"lr", 1.0}}), Storage::kFloat32);
+  empty.set_step(3);
+  CHECK(empty.read_state({}, {}) == 3);
 }
 
 // --- the edges

@@ -53,7 +53,10 @@ def save(spec: Spec, kept: Any, part: Part, stem: Path) -> list[str]:
         OSError: the disk is full, or cannot be written.
     """
     if isinstance(spec, DenseSpec):
-        return [_write(stem, 0, part, kept.step, _dense_tensors(spec, kept))]
+        values = np.empty(spec.shape, np.float32)
+        slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
+        step = kept.read_state(values, slots)
+        return [_write(stem, 0, part, step, {"values": values, "slots": slots})]
     names: list[str] = []
     for tensors in _row_files(kept):
         names.append(_write(stem, len(names), part, kept.step, tensors))
@@ -108,14 +111,6 @@ def read_values(path: Path) -> tuple[int, Array | None, Array]:
         begin = json.loads(file.metadata()["fastdist"])["part"]["begin"]
         ids = file.get_tensor("ids") if "ids" in file.keys() else None  # noqa: SIM118
         return begin, ids, file.get_tensor("values")
-
-
-def _dense_tensors(spec: DenseSpec, kept: _core.DenseVariable) -> dict[str, Array]:
-    values = np.empty(spec.shape, np.float32)
-    slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
-    kept.pull(values)
-    kept.read_slots(slots)
-    return {"values": values, "slots": slots}
 
 
 def _row_files(kept: _core.RowTable) -> Iterator[dict[str, Array]]:

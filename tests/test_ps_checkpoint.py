@@ -11,15 +11,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import fastdist as fd
 import numpy as np
 import pytest
-from fastdist.errors import FastdistError
+import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.snapshot import save
 from safetensors import safe_open
+from safetensors.numpy import save_file
+from torch import nn
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
@@ -194,6 +197,20 @@ def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path
     assert torn, "no push came while values were read; the variable is too small for this test"
 
 
+def test_steps_are_those_of_the_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
+    """Adam's steps depend on how many there were; servers that were not lost have made more."""
+    job = Job(stack, 2, 2)
+    job.train(0)
+    save_checkpoint(job.client, tmp_path, job.things)
+    job.train(1)
+    expected = job.values()
+    for seed in range(2, 9):
+        job.train(seed)
+    restore_checkpoint(job.client, tmp_path, job.things)
+    job.train(1)
+    require_same(job.values(), expected)
+
+
 def test_other_files_in_the_directory_stay(stack: ExitStack, tmp_path: Path) -> None:
     """Only what fastdist has written is removed: the checkpoint before, what was left of others."""
     job = Job(stack, 2, 2)
@@ -244,7 +261,7 @@ def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(FastdistError, match=r"cannot write .*File too large"):
+        with pytest.raises(OSError, match=r"cannot write .*File too large"):
             save_checkpoint(job.client, tmp_path, [*job.things, large])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -341,3 +358,145 @@ def test_of_another_shape_or_rule(
     with pytest.raises(ValueError, match=r"has 'w' as .*Spec\(.*, expected .*Spec\("):
         restore_checkpoint(client, tmp_path, after)
     assert (after[0].pull() == 2).all()
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) -> None:
+    """With these tensors and metadata in place of those that there are."""
+    with safe_open(path, framework="np") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = json.loads(file.metadata()["fastdist"])
+    save_file({**kept, **(tensors or {})}, path, {"fastdist": json.dumps({**metadata, **about})})
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (_cut, ValueError),
+        (lambda path: path.write_bytes(b""), ValueError),
+        (lambda path: path.write_bytes(b"precious" * 100), ValueError),
+        (lambda path: save_file({"values": np.ones(3)}, path), ValueError),
+        (lambda path: _rewrite(path, {"values": np.ones((1, 3), np.float32)}), ValueError),
+        (lambda path: _rewrite(path, {"values": np.ones((5, 3))}), ValueError),
+        (lambda path: _rewrite(path, {"more": np.ones(3)}), ValueError),
+        (lambda path: _rewrite(path, part={"name": "other", "begin": 5, "end": 10}), ValueError),
+        (lambda path: _rewrite(path, part={"name": "w0", "begin": "5", "end": 10}), ValueError),
+        (lambda path: _rewrite(path, part=None), ValueError),
+        (lambda path: path.unlink(), FileNotFoundError),
+        (lambda path: (path.unlink(), path.mkdir()), OSError),
+    ],
+)
+def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: type) -> None:
+    """It is named, and nothing has been changed."""
+    job = Job(stack, 2, 2)
+    save_checkpoint(job.client, tmp_path, job.things)
+    job.train(1)
+    before = job.values()
+    name = json.loads((tmp_path / "index.json").read_text())["files"]["w0"][1]
+    damage(tmp_path / name)
+    with pytest.raises(kind, match=name):
+        restore_checkpoint(job.client, tmp_path, job.things[::-1])
+    require_same(job.values(), before)
+    module = nn.ParameterDict({"w1": torch.ones(()), "w0": torch.ones(10, 3)})
+    with pytest.raises(kind, match=name):
+        fd.checkpoint.load(module, tmp_path, prefix="")
+    assert (module["w1"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("w0", lambda names: names[:1]),
+        ("w0", lambda names: names[1:]),
+        ("w0", lambda names: [names[0], names[0]]),
+        ("w0", lambda names: [*names, "copy"]),
+        ("w0", lambda names: [names[0], "copy"]),
+        ("fixed", lambda names: names[:1]),
+        ("fixed", lambda names: [*names, "copy"]),
+        ("hashed", lambda names: names[1:]),
+        ("hashed", lambda names: [names[0], "copy"]),
+        ("hashed", lambda names: []),
+    ],
+)
+def test_rows_that_are_missing_or_there_twice(
+    stack: ExitStack, tmp_path: Path, name: str, change: Any
+) -> None:
+    job = Job(stack, 2, 2)
+    job.train(0)
+    save_checkpoint(job.client, tmp_path, job.things)
+    before = job.values()
+    index = json.loads((tmp_path / "index.json").read_text())
+    names = index["files"][name]
+    (tmp_path / "copy").write_bytes((tmp_path / names[0]).read_bytes())
+    index["files"][name] = change(names)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"missing|there twice|not of all owners|hold 50 rows"):
+        restore_checkpoint(job.client, tmp_path, job.things)
+    require_same(job.values(), before)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda index: "",
+        lambda index: json.dumps(index)[:50],
+        lambda index: "{}",
+        lambda index: "[]",
+        lambda index: "null",
+        lambda index: "[" * 100_000,
+        lambda index: "\udcff",
+        lambda index: json.dumps({**index, "format": 7}),
+        lambda index: json.dumps({**index, "files": [1]}),
+        lambda index: json.dumps({**index, "files": {"w0": 3}}),
+        lambda index: json.dumps({**index, "files": {"w0": [3]}}),
+        lambda index: json.dumps({**index, "files": {"w0": ["../x"]}}),
+        lambda index: json.dumps({**index, "specs": {}}),
+        lambda index: json.dumps({**index, "specs": {"w0": index["specs"]["w1"]}}),
+    ],
+)
+def test_a_damaged_index(stack: ExitStack, tmp_path: Path, damage: Any) -> None:
+    job = Job(stack, 1, 1)
+    save_checkpoint(job.client, tmp_path, job.things)
+    path = tmp_path / "index.json"
+    path.write_bytes(damage(json.loads(path.read_text())).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
+        restore_checkpoint(job.client, tmp_path, job.things)
+    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
+        fd.checkpoint.load(nn.Linear(2, 2), tmp_path)
+    save_checkpoint(job.client, tmp_path, job.things)
+    restore_checkpoint(job.client, tmp_path, job.things)
+
+
+def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:
+    """Into as many pieces again, and into one."""
+    client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+    directory = tmp_path / ("ü" * 100) / ("y" * 200)
+    many = RoundRobin(1, FixedShards(1500)).place((1500, 2), 4)
+    spec = DenseSpec("w", (1500, 2), RuleSpec("SGD"))
+    value = np.arange(3000, dtype=np.float32).reshape(1500, 2)
+    variable = ShardedVariable(client, spec, many, value)
+    save_checkpoint(client, directory, [variable])
+    variable.assign(np.zeros((1500, 2)))
+    restore_checkpoint(client, directory, [variable])
+    np.testing.assert_array_equal(variable.pull(), value)
+    client = stack.enter_context(Client([stack.enter_context(Server()).address]))
+    pieces = RoundRobin(1).place((1500, 2), 4)
+    whole = ShardedVariable(client, spec, pieces, np.zeros((1500, 2)))
+    restore_checkpoint(client, directory, [whole])
+    np.testing.assert_array_equal(whole.pull(), value)
+
+
+def test_more_files_than_can_be_named(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be restored is not saved."""
+    job = Job(stack, 2, 4)
+    save_checkpoint(job.client, tmp_path, job.things)
+    names = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("fastdist.ps.checkpoint._MAX_NAMES_BYTES", 150)
+    with pytest.raises(ValueError, match="'w0' is in 4 files, too many to be restored"):
+        save_checkpoint(job.client, tmp_path, job.things)
+    assert {path.name for path in tmp_path.iterdir()} == names

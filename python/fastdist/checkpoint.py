@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastdist.ps.checkpoint import checkpoint_files
+from fastdist.ps.checkpoint import Saved, saved_in
 from fastdist.ps.snapshot import read_values
+from fastdist.ps.specs import DenseSpec
 
 
 def load(module: nn.Module, directory: str | Path, *, prefix: str = "0/") -> list[str]:
@@ -29,23 +30,30 @@ def load(module: nn.Module, directory: str | Path, *, prefix: str = "0/") -> lis
         of integers.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it has nothing of the module, or something in another shape.
+        FileNotFoundError: there is no checkpoint, or a file of it is gone.
+        OSError: it cannot be read.
+        ValueError: it is damaged, has nothing of the module, or something in another shape; the
+            module is as it was.
     """
-    files = checkpoint_files(directory)
+    saved = saved_in(directory)
+    found = []
     missing = []
     for name, tensor in _tensors(module):
-        paths = files.get(prefix + name)
-        if paths is None:
+        if prefix + name in saved:
+            found.append((tensor, saved[prefix + name]))
+        else:
             missing.append(name)
-            continue
-        for path in paths:
-            _fill(tensor, path)
-    if len(missing) == sum(1 for _ in _tensors(module)):
+    if not found:
         raise ValueError(
             f"{directory} has nothing that is called {prefix}{', '.join(missing[:3])}; it has "
-            f"{', '.join(sorted(files)[:10])}"
+            f"{', '.join(sorted(saved)[:10])}"
         )
+    for tensor, source in found:
+        source.check()
+        _require_room(tensor, source, directory)
+    for tensor, source in found:
+        for path in source.paths:
+            _fill(tensor, path)
     return missing
 
 
@@ -54,19 +62,24 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
+def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) -> None:
+    spec = source.spec
+    if isinstance(spec, DenseSpec):
+        fits = tensor.shape == spec.shape
+    else:
+        fits = tensor.dim() == 2 and tensor.shape[1] == spec.dim
+        fits = fits and tensor.shape[0] >= (spec.rows or 0)
+    if not fits:
+        raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
+
+
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, path: Path) -> None:
     begin, ids, values = read_values(path)
-    rows = torch.from_numpy(values)
-    whole = tensor if tensor.dim() else tensor.reshape(1)
-    if not values.ndim:
-        rows = rows.reshape(1)
-    if rows.shape[1:] != whole.shape[1:] or (ids is None and begin + len(rows) > len(whole)):
-        raise ValueError(
-            f"{path} has values of shape {tuple(values.shape)} from row {begin} on, the module has "
-            f"{tuple(tensor.shape)}"
-        )
-    if ids is None:
-        whole[begin : begin + len(rows)] = rows.to(tensor)
+    rows = torch.from_numpy(values).to(tensor)
+    if not tensor.dim():
+        tensor.copy_(rows)
+    elif ids is None:
+        tensor[begin : begin + len(rows)] = rows
     else:
-        whole[torch.from_numpy(ids) + begin] = rows.to(tensor)
+        tensor[torch.from_numpy(ids) + begin] = rows

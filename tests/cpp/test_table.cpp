@@ -364,7 +364,7 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
 
 // Every push is of ones, so that Adagrad's slot counts them, and says what the value must be.
 CASE(a_value_belongs_to_its_slots_and_to_the_step) {
-  DenseVariable variable(Floats(40 * DenseVariable::kChunk + 5),
+  DenseVariable variable(Floats(9 * DenseVariable::kChunk + 5),
                          UpdateRule("Adagrad", {{"lr", 1}, {"eps", 0}}), Storage::kFloat32);
   constexpr std::size_t kPushes = 100;
   Floats belongs(1);

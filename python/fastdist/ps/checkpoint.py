@@ -7,14 +7,16 @@ import json
 import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdist.ps.client import Client
-from fastdist.ps.protocol import Op
+from fastdist.ps.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.snapshot import Part, check
 from fastdist.ps.specs import DenseSpec, Spec, from_json, to_json
 from fastdist.ps.ticket import Ticket
 
@@ -22,7 +24,26 @@ _INDEX = "index.json"
 _FORMAT = 1
 # Of files with data; servers that were stopped may have left unfinished ones.
 _OURS = re.compile(r"fastdist-[0-9a-f]{12}-\d+-\d+\.(safetensors|unfinished)")
+# Of the names of one object's files: they must fit into the request that restores it.
+_MAX_NAMES_BYTES = MAX_LONG_META_BYTES - MAX_META_BYTES
 Sharded = ShardedVariable | ShardedRows
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint has of a variable or table.
+
+    Attributes:
+        spec: of the whole.
+        paths: of the files with its rows.
+    """
+
+    spec: Spec
+    paths: list[Path]
+
+    def check(self) -> list[Part]:
+        """As `fastdist.ps.snapshot.check`."""
+        return check(self.spec, self.paths)
 
 
 def save_checkpoint(
@@ -36,6 +57,7 @@ def save_checkpoint(
 
     Raises:
         OSError: a server could not write; what was there before is untouched.
+        ValueError: a table is in far too many files.
         UnavailableError: a server does not answer.
     """
     directory = Path(directory).absolute()
@@ -52,6 +74,9 @@ def save_checkpoint(
                 tickets.append((thing.spec.name, ticket))
         for name, ticket in tickets:
             files.setdefault(name, []).extend(json.loads(bytes(client.wait(ticket))))
+        for name, names in files.items():
+            if len(json.dumps(names)) > _MAX_NAMES_BYTES:
+                raise ValueError(f"{name!r} is in {len(names)} files, too many to be restored")
         specs = {thing.spec.name: json.loads(to_json(thing.spec)) for thing in things}
         index = {"format": _FORMAT, "files": files, "specs": specs}
         _replace(directory / _INDEX, json.dumps(index, indent=1))
@@ -68,47 +93,65 @@ def restore_checkpoint(
 ) -> None:
     """Read what `save_checkpoint` wrote into variables and tables that exist, cut in any way.
 
-    Rows that a table has and the checkpoint has not stay as they are.
+    Rows that a table has and the checkpoint has not stay as they are. The directory is looked into
+    from here, before anything is changed.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it lacks a variable, or has it in another shape or for another rule; nothing
-            has been changed then.
+        FileNotFoundError: there is no checkpoint, or a file of it is gone.
+        OSError: it cannot be read.
+        ValueError: it is damaged, lacks a variable, or has it in another shape or for another rule.
+        UnavailableError: a server does not answer.
     """
-    files, specs = checkpoint_files(directory), _index(directory).get("specs", {})
+    saved = saved_in(directory)
+    sources: list[tuple[Sharded, list[tuple[str, Part]]]] = []
     for thing in things:
         name = thing.spec.name
-        if name not in files:
-            raise ValueError(f"{directory} has no {name!r}; it has {', '.join(sorted(files))}")
-        if name in specs:
-            _require_same(from_json(json.dumps(specs[name]).encode()), thing.spec, directory)
+        if name not in saved:
+            raise ValueError(f"{directory} has no {name!r}; it has {', '.join(sorted(saved))}")
+        _require_same(saved[name].spec, thing.spec, directory)
+        names = (path.name for path in saved[name].paths)
+        sources.append((thing, list(zip(names, saved[name].check(), strict=True))))
     tickets = []
-    for thing in things:
-        paths = list(map(str, files[thing.spec.name]))
+    for thing, files in sources:
         for server, number, part in thing.parts():
-            about = {"part": asdict(part), "files": paths}
+            about = {
+                "part": asdict(part),
+                "directory": str(Path(directory).absolute()),
+                "files": [name for name, source in files if part.may_share_rows(source)],
+            }
             tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
     for ticket in tickets:
         client.wait(ticket)
 
 
-def checkpoint_files(directory: str | Path) -> dict[str, list[Path]]:
-    """The files of each variable and table of a checkpoint.
+def saved_in(directory: str | Path) -> dict[str, Saved]:
+    """The variables and tables of a checkpoint, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is of another version.
+        ValueError: its index is damaged, or of another version.
     """
     directory = Path(directory).absolute()
-    files = _index(directory)["files"]
-    return {name: [directory / file for file in own] for name, own in files.items()}
-
-
-def _index(directory: str | Path) -> dict[str, Any]:
-    index: dict[str, Any] = json.loads((Path(directory) / _INDEX).read_text())
-    if index["format"] != _FORMAT:
-        raise ValueError(f"{directory} has format {index['format']}, expected {_FORMAT}")
-    return index
+    path = directory / _INDEX
+    data = path.read_bytes()
+    try:
+        index = json.loads(data)
+        if index["format"] != _FORMAT:
+            raise ValueError(f"format {index['format']}, expected {_FORMAT}")
+        times = Counter(name for names in index["files"].values() for name in names)
+        for name, count in times.items():
+            if Path(name).name != name or count > 1:
+                raise ValueError(f"{name!r} is not the name of a file, or is there twice")
+        saved = {}
+        for name, names in index["files"].items():
+            spec = from_json(json.dumps(index["specs"][name]).encode())
+            if spec.name != name:
+                raise ValueError(f"{spec} is not that of {name!r}")
+            _layout(spec), _rows(spec)  # raise where these make no sense
+            saved[name] = Saved(spec, [directory / file for file in names])
+        return saved
+    except Exception as error:
+        raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
 
 
 def _require_same(saved: Spec, wanted: Spec, directory: str | Path) -> None:
@@ -127,7 +170,7 @@ def _layout(spec: Spec) -> tuple[object, ...]:
 
 def _rows(spec: Spec) -> int:
     """Of a table with a limit, which may have more of them than were saved."""
-    return 0 if isinstance(spec, DenseSpec) else spec.rows or 0
+    return 0 if isinstance(spec, DenseSpec) else int(spec.rows or 0)
 
 
 def _submit(
@@ -139,11 +182,15 @@ def _submit(
 
 def _replace(path: Path, text: str) -> None:
     unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        _remove([unfinished])
+        raise
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 3
+VERSION = 4
 MAX_META_BYTES = 64 << 10
-MAX_COMMIT_BYTES = 4 << 20
+MAX_LONG_META_BYTES = 4 << 20  # of what names many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
@@ -36,7 +36,7 @@ class Op(enum.IntEnum):
     ASSIGN_ROWS = 8  # ids, values
     STATS = 9  # none
     SAVE = 10  # JSON: part, path that names of files begin with
-    RESTORE = 11  # JSON: part, files
+    RESTORE = 11  # JSON: part, directory, names of files
     COMMIT = 12  # JSON: weight, objects
     DISCARD = 13  # JSON: a list of rounds
     RESET = 14  # none
@@ -91,6 +91,7 @@ class Status(enum.IntEnum):
     FAILED = 5
     OTHER_VERSION = 6
     RESTARTED = 7
+    OS_ERROR = 8
 
 
 _ERRORS: dict[Status, type[Exception]] = {
@@ -100,6 +101,7 @@ _ERRORS: dict[Status, type[Exception]] = {
     Status.MEMORY_ERROR: MemoryError,
     Status.FAILED: FastdistError,
     Status.OTHER_VERSION: FastdistError,
+    Status.OS_ERROR: OSError,
 }
 
 

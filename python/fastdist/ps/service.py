@@ -21,7 +21,7 @@ from fastdist.ps.parts import OpenPushes, extent, extents, parts_of
 from fastdist.ps.protocol import (
     CHANGES,
     FRAMES,
-    MAX_COMMIT_BYTES,
+    MAX_LONG_META_BYTES,
     MAX_META_BYTES,
     UNKNOWN_STEP,
     VERSION,
@@ -294,7 +294,7 @@ class Service:
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
         rounds = self._rounds
-        about = _json(frame, dict, MAX_COMMIT_BYTES)
+        about = _json(frame, dict, MAX_LONG_META_BYTES)
         weight = float(about["weight"])
         if not 0 < weight < math.inf:
             raise ValueError(f"a commit with the weight {weight}")
@@ -320,13 +320,13 @@ class Service:
         return _state(state)
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
-        about = _json(frame, dict)
+        about = _json(frame, dict, MAX_LONG_META_BYTES)
         spec, kept = self._objects.find(header.object)
         part = Part(**about["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, kept, part, Path(about["stem"]))).encode()
-        files = [Path(file) for file in about["files"]]
-        return json.dumps(restore(spec, kept, part, files)).encode()
+        paths = [Path(about["directory"], name) for name in about["files"]]
+        return json.dumps(restore(spec, kept, part, paths)).encode()
 
     def _create(self, frames: Sequence[memoryview]) -> int:
         spec = from_json(_meta(frames[0]))

@@ -65,18 +65,19 @@ def save_checkpoint(
     stem = f"fastdist-{uuid.uuid4().hex[:12]}"
     files: dict[str, list[str]] = {}
     try:
-        tickets: list[tuple[str, Ticket]] = []
+        names: list[str] = []
+        tickets: list[Ticket] = []
         for thing in things:
             for server, number, part in thing.parts():
                 path = str(directory / f"{stem}-{len(tickets)}")
                 about = {"part": asdict(part), "stem": path}
-                ticket = _submit(client, server, Op.SAVE, number, about, timeout_s)
-                tickets.append((thing.spec.name, ticket))
-        for name, ticket in tickets:
-            files.setdefault(name, []).extend(json.loads(bytes(client.wait(ticket))))
-        for name, names in files.items():
-            if len(json.dumps(names)) > _MAX_NAMES_BYTES:
-                raise ValueError(f"{name!r} is in {len(names)} files, too many to be restored")
+                tickets.append(_submit(client, server, Op.SAVE, number, about, timeout_s))
+                names.append(thing.spec.name)
+        for name, reply in zip(names, _wait(client, tickets), strict=True):
+            files.setdefault(name, []).extend(json.loads(bytes(reply)))
+        for name, own in files.items():
+            if len(json.dumps(own)) > _MAX_NAMES_BYTES:
+                raise ValueError(f"{name!r} is in {len(own)} files, too many to be restored")
         specs = {thing.spec.name: json.loads(to_json(thing.spec)) for thing in things}
         index = {"format": _FORMAT, "files": files, "specs": specs}
         _replace(directory / _INDEX, json.dumps(index, indent=1))
@@ -120,8 +121,7 @@ def restore_checkpoint(
                 "files": [name for name, source in files if part.may_share_rows(source)],
             }
             tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
-    for ticket in tickets:
-        client.wait(ticket)
+    _wait(client, tickets)
 
 
 def saved_in(directory: str | Path) -> dict[str, Saved]:
@@ -178,6 +178,20 @@ def _submit(
 ) -> Ticket:
     frames = [json.dumps(about).encode()]
     return client.submit(server, op, number, frames, timeout_s=timeout_s)
+
+
+def _wait(client: Client, tickets: Sequence[Ticket]) -> list[memoryview]:
+    """The replies to all requests; where one fails, too, none is under way any more."""
+    replies = []
+    failed: Exception | None = None
+    for ticket in tickets:
+        try:
+            replies.append(client.wait(ticket))
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return replies
 
 
 def _replace(path: Path, text: str) -> None:

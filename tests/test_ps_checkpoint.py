@@ -11,71 +11,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import fastdist as fd
 import numpy as np
 import pytest
-import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.partition import FixedShards, RoundRobin
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.snapshot import save
+from ps_checkpoints import ADAM, IDS, Job, require_same
 from safetensors import safe_open
-from safetensors.numpy import save_file
-from torch import nn
-
-ADAM = RuleSpec("Adam", {"lr": 0.1})
-SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
-
-
-class Job:
-    """Servers, a client, and variables and tables cut among them."""
-
-    def __init__(self, stack: ExitStack, servers: int, shards: int) -> None:
-        addresses = [stack.enter_context(Server()).address for _ in range(servers)]
-        self.client = stack.enter_context(Client(addresses, timeout_s=20))
-        placement = RoundRobin(servers, FixedShards(shards))
-        self.dense = [
-            ShardedVariable(
-                self.client,
-                DenseSpec(f"w{i}", shape, ADAM),
-                placement.place(shape, 4),
-                np.zeros(shape, np.float32),
-            )
-            for i, shape in enumerate(SHAPES)
-        ]
-        self.fixed = ShardedRows(
-            self.client, RowsSpec("fixed", 2, ADAM, rows=50), placement.place((50, 2), 4)
-        )
-        self.hashed = ShardedRows(
-            self.client, RowsSpec("hashed", 2, ADAM), placement.place((shards, 2), 4)
-        )
-        self.things = [*self.dense, self.fixed, self.hashed]
-
-    def train(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for variable in self.dense:
-            variable.push(rng.standard_normal(variable.spec.shape))
-        self.fixed.push(np.arange(50), rng.standard_normal((50, 2)))
-        self.hashed.push(IDS, rng.standard_normal((IDS.size, 2)))
-
-    def values(self) -> list[Any]:
-        rows = [self.fixed.pull(np.arange(50)), self.hashed.pull(IDS)]
-        return [*(variable.pull() for variable in self.dense), *rows]
-
-
-IDS = np.random.default_rng(8).integers(-(2**63), 2**63 - 1, 200)
 
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as made:
         yield made
-
-
-def require_same(one: list[Any], other: list[Any]) -> None:
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (2, 4), (3, 1)])
@@ -358,116 +308,6 @@ def test_of_another_shape_or_rule(
     with pytest.raises(ValueError, match=r"has 'w' as .*Spec\(.*, expected .*Spec\("):
         restore_checkpoint(client, tmp_path, after)
     assert (after[0].pull() == 2).all()
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-3])
-
-
-def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) -> None:
-    """With these tensors and metadata in place of those that there are."""
-    with safe_open(path, framework="np") as file:
-        kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = json.loads(file.metadata()["fastdist"])
-    save_file({**kept, **(tensors or {})}, path, {"fastdist": json.dumps({**metadata, **about})})
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind"),
-    [
-        (_cut, ValueError),
-        (lambda path: path.write_bytes(b""), ValueError),
-        (lambda path: path.write_bytes(b"precious" * 100), ValueError),
-        (lambda path: save_file({"values": np.ones(3)}, path), ValueError),
-        (lambda path: _rewrite(path, {"values": np.ones((1, 3), np.float32)}), ValueError),
-        (lambda path: _rewrite(path, {"values": np.ones((5, 3))}), ValueError),
-        (lambda path: _rewrite(path, {"more": np.ones(3)}), ValueError),
-        (lambda path: _rewrite(path, part={"name": "other", "begin": 5, "end": 10}), ValueError),
-        (lambda path: _rewrite(path, part={"name": "w0", "begin": "5", "end": 10}), ValueError),
-        (lambda path: _rewrite(path, part=None), ValueError),
-        (lambda path: path.unlink(), FileNotFoundError),
-        (lambda path: (path.unlink(), path.mkdir()), OSError),
-    ],
-)
-def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: type) -> None:
-    """It is named, and nothing has been changed."""
-    job = Job(stack, 2, 2)
-    save_checkpoint(job.client, tmp_path, job.things)
-    job.train(1)
-    before = job.values()
-    name = json.loads((tmp_path / "index.json").read_text())["files"]["w0"][1]
-    damage(tmp_path / name)
-    with pytest.raises(kind, match=name):
-        restore_checkpoint(job.client, tmp_path, job.things[::-1])
-    require_same(job.values(), before)
-    module = nn.ParameterDict({"w1": torch.ones(()), "w0": torch.ones(10, 3)})
-    with pytest.raises(kind, match=name):
-        fd.checkpoint.load(module, tmp_path, prefix="")
-    assert (module["w1"] == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("w0", lambda names: names[:1]),
-        ("w0", lambda names: names[1:]),
-        ("w0", lambda names: [names[0], names[0]]),
-        ("w0", lambda names: [*names, "copy"]),
-        ("w0", lambda names: [names[0], "copy"]),
-        ("fixed", lambda names: names[:1]),
-        ("fixed", lambda names: [*names, "copy"]),
-        ("hashed", lambda names: names[1:]),
-        ("hashed", lambda names: [names[0], "copy"]),
-        ("hashed", lambda names: []),
-    ],
-)
-def test_rows_that_are_missing_or_there_twice(
-    stack: ExitStack, tmp_path: Path, name: str, change: Any
-) -> None:
-    job = Job(stack, 2, 2)
-    job.train(0)
-    save_checkpoint(job.client, tmp_path, job.things)
-    before = job.values()
-    index = json.loads((tmp_path / "index.json").read_text())
-    names = index["files"][name]
-    (tmp_path / "copy").write_bytes((tmp_path / names[0]).read_bytes())
-    index["files"][name] = change(names)
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"missing|there twice|not of all owners|hold 50 rows"):
-        restore_checkpoint(job.client, tmp_path, job.things)
-    require_same(job.values(), before)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda index: "",
-        lambda index: json.dumps(index)[:50],
-        lambda index: "{}",
-        lambda index: "[]",
-        lambda index: "null",
-        lambda index: "[" * 100_000,
-        lambda index: "\udcff",
-        lambda index: json.dumps({**index, "format": 7}),
-        lambda index: json.dumps({**index, "files": [1]}),
-        lambda index: json.dumps({**index, "files": {"w0": 3}}),
-        lambda index: json.dumps({**index, "files": {"w0": [3]}}),
-        lambda index: json.dumps({**index, "files": {"w0": ["../x"]}}),
-        lambda index: json.dumps({**index, "specs": {}}),
-        lambda index: json.dumps({**index, "specs": {"w0": index["specs"]["w1"]}}),
-    ],
-)
-def test_a_damaged_index(stack: ExitStack, tmp_path: Path, damage: Any) -> None:
-    job = Job(stack, 1, 1)
-    save_checkpoint(job.client, tmp_path, job.things)
-    path = tmp_path / "index.json"
-    path.write_bytes(damage(json.loads(path.read_text())).encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
-        restore_checkpoint(job.client, tmp_path, job.things)
-    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
-        fd.checkpoint.load(nn.Linear(2, 2), tmp_path)
-    save_checkpoint(job.client, tmp_path, job.things)
-    restore_checkpoint(job.client, tmp_path, job.things)
 
 
 def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Training on parameter servers, beside the same steps on one device."""
 
 import copy
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -230,51 +229,6 @@ def test_gradients_that_no_step_takes_are_not_applied(cluster: PsCluster) -> Non
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(stats["rounds"]["nbytes"] == 0 for stats in map(strategy.client.stats, range(3)))
-
-
-def test_buffers_that_change_after_the_last_step(cluster: PsCluster) -> None:
-    """Also where a function that uses no model runs in between."""
-    strategy = cluster.strategy(max_staleness=0)
-    coordinator = cluster.coordinator(strategy)
-    with strategy.scope():
-        model = nn.BatchNorm1d(3)
-        optimizer = sgd(model.parameters())
-
-    def train(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        time.sleep(0.01)
-        model(x)  # counts once more
-
-    for _ in range(5):
-        coordinator.schedule(train, (torch.randn(8, 3),))
-        coordinator.schedule(os.getpid)
-        coordinator.schedule(train, (torch.randn(8, 3),))
-    coordinator.join()
-    assert model.num_batches_tracked == 20
-
-
-def test_batch_norm(cluster: PsCluster) -> None:
-    strategy = cluster.strategy(max_staleness=0)
-    coordinator = cluster.coordinator(strategy)
-    with strategy.scope():
-        model = nn.BatchNorm1d(3)
-        optimizer = sgd(model.parameters())
-    other = nn.BatchNorm1d(3)
-
-    def train(x: torch.Tensor) -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for i in range(6):
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(i))
-        coordinator.schedule(train, (x,))
-        other(x)
-    coordinator.join()
-    torch.testing.assert_close(model.running_mean, other.running_mean)
-    torch.testing.assert_close(model.running_var, other.running_var)
-    assert model.num_batches_tracked == 6
 
 
 def test_workers_draw_other_numbers(cluster: PsCluster) -> None:

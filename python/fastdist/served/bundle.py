@@ -27,6 +27,7 @@ class Bundle:
         others: schedulers and gradient scalers.
         places: where the values are.
         first_optimizer: the number of the first of them among those of all scopes.
+        at_once: functions that may change the values without knowing of each other.
     """
 
     prefix: str
@@ -35,6 +36,7 @@ class Bundle:
     others: tuple[Any, ...]
     places: tuple[Place, ...]
     first_optimizer: int
+    at_once: int
 
     def parts(self) -> list[Any]:
         """All that functions may refer to, in an order that is the same on all tasks."""

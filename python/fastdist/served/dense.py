@@ -11,6 +11,9 @@ from fastdist.ps.sharded import ShardedVariable
 from fastdist.ps.together import Pulled, Push
 from fastdist.tensor_stamps import value_stamp
 
+_COUNTABLE = 1 << 24
+_MAY_STOP = "num_batches_tracked"  # nothing hangs on how large it is then; jobs should not end
+
 
 class ServedTensor:
     """A dense value on servers, and the tensor that holds it here.
@@ -44,8 +47,9 @@ class ServedTensor:
         if self.is_in_place:
             torch.autograd.graph.increment_version(self.tensor)
         else:
-            with torch.no_grad():
-                self.tensor.copy_(torch.from_numpy(pulled.value))
+            value = torch.from_numpy(pulled.value)
+            with torch.no_grad():  # means of counts are whole but for float32
+                self.tensor.copy_(value if self.tensor.is_floating_point() else value.round())
         self.note()
 
     def note(self) -> None:
@@ -61,12 +65,17 @@ class ServedTensor:
         Buffers are compared: batch_norm writes its own without a trace.
         """
         if self._is_buffer:
-            return not np.array_equal(self._noted, self._value())
+            return not np.array_equal(self._noted, self._value(), equal_nan=True)
         return value_stamp(self.tensor) != self._stamp
+
+    @property
+    def can_be_added(self) -> bool:
+        """Whether there is a difference of a buffer to what it was; of infinities there is none."""
+        return bool(np.isfinite(self._noted).all() and np.isfinite(self._value()).all())
 
     def begin_assign(self) -> Pending[None]:
         """Send the tensor's value."""
-        pending = self.sharded.begin_assign(self._value())
+        pending = self.sharded.begin_assign(exact_value(self.sharded.spec.name, self.tensor))
         self.note()
         return pending
 
@@ -74,11 +83,28 @@ class ServedTensor:
         """A gradient, to be sent."""
         return Push(self.sharded, gradient, lr, self._steps)
 
-    def addition(self) -> Push:
-        """By how much a buffer has changed, to be sent; what others have added stays."""
-        push = self.push_of(self._noted - self._value())  # its rule subtracts
+    def addition(self, factor: float) -> Push:
+        """By how much a buffer has changed, times a factor, to be sent; others' changes stay."""
+        value = exact_value(self.sharded.spec.name, self.tensor)
+        push = self.push_of((self._noted - value) * np.float32(factor))  # its rule subtracts
         self.note()
         return push
 
     def _value(self) -> Array:
         return np.asarray(self.tensor.detach().float().cpu().numpy())
+
+
+def exact_value(name: str, tensor: torch.Tensor) -> Array:
+    """A value to be sent, as float32.
+
+    Raises:
+        ValueError: an integer that float32 might not tell from its neighbours.
+    """
+    value = tensor.detach()
+    is_exact = value.is_floating_point() or abs(int(value)) < _COUNTABLE
+    if not is_exact and not name.endswith(_MAY_STOP):
+        raise ValueError(
+            f"{name} is {int(value)}: parameter servers keep integers as float32, which counts up "
+            f"to 2**24 = {_COUNTABLE}; keep larger ones as attributes that are no buffers"
+        )
+    return np.asarray(value.float().cpu().numpy())

@@ -21,8 +21,9 @@ from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.specs import DenseSpec
 from fastdist.ps.together import Pulled, begin_pulls, begin_pushes
+from fastdist.served.buffers import ServedBuffers
 from fastdist.served.bundle import Bundle
-from fastdist.served.dense import ServedTensor
+from fastdist.served.dense import ServedTensor, exact_value
 from fastdist.served.embeddings import Table, serve, tables_in
 from fastdist.served.plan import tensors_in
 from fastdist.served.table import ServedTable
@@ -39,7 +40,8 @@ class ServedModel:
         twins_of: the copies of a module that other replicas of this task use.
 
     Attributes:
-        live: names of buffers that some worker has changed; the others stay as they are.
+        bundle: what was made.
+        buffers: of its modules.
     """
 
     def __init__(
@@ -52,12 +54,11 @@ class ServedModel:
         twins_of: Callable[[nn.Module], Sequence[nn.Module]],
     ) -> None:
         self.bundle = bundle
-        self.live: set[str] = set()
+        self.buffers = ServedBuffers(client, bundle.roots, bundle.at_once)
         self._client = client
         self._lock = lock
         self._twins_of = twins_of
         self._parameters: dict[int, ServedTensor] = {}  # by id
-        self._buffers: dict[str, ServedTensor] = {}
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
         self._pulling: tuple[list[ServedTensor], Pending[list[Pulled]]] | None = None
         self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
@@ -78,12 +79,12 @@ class ServedModel:
         for place in self.bundle.places:
             tensor = tensors[place.tensor]
             if isinstance(place.spec, DenseSpec):
-                initial = tensor.detach().float().cpu().numpy() if initialize else None
+                initial = exact_value(place.spec.name, tensor) if initialize else None
                 variable = ShardedVariable(self._client, place.spec, place.pieces, initial)
                 if isinstance(tensor, nn.Parameter):
                     self._parameters[id(tensor)] = ServedTensor(tensor, variable)
                 else:
-                    self._buffers[place.spec.name] = ServedTensor(tensor, variable)
+                    self.buffers.add(ServedTensor(tensor, variable))
                 continue
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, place.spec, place.pieces)
@@ -103,7 +104,7 @@ class ServedModel:
         everything: list[ServedTensor | ServedTable] = [
             *self._parameters.values(),
             *self._tables.values(),
-            *self._buffers.values(),
+            *self.buffers.all.values(),
         ]
         return [served.sharded for served in everything]
 
@@ -113,8 +114,7 @@ class ServedModel:
         """Ask for the values of all parameters and live buffers, unless they are on their way."""
         if self._pulling is not None:
             return
-        live = [served for name, served in self._buffers.items() if name in self.live]
-        asked = [*self._parameters.values(), *live]
+        asked = [*self._parameters.values(), *self.buffers.live_ones()]
         variables, rooms = [one.sharded for one in asked], [one.room() for one in asked]
         self._pulling = asked, begin_pulls(self._client, variables, rooms)
 
@@ -128,17 +128,10 @@ class ServedModel:
 
     def assign_changed(self) -> None:
         """Send what was changed here, by hand, to the servers."""
-        everything = [*self._parameters.values(), *self._buffers.values()]
-        changed = [served for served in everything if served.has_changed]
+        changed = [served for served in self._parameters.values() if served.has_changed]
         for pending in [served.begin_assign() for served in changed]:
             pending.result()
-        self.live |= {name for name, served in self._buffers.items() if served in changed}
-
-    def add_buffers(self) -> None:
-        """Send by how much buffers have changed."""
-        changed = {name: served for name, served in self._buffers.items() if served.has_changed}
-        begin_pushes(self._client, [served.addition() for served in changed.values()]).result()
-        self.live |= changed.keys()
+        self.buffers.assign_changed()
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -213,14 +206,22 @@ class ServedModel:
                 self._tables[id(parameter)].forget()
 
     def commit(
-        self, round: int, rates: Sequence[tuple[nn.Parameter, float]], weight: float
+        self,
+        round: int,
+        rates: Sequence[tuple[nn.Parameter, float]],
+        weight: float,
+        *,
+        buffers: bool = False,
     ) -> None:
-        """Apply what is staged in a round.
+        """Apply what is staged in a round for parameters, and for buffers where they are in it.
 
         Raises:
             FastdistError: it has been discarded.
         """
+        things: list[tuple[ShardedVariable | ShardedRows, float | None]]
         things = [(self._sharded_of(parameter), lr) for parameter, lr in rates]
+        if buffers:
+            things += [(served.sharded, None) for served in self.buffers.all.values()]
         if not commit_round(self._client, round, things, weight=weight).result():
             raise FastdistError(f"round {round} of gradients was discarded by a server")
 
@@ -283,10 +284,6 @@ class ServedModel:
             tensor.requires_grad_(next(given))
         for module in modules_of(self.bundle.roots):
             module.training = next(given)
-
-    def take_all_buffers(self) -> None:
-        """Buffers on the servers may be others than here."""
-        self.live |= self._buffers.keys()
 
     def take_tables(self) -> None:
         """Give servers the rows of embeddings that hold any, and keep none here."""

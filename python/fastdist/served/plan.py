@@ -12,6 +12,7 @@ from torch import nn
 from fastdist.modules import is_materialized, named_buffers, named_parameters
 from fastdist.ps.partition import Piece, RoundRobin
 from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
+from fastdist.served.dense import exact_value
 from fastdist.served.embeddings import Table, tables_in
 from fastdist.served.rules import rule_of
 
@@ -130,8 +131,11 @@ def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:
 
 
 def _is_served(name: str, tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, nn.Parameter):  # counts are exact in float32 for long enough
-        return tensor.dtype in _FLOATS or (tensor.dtype == torch.int64 and tensor.numel() == 1)
+    if not isinstance(tensor, nn.Parameter):
+        if tensor.dtype == torch.int64 and tensor.numel() == 1:
+            exact_value(name, tensor)  # says whether it can be kept
+            return True
+        return tensor.dtype in _FLOATS
     if not tensor.requires_grad:
         return False
     if tensor.dtype not in _FLOATS:

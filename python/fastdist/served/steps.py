@@ -195,7 +195,8 @@ class ServedSteps:
         finally:
             self._steps[number] += 1  # some servers may have ended the round
         self._model.forget_rows(parameter for parameter, _ in rates)
-        self._model.add_buffers()
+        if turn.size == 1:
+            self._model.buffers.send_changed(1)
         self.is_fresh = not turn.is_last()
         self._model.begin_pull()
         self._model.end_pull()
@@ -207,12 +208,16 @@ class ServedSteps:
         rates: Sequence[tuple[nn.Parameter, float]],
         weight: float,
     ) -> None:
-        """The mean of all workers' gradients, weighted; or none, when some could not be sent."""
+        """The mean of all workers' gradients and changes of buffers, weighted.
+
+        Or none, when some could not be sent.
+        """
         failed: Exception | None = None
         try:
             if weight > 0:
                 given = [(parameter, None) for parameter, _ in rates if parameter.grad is not None]
                 self._model.begin_push(given, round, weight).result()
+                self._model.buffers.stage_changed(round, weight)
         except Exception as error:  # the others wait, and are to know
             failed = error
 
@@ -220,7 +225,7 @@ class ServedSteps:
             if failed is not None:
                 raise failed
             if total > 0:
-                self._model.commit(round, rates, total)
+                self._model.commit(round, rates, total, buffers=True)
 
         turn.commit(weight if failed is None else math.nan, lead)
 

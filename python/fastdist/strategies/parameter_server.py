@@ -27,6 +27,7 @@ from fastdist.ps import Client, Keys, Server
 from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.job_keys import job_keys
 from fastdist.ps.partition import Partitioner, RoundRobin
+from fastdist.served.buffers import functions_at_once
 from fastdist.served.bundle import Bundle, define_bundle
 from fastdist.served.model import ServedModel
 from fastdist.served.plan import Wishes, plan
@@ -158,7 +159,10 @@ class ParameterServerStrategy(LinkedStrategy):
         prefix = f"{len(self._models)}/"
         places = plan(roots, optimizers, self._servers, prefix, self._wishes)
         first = sum(len(model.bundle.optimizers) for model in self._models)
-        bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places), first)
+        at_once = functions_at_once(
+            len(self.worker_addresses), self.max_staleness, synchronous=self.synchronous
+        )
+        bundle = Bundle(prefix, tuple(roots), optimizers, others, tuple(places), first, at_once)
         model = ServedModel(
             self.client,
             bundle,
@@ -199,7 +203,7 @@ class ParameterServerStrategy(LinkedStrategy):
         news: dict[str, Any] = {"generation": self._generation}
         for model in self._models:
             model.assign_changed()
-            news[model.bundle.prefix] = (sorted(model.live), model.rates(), model.modes())
+            news[model.bundle.prefix] = (sorted(model.buffers.live), model.rates(), model.modes())
         return pickle.dumps(news)
 
     def take_reports(self, reports: Sequence[bytes]) -> None:
@@ -207,7 +211,7 @@ class ParameterServerStrategy(LinkedStrategy):
         models = {model.bundle.prefix: model for model in self._models}
         for report in reports:
             for prefix, names in pickle.loads(report).items():
-                models[prefix].live |= names
+                models[prefix].buffers.live |= names
 
     def after_calls(self) -> None:
         """No function runs any more: take the values from the servers."""
@@ -250,7 +254,7 @@ class ParameterServerStrategy(LinkedStrategy):
         self._generation += 1
         restore_checkpoint(self.client, directory, self._sharded())
         for model in self._models:
-            model.take_all_buffers()
+            model.buffers.take_all()
         self.after_calls()
 
     def _sharded(self) -> list[Any]:

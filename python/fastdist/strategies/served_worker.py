@@ -108,7 +108,7 @@ class ServedWorker:
         if prefix in self._news:
             model, _ = self._models[prefix]
             live, rates, modes = self._news[prefix]
-            model.live |= set(live)
+            model.buffers.live |= set(live)
             model.set_rates(rates)
             model.set_modes(modes)
 
@@ -119,7 +119,7 @@ class ServedWorker:
         models = everything if turn.has_state else []
         for model, steps in everything if not turn.has_state else ():
             if steps.is_fresh:  # the function before has left this to one that uses the model
-                model.add_buffers()
+                model.buffers.send_changed(1)
         stale = [model for model, steps in models if not steps.is_fresh]
         for model in stale:
             model.begin_pull()
@@ -136,11 +136,11 @@ class ServedWorker:
             for model, steps in self._models.values() if turn.has_state else ():
                 steps.end()
                 if not steps.is_fresh:  # else the next function finds what this one has changed
-                    model.add_buffers()
+                    model.buffers.send_changed(turn.size)
 
     def news(self) -> bytes:
         """Which buffers some worker has changed, when there are more."""
-        live = {prefix: model.live for prefix, (model, _) in self._models.items()}
+        live = {prefix: model.buffers.live for prefix, (model, _) in self._models.items()}
         if live == self._told:
             return b""
         self._told = {prefix: set(names) for prefix, names in live.items()}

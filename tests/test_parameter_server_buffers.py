@@ -1,0 +1,185 @@
+"""Buffers on parameter servers: running statistics, counts, and what is not finite."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ps_cluster import PsCluster
+from served_net import sgd
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PsCluster]:
+    cluster = PsCluster(workers=2, servers=2)
+    yield cluster
+    cluster.close()
+
+
+def test_buffers_that_change_after_the_last_step(cluster: PsCluster) -> None:
+    """Also where a function that uses no model runs in between."""
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.BatchNorm1d(3)
+        optimizer = sgd(model.parameters())
+
+    def train(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        time.sleep(0.01)
+        model(x)  # counts once more
+
+    for _ in range(5):
+        coordinator.schedule(train, (torch.randn(8, 3),))
+        coordinator.schedule(os.getpid)
+        coordinator.schedule(train, (torch.randn(8, 3),))
+    coordinator.join()
+    assert model.num_batches_tracked == 20
+
+
+def test_batch_norm(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.BatchNorm1d(3)
+        optimizer = sgd(model.parameters())
+    other = nn.BatchNorm1d(3)
+
+    def train(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(6):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(i))
+        coordinator.schedule(train, (x,))
+        other(x)
+    coordinator.join()
+    torch.testing.assert_close(model.running_mean, other.running_mean)
+    torch.testing.assert_close(model.running_var, other.running_var)
+    assert model.num_batches_tracked == 6
+
+
+def draws(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [5 + torch.randn(8, 3, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+@pytest.mark.parametrize("momentum", [0.9, None])
+def test_statistics_of_workers_are_averaged(
+    cluster: PsCluster, synchronous: bool, momentum: float | None
+) -> None:
+    """Each worker moves them from the same values on; two must not move them twice as far."""
+    strategy = cluster.strategy(synchronous=synchronous)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.BatchNorm1d(3, momentum=momentum)
+        optimizer = sgd(model.parameters())
+    other = nn.BatchNorm1d(3, momentum=momentum)
+
+    def train(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        time.sleep(0.2)  # the other worker begins meanwhile
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for pair in zip(*[iter(draws(8))] * 2, strict=True):
+        for x in pair:
+            coordinator.schedule(train, (x,))
+        coordinator.join()
+        one, two = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)
+        for replica, x in zip((one, two), pair, strict=True):
+            replica.load_state_dict(other.state_dict())
+            replica(x)
+        moved = 1.0
+        if momentum is None and not synchronous:  # each has counted the other's as well
+            moved = min(2.0, 1.0 + int(other.num_batches_tracked))
+        for name in ("running_mean", "running_var"):
+            mean = (getattr(one, name) + getattr(two, name)) / 2
+            getattr(other, name).lerp_(mean, moved)
+            torch.testing.assert_close(getattr(model, name), getattr(other, name))
+        other.num_batches_tracked += 1 if synchronous else 2
+        assert model.num_batches_tracked == other.num_batches_tracked
+
+
+class Seen(nn.Module):
+    """Remembers the largest it has seen, and how many."""
+
+    def __init__(self, seen: int = 0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("largest", torch.full((2,), -torch.inf))
+        self.register_buffer("seen", torch.tensor(seen))
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.largest.copy_(torch.maximum(self.largest, x.amax(0)))
+        self.seen += len(x)
+        self.total += x.sum(0)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_infinite_buffers_and_sums(cluster: PsCluster, synchronous: bool) -> None:
+    strategy = cluster.strategy(synchronous=synchronous)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = Seen()
+        optimizer = sgd(model.parameters())
+
+    def train(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for x in (1.0, 3.0, 2.0):
+        coordinator.schedule(train, (torch.full((4, 2), x),))
+        coordinator.join()
+    assert model.largest.tolist() == [3.0, 3.0]
+    for _ in range(6):
+        coordinator.schedule(train, (torch.ones(4, 2),))
+    coordinator.join()
+    # Groups of two are one step of one device.
+    assert model.seen == (24 if synchronous else 36)
+    assert model.total.tolist() == [36.0 if synchronous else 48.0] * 2
+
+
+def test_changes_without_a_step_in_a_group(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(synchronous=True)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = Seen()
+
+    def look(x: float) -> None:
+        model(torch.full((1, 2), x))
+
+    for x in (1.0, 2.0, 3.0, 4.0):
+        coordinator.schedule(look, (x,))
+    coordinator.join()
+    assert model.total.tolist() == [5.0, 5.0]
+    assert model.seen == 2
+
+
+def test_integers_beyond_float32(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    refused = pytest.raises(ValueError, match=r"seen is 16777217: .* counts up to 2\*\*24")
+    with refused, strategy.scope():
+        Seen((1 << 24) + 1)
+    with strategy.scope():
+        model = Seen((1 << 24) - 1)
+        norm = nn.BatchNorm1d(2)
+    norm.num_batches_tracked.fill_(1 << 24)  # only a mean over all batches would divide by it
+
+    def look() -> None:
+        norm(torch.ones(2, 2))
+        model(torch.ones(1, 2))
+
+    coordinator.schedule(look)
+    with pytest.raises(ValueError, match=r"seen is 16777216: "):
+        coordinator.join()

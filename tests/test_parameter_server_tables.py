@@ -1,5 +1,7 @@
 """Embeddings whose rows are on parameter servers, and how values travel."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ps_cluster import PsCluster
-from served_net import adagrad, batches, make, reference, same, sgd, step
+from served_net import F, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
 
 
@@ -178,3 +180,51 @@ def test_ids_out_of_range(cluster: PsCluster) -> None:
     coordinator.schedule(lambda: model(torch.tensor([1, 5])))
     with pytest.raises(IndexError, match="row 5 of a table that has 5 rows"):
         coordinator.join()
+
+
+class Direct(nn.Module):
+    """Uses its rows in a way of which the servers know nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(9, 3)
+
+    def forward(self, use: str) -> torch.Tensor:
+        return USES[use](self.rows, self.rows.weight)
+
+
+USES: dict[str, Any] = {
+    "linear": lambda rows, weight: F.linear(rows(torch.tensor([1])), weight),
+    "__getitem__": lambda rows, weight: weight[:2],
+    "embedding": lambda rows, weight: F.embedding(torch.tensor([1]), weight),
+    "square": lambda rows, weight: sum(one.square().sum() for one in rows.parameters()),
+    "cat": lambda rows, weight: torch.cat([weight, weight]),
+    "add": lambda rows, weight: weight.data + 1,
+    "tolist": lambda rows, weight: weight.detach().tolist(),
+    "sum": lambda rows, weight: weight.clone().sum(),
+    "normal_": lambda rows, weight: nn.init.normal_(weight),
+    "fill_": lambda rows, weight: weight.data.fill_(1.0),
+}
+
+
+def test_weights_of_tables_hold_nothing(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = Direct()
+    for use in USES:
+        message = rf"{use} needs the values of the weight 'rows.weight', .*subclass of nn.Embedding"
+        with pytest.raises(fd.errors.UnsupportedError, match=message):
+            model(use)
+        coordinator.schedule(lambda use=use: model(use).detach())
+        with pytest.raises(fd.errors.UnsupportedError, match=message):
+            coordinator.join()
+    weight = model.rows.weight
+    assert (weight.shape, weight.numel(), weight.dtype) == ((9, 3), 27, torch.float32)
+    assert (weight.requires_grad, weight.is_leaf, weight.grad) == (True, True, None)
+    assert "rows on parameter servers" in repr(weight)
+    again = copy.deepcopy(model)
+    assert torch.equal(again.rows(torch.tensor([1])), model.rows(torch.tensor([1])))
+    read = pickle.loads(pickle.dumps(model))
+    with pytest.raises(fd.errors.UnsupportedError, match="does not know where"):
+        read.rows(torch.tensor([1]))

@@ -13,7 +13,7 @@ from torch import nn
 from fastdist.coordinator.shipping import Definition, Definitions
 from fastdist.module_structure import modules_of
 from fastdist.served.plan import Place, tensors_in
-from fastdist.served.rows import TableWeight, table_weight
+from fastdist.served.table_weight import TableWeight, table_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)

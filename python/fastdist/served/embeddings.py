@@ -20,8 +20,8 @@ from fastdist.served.rows import (
     ServedEmbedding,
     ServedEmbeddingBag,
     place_of,
-    table_weight,
 )
+from fastdist.served.table_weight import table_weight
 
 # As many rows as a weight can stand for; ids of such tables are not its indices.
 UNLIMITED = 1 << 40
@@ -218,5 +218,6 @@ def serve(module: nn.Module, rows: Rows) -> None:
     """From now on the module's rows are those of a table, and its gradients are sparse."""
     module.__dict__["_rows"] = rows
     module.__dict__["sparse"] = True
+    module.weight.__dict__["table"] = rows.name
     if module.__class__ in _SERVED:
         module.__class__ = _SERVED[module.__class__]

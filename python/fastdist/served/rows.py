@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastdist.errors import UnsupportedError
+
 
 class Rows(Protocol):
-    """A table, as an embedding sees it."""
+    """A table, as an embedding sees it.
+
+    Attributes:
+        name: of the embedding's weight.
+    """
+
+    name: str
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [ids, dim] on the device of the ids, which are unique."""
@@ -61,9 +69,15 @@ class Lookup:
 
     def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Each id once, their rows, and where the rows of `ids` are among those."""
+        rows: Rows | None = self.__dict__.get("_rows")
+        if rows is None:
+            raise UnsupportedError(
+                f"{self} is a copy of an embedding whose rows are on parameter servers, and does "
+                "not know where; functions may refer to the one that was made in the scope"
+            )
         unique, places = torch.unique(ids, return_inverse=True)
-        rows = _PullRows.apply(self.weight, unique, self._rows)  # type: ignore[no-untyped-call]
-        return unique, rows, places
+        values = _PullRows.apply(self.weight, unique, rows)  # type: ignore[no-untyped-call]
+        return unique, values, places
 
     def _save_to_state_dict(self, values: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(values, prefix, keep_vars)  # type: ignore[misc]
@@ -120,61 +134,12 @@ class ServedEmbeddingBag(Lookup, nn.EmbeddingBag):
         )
 
 
-class TableWeight(nn.Parameter):
-    """A parameter of any size that has the memory of one element, and holds nothing.
-
-    Copies of it, and tensors like it (an optimizer may make such for its state), are of its kind.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
-        if id(self) not in memo:
-            one = self.detach()[:1, :1].clone().expand(self.shape)
-            memo[id(self)] = TableWeight(one, self.requires_grad)
-        copied: TableWeight = memo[id(self)]
-        return copied
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Let what makes a tensor of its size make one element instead."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if function not in _OF_ITS_SIZE or not isinstance(args[0], TableWeight):
-                return function(*args, **(kwargs or {}))
-            weight = args[0].detach()
-            one = function(weight[:1, :1], *args[1:], **(kwargs or {}))
-            return one.expand(weight.shape)
-
-
-_OF_ITS_SIZE = frozenset(
-    (
-        torch.empty_like,
-        torch.full_like,
-        torch.ones_like,
-        torch.zeros_like,
-        torch.clone,
-        torch.Tensor.clone,
-        torch.Tensor.to,
-        torch.Tensor.cpu,
-        torch.Tensor.cuda,
-        torch.Tensor.float,
-        torch.Tensor.half,
-        torch.Tensor.bfloat16,
-    )
-)
-
-
-def table_weight(
-    rows: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
-) -> TableWeight:
-    """The weight of an embedding whose rows are on servers."""
-    return TableWeight(torch.zeros((), dtype=dtype, device=device).expand(rows, dim))
-
-
 def gradient_of(weight: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The indices and values of a weight's sparse gradient; of equal indices there may be many."""
     gradient = weight.grad
     assert gradient is not None
+    if not gradient.is_sparse:  # somebody has put it there
+        gradient = gradient.to_sparse(1)
     indices = gradient._indices()[0].cpu().numpy()
     return indices, gradient._values().detach().float().cpu().numpy()
 

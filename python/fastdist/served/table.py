@@ -12,7 +12,8 @@ from fastdist.ps.frames import Array
 from fastdist.ps.pending import Pending
 from fastdist.ps.row_cache import RowCache
 from fastdist.ps.sharded import ShardedRows
-from fastdist.served.rows import TableWeight, gradient_of, table_weight
+from fastdist.served.rows import gradient_of
+from fastdist.served.table_weight import TableWeight, table_weight
 
 _CHUNK_ROWS = 65536
 
@@ -36,6 +37,7 @@ class ServedTable:
     ) -> None:
         self.weight = weight
         self.sharded = rows
+        self.name = repr(rows.spec.name.partition("/")[2])
         self._cache = cache
         self._lock = lock
         self._is_hashed = rows.spec.rows is None

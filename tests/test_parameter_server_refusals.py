@@ -83,6 +83,14 @@ def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
         nn.Embedding(3, 3, max_norm=1.0)
 
 
+@pytest.mark.parametrize("promise", [{"synchronous": True}, {"max_staleness": 1}])
+def test_old_rows_where_values_are_to_be_new(cluster: PsCluster, promise: dict[str, Any]) -> None:
+    strategy = cluster.strategy(**promise)
+    refused = pytest.raises(ValueError, match="rows that may be some lookups old; synchronous=True")
+    with refused, strategy.scope():
+        fd.nn.Embedding(None, 2, cached_rows=8)
+
+
 @pytest.mark.parametrize("missing", ["chief", "worker", "ps"])
 def test_clusters_without(missing: str) -> None:
     jobs = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}

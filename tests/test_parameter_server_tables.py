@@ -94,13 +94,21 @@ def test_cached_rows(cluster: PsCluster) -> None:
         optimizer.step()
         return before + look(1)
 
-    before, after = coordinator.schedule(train).fetch()
-    np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)  # its own push, at once
-    look(1)  # the chief has a cache of its own
-    begun = requests()
-    seen = look(9)
-    assert requests() - begun - 3 <= 3 * 4  # of nine lookups of two rows, every fourth asks
-    np.testing.assert_allclose(seen[-1], -0.1, rtol=1e-5)
+    def look_often() -> tuple[int, float]:
+        look(1)
+        begun = requests()
+        seen = look(9)
+        return requests() - begun - 3, seen[-1]
+
+    assert look(1) == [0.0]
+    for pushed in (-0.1, -0.2):
+        before, after = coordinator.schedule(train).fetch()
+        np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)  # its own push, at once
+        coordinator.join()
+        np.testing.assert_allclose(look(1), [pushed], rtol=1e-5)  # the chief keeps none
+    asked, last = coordinator.schedule(look_often).fetch()
+    assert asked <= 3 * 4  # of nine lookups of two rows, every fourth asks
+    np.testing.assert_allclose(last, -0.2, rtol=1e-5)
 
 
 def test_narrow_wires(cluster: PsCluster) -> None:
@@ -161,6 +169,25 @@ def test_padding(cluster: PsCluster, limit: int | None, padding: int) -> None:
         torch.testing.assert_close(plain(ids).detach(), before)
         with pytest.raises(ValueError, match="within 9 embeddings, got 9"):
             fd.nn.Embedding(limit, 3, padding_idx=limit)
+
+
+def test_padding_stays_when_rows_are_dropped(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(None, 2, padding_idx=0, max_age=2)
+        optimizer = sgd(table.parameters())
+
+    def train(i: int) -> list[float]:
+        table(torch.arange(1 + 200 * i, 200 + 200 * i)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return table(torch.tensor([0, 3])).detach()[0].tolist()
+
+    values = [coordinator.schedule(train, (i,)) for i in range(6)]
+    coordinator.join()
+    assert coordinator.fetch(values) == [[0.0, 0.0]] * 6
+    assert table(torch.tensor([0])).tolist() == [[0.0, 0.0]]
 
 
 def test_embeddings_without_servers() -> None:

@@ -111,7 +111,7 @@ class Embedding(Table):
         max_age: servers drop rows that so many pushes have not touched.
         padding_idx: an id whose row is zero, and does not learn.
         cached_rows: so many rows a worker keeps, and need not pull again; its own pushes are seen
-            at once, those of others when a row is too old.
+            at once, those of others when a row is too old. For asynchronous workers alone.
         cache_age: lookups after which a row is too old.
 
     Raises:

@@ -89,10 +89,13 @@ class ServedModel:
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, place.spec, place.pieces)
             module = self._embeddings[id(tensor)]
-            cache = None
-            if isinstance(module, Table) and module.cached_rows:
+            cache, padding = None, None
+            # On the chief a cache would hide what workers have done.
+            if isinstance(module, Table) and module.cached_rows and not initialize:
                 cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
-            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache)
+            if isinstance(module, Table) and module.num_embeddings is None:
+                padding = module.padding_idx  # whose row it may drop
+            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache, padding)
             for one in (module, *self._twins_of(module)):
                 serve(one, self._tables[id(tensor)])
             if initialize and isinstance(module, Table) and module.padding_idx is not None:

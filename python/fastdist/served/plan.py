@@ -29,10 +29,12 @@ class Wishes:
     Attributes:
         wire: how they travel: "float32", "bfloat16", "float16" or "int8".
         refuse_nonfinite: whether gradients with NaN or infinity are errors.
+        may_be_old: whether workers may use rows that others have changed since.
     """
 
     wire: str = "float32"
     refuse_nonfinite: bool = False
+    may_be_old: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def plan(
         rule = rules.get(id(tensor), _STAY) if is_parameter else _ADD
         spec: DenseSpec | RowsSpec
         if id(tensor) in tables:
+            _check_cache(name, tables[id(tensor)], wishes)
             spec = _rows_spec(tables[id(tensor)], prefix + name, rule)
         else:
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
@@ -95,6 +98,14 @@ def plan(
             pieces = servers.place(tuple(tensor.shape), tensor.element_size())
         places.append(Place(number, spec, pieces))
     return places
+
+
+def _check_cache(name: str, module: nn.Module, wishes: Wishes) -> None:
+    if isinstance(module, Table) and module.cached_rows and not wishes.may_be_old:
+        raise ValueError(
+            f"{name} has cached_rows={module.cached_rows}, rows that may be some lookups old; "
+            "synchronous=True and max_staleness promise that a step sees those before it"
+        )
 
 
 def _rows_spec(module: nn.Module, name: str, rule: RuleSpec) -> RowsSpec:

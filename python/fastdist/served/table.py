@@ -26,6 +26,7 @@ class ServedTable:
         rows: where they are.
         lock: of the client; replicas of one process share it, and this.
         cache: of rows; None: all are pulled each time.
+        padding: an id whose row is zero, whatever the servers have.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class ServedTable:
         rows: ShardedRows,
         lock: threading.RLock,
         cache: RowCache | None = None,
+        padding: int | None = None,
     ) -> None:
         self.weight = weight
         self.sharded = rows
         self.name = repr(rows.spec.name.partition("/")[2])
         self._cache = cache
+        self._padding = padding
         self._lock = lock
         self._is_hashed = rows.spec.rows is None
         self._ids: list[Array] = []  # of a table without a limit: those that have gradients
@@ -56,8 +59,11 @@ class ServedTable:
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows [ids, dim] on the device of the ids."""
+        own = ids.cpu().numpy()
         with self._lock:
-            rows = self._pull(ids.cpu().numpy())
+            rows = self._pull(own)
+        if self._padding is not None:
+            rows[own == self._padding] = 0
         return torch.from_numpy(rows).to(ids.device)
 
     def _pull(self, ids: Array) -> Array:

@@ -142,7 +142,7 @@ class ParameterServerStrategy(LinkedStrategy):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
         self.definitions.name(self, self.definitions.define(strategy_here))
-        self._wishes = Wishes(wire, refuse_nonfinite)
+        self._wishes = Wishes(wire, refuse_nonfinite, not synchronous and max_staleness is None)
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self.backlog: Backlog | None = None  # of the coordinator
         self._models: list[ServedModel] = []

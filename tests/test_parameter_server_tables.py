@@ -9,6 +9,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
+from fastdist.errors import FastdistError
 from ps_cluster import PsCluster
 from served_net import F, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -48,6 +49,71 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert "weight" not in table.state_dict()
     kept = [s["rows"] for i in range(3) for s in strategy.client.stats(i)["objects"] if "rows" in s]
     assert sum(kept) == 6
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_gradients_that_outlive_a_step(cluster: PsCluster, limit: int | None) -> None:
+    """As torch: what is not zeroed is applied again, with what has come since."""
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(limit, 1, initializer=("constant", 0.0, 0.0))
+        optimizer = sgd(table.parameters())
+    rows = nn.Embedding(10, 1, _weight=torch.zeros(10, 1))
+    rows_optimizer = sgd(rows.parameters())
+
+    def train(rows: Any, optimizer: Any) -> None:
+        def backward(*ids: int) -> None:
+            rows(torch.tensor(ids)).sum().backward()
+
+        late = rows(torch.tensor([7])).sum()
+        backward(4)
+        optimizer.step()
+        backward(1, 2, 3)
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(4, 4)
+        backward(2, 5)
+        optimizer.step()
+        optimizer.zero_grad()
+        late.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        coordinator.schedule(train, (table, optimizer))
+        train(rows, rows_optimizer)
+    coordinator.join()
+    torch.testing.assert_close(table(torch.arange(10)).detach(), rows.weight.detach())
+
+
+def test_ids_are_kept_as_long_as_gradients(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(None, 1)
+        optimizer = sgd(table.parameters())
+
+    def train() -> int:
+        for i in range(50):
+            optimizer.zero_grad()
+            table(torch.arange(i, i + 3)).sum().backward()
+            optimizer.step()
+        return len(table._rows._ids)
+
+    def keep() -> None:
+        table(torch.tensor([1])).sum().backward()
+        kept = table.weight.grad
+        optimizer.zero_grad()
+        optimizer.step()
+        table.weight.grad = kept
+        optimizer.step()
+
+    assert coordinator.schedule(train).fetch() == 1
+    coordinator.schedule(keep)
+    with pytest.raises(FastdistError, match="'weight' has rows of a backward that an earlier step"):
+        coordinator.join()
 
 
 def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:

@@ -180,7 +180,7 @@ class ServedSteps:
         try:
             if turn.size > 1:
                 self._step_together(turn, self._round(turn, number), rates, weight)
-            elif self._is_early[number] and self._take_staged(number, given):
+            elif self._take_staged(turn, number, given):
                 self._model.commit(self._round(turn, number), given, 1.0)
             elif self._model.refuses_nonfinite:  # all servers apply it, or none
                 round = self._round(turn, number)
@@ -229,8 +229,13 @@ class ServedSteps:
 
         turn.commit(weight if failed is None else math.nan, lead)
 
-    def _take_staged(self, number: int, given: Sequence[tuple[nn.Parameter, float]]) -> bool:
+    def _take_staged(
+        self, turn: Turn, number: int, given: Sequence[tuple[nn.Parameter, float]]
+    ) -> bool:
         """Whether what was sent in backward is what the step is to apply; else it is dropped."""
+        if not self._is_early[number]:
+            return False
+        now = self._round(turn, number)
         for round in list(self._unsent):
             self._send(round)
         taken = [self._staged.pop(id(parameter), None) for parameter, _ in given]
@@ -238,7 +243,7 @@ class ServedSteps:
         for pending in [one.pending for one in sent if one.pending is not None]:
             pending.result()
         if len(sent) == len(given) and not any(
-            one.stamp.is_stale(parameter) or one.values != _summary(parameter)
+            one.round != now or one.stamp.is_stale(parameter) or one.values != _summary(parameter)
             for one, (parameter, _) in zip(sent, given, strict=True)
         ):
             return bool(sent)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastdist.errors import FastdistError
 from fastdist.ps.frames import Array
 from fastdist.ps.pending import Pending
 from fastdist.ps.row_cache import RowCache
@@ -44,8 +45,9 @@ class ServedTable:
         self._padding = padding
         self._lock = lock
         self._is_hashed = rows.spec.rows is None
-        self._ids: list[Array] = []  # of a table without a limit: those that have gradients
-        self._count = 0
+        # Of a table without a limit: the ids of the rows of gradients, from the place `_first` on.
+        self._ids: list[Array] = []
+        self._first = self._count = 0
         self._pushed: list[Array] = []
         self._steps: tuple[int, ...] = ()  # of the values that were pulled, the oldest
 
@@ -77,7 +79,7 @@ class ServedTable:
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Where in the gradient of the weight the rows of these ids are.
 
-        Ids of 64 bits are beyond any tensor: their rows are counted, from 0 on.
+        Ids of 64 bits are beyond any tensor: their rows are counted.
         """
         if not self._is_hashed:
             return ids
@@ -89,10 +91,22 @@ class ServedTable:
     def begin_push(self, lr: float | None, round: int, weight: float) -> Pending[None]:
         """Send the weight's gradient, times `weight`."""
         indices, values = gradient_of(self.weight)
-        ids = np.concatenate(self._ids)[indices] if self._is_hashed else indices
+        ids = self._ids_at(indices) if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
         self._pushed.append(ids)
         return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
+
+    def _ids_at(self, places: Array) -> Array:
+        if not places.size:
+            return places
+        if not self._first <= places.min() <= places.max() < self._count:
+            raise FastdistError(
+                f"the gradient of {self.name} has rows of a backward that an earlier step or "
+                "function has done with: gradients of a table without a limit of rows are not to "
+                "be kept elsewhere than in the parameter"
+            )
+        ids: Array = np.concatenate(self._ids)[places - self._first]
+        return ids
 
     def forget(self) -> None:
         """The gradient has been applied, or given up: pull its rows again."""
@@ -100,9 +114,18 @@ class ServedTable:
             for ids in self._pushed:
                 self._cache.forget(ids)
         self._pushed.clear()
-        self._ids.clear()
-        self._count = 0
         self._steps = ()
+        if self._is_hashed:
+            self._drop_ids()
+
+    def _drop_ids(self) -> None:
+        """Those that no gradient refers to; it may stay when it has been applied."""
+        gradient = self.weight.grad
+        kept = self._count
+        if gradient is not None and gradient._nnz():
+            kept = int(gradient._indices().min())
+        while self._ids and self._first + self._ids[0].size <= kept:
+            self._first += self._ids.pop(0).size
 
     def take_weight(self) -> None:
         """Give the servers what the weight holds, and keep nothing here."""

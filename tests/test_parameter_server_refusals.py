@@ -73,6 +73,38 @@ def test_optimizers_that_servers_lack(
         make(cluster.strategy(), make_optimizer)
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0])
+def test_learning_rates_that_are_none(cluster: PsCluster, rate: float) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    model, optimizer = make(strategy, sgd)
+
+    def train(words: Any, bags: Any, labels: Any) -> None:
+        nn.functional.cross_entropy(model(words, bags), labels).backward()
+        model.hidden.weight.grad.mul_(0.5)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+
+    message = f"SGD: lr must be a finite number, 0 or more, got {rate}"
+    coordinator.schedule(train, batches(1)[0])
+    with pytest.raises(ValueError, match=message):
+        coordinator.join()
+    optimizer.param_groups[0]["lr"] = rate
+    with pytest.raises(ValueError, match=message):
+        coordinator.schedule(os.getpid)
+
+
+def test_groups_that_come_late(cluster: PsCluster) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = sgd([model.weight])
+    optimizer.add_param_group({"params": [model.bias]})
+    with pytest.raises(ValueError, match="has 2 groups of parameters, and had 1 when its scope"):
+        coordinator.schedule(os.getpid)
+
+
 def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with pytest.raises(ValueError, match="is lazy"), strategy.scope():

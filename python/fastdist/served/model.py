@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -142,15 +143,28 @@ class ServedModel:
         """The optimizer's parameters, and the learning rate of each.
 
         Raises:
-            ValueError: hyperparameters besides lr have changed, or a parameter is not served.
+            ValueError: hyperparameters besides lr have changed, lr is no number of 0 or more, there
+                are other groups, or a parameter is not served.
         """
-        if _fixed_rates(optimizer) != self._fixed[self.bundle.optimizers.index(optimizer)]:
+        fixed = self._fixed[self.bundle.optimizers.index(optimizer)]
+        if len(optimizer.param_groups) != len(fixed):
+            raise ValueError(
+                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups of "
+                f"parameters, and had {len(fixed)} when its scope ended, which servers go by: call "
+                "add_param_group in the scope"
+            )
+        if _fixed_rates(optimizer) != fixed:
             raise ValueError(
                 f"{type(optimizer).__name__}: parameter servers take a new lr at any time; other "
                 "hyperparameters are those that it had when its scope ended"
             )
         found = []
         for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            if not 0 <= lr < math.inf:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: lr must be a finite number, 0 or more, got {lr}"
+                )
             for parameter in group["params"]:
                 if not self.serves(parameter):
                     if not parameter.requires_grad:
@@ -160,7 +174,7 @@ class ServedModel:
                         f"{tuple(parameter.shape)} that is not on the servers: it was not made in "
                         "the same scope, or did not require gradients there"
                     )
-                found.append((parameter, float(group["lr"])))
+                found.append((parameter, lr))
         return found
 
     def serves(self, parameter: torch.Tensor) -> bool:

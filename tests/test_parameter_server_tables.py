@@ -116,6 +116,48 @@ def test_ids_are_kept_as_long_as_gradients(cluster: PsCluster) -> None:
         coordinator.join()
 
 
+CLIPPINGS: dict[str, Any] = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5),
+    "largest": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, torch.inf),
+    "one by one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, foreach=False),
+    "together": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.5, foreach=True),
+    "values": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.7),
+    "values together": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.7, foreach=True),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_clipping(cluster: PsCluster, limit: int | None) -> None:
+    """As of the dense gradient: of rows that are used twice, the sums."""
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        table = fd.nn.Embedding(limit, 2, initializer=("constant", 0.5, 0.0))
+        out = nn.Linear(2, 1)
+        optimizer = sgd([*table.parameters(), *out.parameters()])
+    rows, own_out = nn.Embedding(9, 2, _weight=torch.full((9, 2), 0.5)), copy.deepcopy(out)
+    own_optimizer = sgd([*rows.parameters(), *own_out.parameters()])
+
+    def train(rows: Any, out: Any, optimizer: Any, way: str) -> float:
+        optimizer.zero_grad()
+        for ids in ([1, 2, 2], [2, 3]):
+            out(rows(torch.tensor(ids))).square().sum().backward()
+        parameters = [*rows.parameters(), *out.parameters()]
+        norm = nn.utils.get_total_norm([one.grad for one in parameters])
+        torch.testing.assert_close(norm**2, sum(one.grad.norm() ** 2 for one in parameters))
+        CLIPPINGS[way](parameters)
+        optimizer.step()
+        return float(norm)
+
+    for way in CLIPPINGS:
+        value = coordinator.schedule(train, (table, out, optimizer, way))
+        expected = train(rows, own_out, own_optimizer, way)
+        np.testing.assert_allclose(value.fetch(), expected, rtol=1e-5)
+    coordinator.join()
+    torch.testing.assert_close(table(torch.arange(9)).detach(), rows.weight.detach())
+    torch.testing.assert_close(out.weight, own_out.weight)
+
+
 def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)

@@ -218,6 +218,6 @@ def serve(module: nn.Module, rows: Rows) -> None:
     """From now on the module's rows are those of a table, and its gradients are sparse."""
     module.__dict__["_rows"] = rows
     module.__dict__["sparse"] = True
-    module.weight.__dict__["table"] = rows.name
+    module.weight.__dict__["rows"] = rows
     if module.__class__ in _SERVED:
         module.__class__ = _SERVED[module.__class__]

@@ -27,6 +27,9 @@ class Rows(Protocol):
     def indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Where in the gradient of the weight the rows of these ids are."""
 
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The weight's gradient, with each row once."""
+
     def value(self) -> torch.Tensor | None:
         """All rows; None where their ids have no limit."""
 

@@ -96,6 +96,21 @@ class ServedTable:
         self._pushed.append(ids)
         return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
 
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The weight's gradient, with each row once."""
+        if not self._is_hashed:
+            return gradient.coalesce()
+        indices = gradient._indices()[0]
+        with self._lock:
+            ids = self._ids_at(indices.cpu().numpy())
+        _, firsts, which = np.unique(ids, return_index=True, return_inverse=True)
+        places = indices[torch.from_numpy(firsts[which]).to(indices.device)]
+        values, shape = gradient._values(), gradient.shape
+        alike = torch.sparse_coo_tensor(
+            places.reshape(1, -1), values, shape, check_invariants=False
+        )
+        return alike.coalesce()
+
     def _ids_at(self, places: Array) -> Array:
         if not places.size:
             return places

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from fastdist.errors import UnsupportedError
+from fastdist.served.rows import Rows
+from fastdist.served.rows_gradient import RowsGradient
 
 
 class TableWeight(nn.Parameter):
@@ -19,13 +21,13 @@ class TableWeight(nn.Parameter):
     of a tensor like it (an optimizer may make such for its state) all elements are one.
 
     Attributes:
-        table: its name, where it is known.
+        rows: the table, as soon as it is known.
 
     Raises:
         UnsupportedError: something would read or write its values.
     """
 
-    table: str
+    rows: Rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
         if id(self) not in memo:
@@ -62,6 +64,8 @@ class TableWeight(nn.Parameter):
             if weight is not None and function in _ALIKE:
                 one = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
                 return one.expand(weight.shape)
+            if function == _GRAD and weight is not None:
+                return _gradient(weight)
             if function in _ABOUT or _takes_over(function, args):
                 return function(*args, **kwargs)
         _refuse(function, [*args, *kwargs.values()])
@@ -74,6 +78,18 @@ def table_weight(
     return TableWeight(torch.zeros((), dtype=dtype, device=device).expand(rows, dim))
 
 
+def _rows_of(weight: TableWeight) -> Rows | None:
+    return weight.__dict__.get("rows")
+
+
+def _gradient(weight: TableWeight) -> torch.Tensor | None:
+    gradient, rows = weight.grad, _rows_of(weight)
+    if type(gradient) is torch.Tensor and gradient.is_sparse and rows is not None:
+        gradient.__class__ = RowsGradient
+        gradient.__dict__["rows"] = rows
+    return gradient
+
+
 def _takes_over(function: Any, args: tuple[Any, ...]) -> bool:
     """Whether it is `weight.data = copy`, as of modules that are moved."""
     return function == torch.Tensor.data.__set__ and isinstance(args[1], TableWeight)  # type: ignore[attr-defined]
@@ -81,7 +97,8 @@ def _takes_over(function: Any, args: tuple[Any, ...]) -> bool:
 
 def _refuse(function: Any, given: list[Any]) -> NoReturn:
     weight = next(_weights(given), None)
-    table = "of an embedding" if weight is None else weight.__dict__.get("table", "of an embedding")
+    rows = None if weight is None else _rows_of(weight)
+    table = "of an embedding" if rows is None else rows.name
     name = getattr(function, "__name__", repr(function))
     if name in ("__get__", "__set__"):
         name = function.__self__.__name__
@@ -122,6 +139,7 @@ _FIELDS = [
     for name, field in vars(torch._C.TensorBase).items()
     if isinstance(field, types.GetSetDescriptorType) and name not in _VALUES
 ]
+_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _ABOUT = frozenset(
     (
         *(field.__get__ for field in _FIELDS),

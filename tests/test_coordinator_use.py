@@ -215,6 +215,22 @@ def test_several_threads(cluster: PlainCluster) -> None:
     assert steps == ["before", "after"] * (len(steps) // 2)
 
 
+def test_long_functions_after_short_ones_are_shared(coordinator: Any) -> None:
+    """Short ones go to workers ahead of time; where long ones did, a worker would wait for none."""
+    for _ in range(5):
+        for _ in range(400):
+            coordinator.schedule(fd.get_worker_index)
+        coordinator.join()
+        time.sleep(0.01)
+
+        def work() -> int:
+            time.sleep(0.05)
+            return fd.get_worker_index()
+
+        where = coordinator.fetch([coordinator.schedule(work) for _ in range(6)])
+        assert max(collections.Counter(where).values()) <= 4  # each worker has two from the start
+
+
 def test_functions_that_have_ended_leave_nothing(coordinator: Any) -> None:
     def nothing() -> None:
         pass

@@ -33,7 +33,6 @@ from fastdist.coordinator.worker_link import WorkerLink
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.keys import Keys
 
-_AHEAD = 2  # calls that a worker has at once: the next is there when one ends
 _LOOK_S = 1.0
 _numbers = itertools.count(1)  # of calls; servers know steps by them, whichever coordinator's
 _log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class Dispatcher:
                 os.eventfd_read(self._wake)
         for index, link in enumerate(self._links):
             if link.monitor in ready or link.socket in ready:
-                self._hear(index, link)
+                self._hear(index, link, is_eventful=link.monitor in ready)
             if link.has_given_up:
                 self._poller.unregister(link.socket)
                 self._poller.unregister(link.monitor)
@@ -154,8 +153,8 @@ class Dispatcher:
         self._poller.register(link.socket, zmq.POLLIN)
         self._poller.register(link.monitor, zmq.POLLIN)
 
-    def _hear(self, index: int, link: WorkerLink) -> None:
-        connected, lost = link.events()
+    def _hear(self, index: int, link: WorkerLink, *, is_eventful: bool) -> None:
+        connected, lost = link.events() if is_eventful else (False, False)
         for frames in link.receive():  # also what was sent before the connection was lost
             try:
                 self._take(link, frames)
@@ -191,7 +190,7 @@ class Dispatcher:
 
     def _take_result(self, link: WorkerLink, number: int, frames: Sequence[bytes]) -> None:
         outcome, content, news = Outcome(frames[0][0]), frames[1], frames[2]
-        call = link.calls.pop(number, None)
+        call = link.end_call(number)
         if call is None:
             return
         if news:
@@ -209,8 +208,8 @@ class Dispatcher:
         calls = list(link.calls.items())
         link.lose()
         kept = []
-        for _, call in calls:
-            call.losses += 1
+        for place, (_, call) in enumerate(calls):
+            call.losses += place == 0  # those behind it have not begun
             if call.losses < MOST_LOSSES:
                 kept.append(call)
                 continue
@@ -240,8 +239,8 @@ class Dispatcher:
                 self._assign_group(self._group, ready[:waiting])
             return
         while ready:
-            link = min(ready, key=lambda link: len(link.calls))
-            if len(link.calls) >= _AHEAD:
+            link = min(ready, key=lambda link: (not link.has_room, len(link.calls)))
+            if not link.has_room:
                 self._is_hungry = False
                 return
             call = self._backlog.take()
@@ -265,7 +264,7 @@ class Dispatcher:
             link.news_number, news = self.news_number, self.news
         for definition in (call.function, *call.needs):
             link.define(definition)
-        link.calls[number] = call
+        link.begin_call(number, call)
         has_state = call.function.has_state or any(needed.has_state for needed in call.needs)
         about = CALL.pack(call.function.number, group, size, has_state)
         if link.send(Kind.CALL, number, about, call.arguments, news):

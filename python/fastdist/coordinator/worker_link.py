@@ -17,6 +17,9 @@ from fastdist.ps.keys import Keys
 
 _RECONNECT_MS = 100
 _RETRY_S = 1.0
+# Calls that a worker has at once: the next is there when one ends. Of short ones, more.
+_AHEAD, _MOST_AHEAD = 2, 8
+_SHORT_S = 1e-3
 
 
 class WorkerLink:
@@ -42,6 +45,8 @@ class WorkerLink:
         self.is_connected = self.is_ready = False
         self.calls: dict[int, Call] = {}
         self.news_number = 0
+        self._ahead = _AHEAD
+        self._ended_at = 0.0  # the last call, on the monotonic clock
         self.trouble = "nobody answers"
         self._known: set[int] = set()
         self._context = context
@@ -92,6 +97,26 @@ class WorkerLink:
             lost, connected = True, False
             self.is_connected = False
         return connected, lost
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the worker should have one more call."""
+        return len(self.calls) < self._ahead
+
+    def begin_call(self, number: int, call: Call) -> None:
+        """It is about to be sent."""
+        if not self.calls and time.monotonic() - self._ended_at > _SHORT_S:
+            self._ahead = _AHEAD  # what comes now may be of another kind
+        self.calls[number] = call
+
+    def end_call(self, number: int) -> Call | None:
+        """It has ended; None: it was somebody else's. Of short ones there had better be more."""
+        call = self.calls.pop(number, None)
+        now = time.monotonic()
+        is_short = now - self._ended_at < _SHORT_S
+        self._ahead = min(self._ahead + 1, _MOST_AHEAD) if is_short else _AHEAD
+        self._ended_at = now
+        return call
 
     def lose(self) -> None:
         """The worker is gone, and all that it had."""

@@ -175,17 +175,18 @@ def test_checkpoints_of_functions_that_run(
             sum(parameter.sum() for parameter in model).neg().backward()
             optimizer.step()
 
-    values = [coordinator.schedule(train) for _ in range(60)]
-    counts = []
-    wait_for(values[3].is_done)
-    while not values[-1].is_done():
+    counts, amid = [], 0
+    for _ in range(4):
+        values = [coordinator.schedule(train) for _ in range(20)]
+        wait_for(values[2].is_done)
         strategy.save(tmp_path)
+        amid += not values[-1].is_done()
         saved = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(3)])
         fd.checkpoint.load(saved, tmp_path)
         (count,) = {value.item() for parameter in saved for value in parameter.unique()}
         counts.append(count)
     coordinator.join()
-    assert len(counts) > 1
+    assert amid
     assert counts == sorted(counts)
     assert all(count % 2 == 0 for count in counts)
     assert counts[0] > 0

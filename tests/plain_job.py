@@ -20,7 +20,7 @@ from fastdist.coordinator.worker import Turn, Worker
 from fastdist.ps import Keys
 from fastdist.ps.access import guard, present
 from fastdist.ps.listening import admit
-from ps_cluster import wait_for
+from ps_cluster import end_all, wait_for
 
 _turns: list[Turn] = []
 
@@ -126,12 +126,7 @@ class PlainCluster:
 
     def close(self) -> None:
         """End all workers."""
-        for task in self.tasks.values():
-            task.kill()
-        for task in self.tasks.values():
-            task.wait(10)
-        for holder in self._ports:
-            holder.close()
+        end_all(self.tasks.values(), self._ports)
 
 
 class Impostor:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,18 @@ class PsCluster:
 
     def close(self) -> None:
         """End all tasks."""
-        for task in self.tasks.values():
-            task.kill()
-        for task in self.tasks.values():
-            task.wait(10)
-        for holder in self._ports:
-            holder.close()
+        end_all(self.tasks.values(), self._ports)
+
+
+def end_all(tasks: Iterable["subprocess.Popen[bytes]"], ports: Iterable[socket.socket]) -> None:
+    """Kill tasks, and give back the ports that were held for them."""
+    started = list(tasks)
+    for task in started:
+        task.kill()
+    for task in started:
+        task.wait(10)
+    for holder in ports:
+        holder.close()
 
 
 def wait_for(condition: Any, timeout_s: float = 60.0) -> None:

@@ -184,7 +184,7 @@ class ServedModel:
     @property
     def refuses_nonfinite(self) -> bool:
         """Whether servers refuse gradients that are not finite."""
-        return any(thing.spec.refuse_nonfinite for thing in self.sharded)
+        return any(place.spec.refuse_nonfinite for place in self.bundle.places)
 
     def is_small(self, parameter: torch.Tensor) -> bool:
         """Whether its gradient had better be sent with others."""

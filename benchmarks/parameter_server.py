@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from fastdist.cli.bench.machine import machine_facts
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.protocol import Op
+from fastdist.ps.wire.protocol import Op
 from torch.distributed import rpc
 
 BATCH, DIM = 4096, 64

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from fastdist.cli.bench.machine import machine_facts
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.sharded import ShardedRows
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.sharded import ShardedRows
 
 SERVERS, THREADS, BATCH, DIM, ROWS = 2, 8, 256, 64, 100_000
 SPEC = RowsSpec("rows", DIM, RuleSpec("Adagrad", {"lr": 0.1}))

@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import numpy.typing as npt
 import torch
-from fastdist import _core
 from fastdist.cli.bench.machine import machine_facts
 
 ROWS, DIM, REQUEST = 1_000_000, 64, 4096

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from fastdist.data import InputLayout
-from fastdist.values import PerReplica, leaves, map_structure
+from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from torch.utils.data import Dataset
 
 T = TypeVar("T")

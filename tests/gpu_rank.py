@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import fastdist
+import fastdist._core as _core
 import gpu_collectives
 import gpu_lifetimes
 import ml_dtypes
-from fastdist import _core
-from fastdist.engines import nccl_library
+from fastdist.collectives.engines import nccl_library
 from gpu_arrays import GpuArrays, choose
 from reference import sample, small_complex
 

@@ -13,13 +13,13 @@ from typing import Any
 import fastdist as fd
 import zmq
 from fastdist.cluster.ports import reserve_port
-from fastdist.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
-from fastdist.coordinator.per_worker import set_worker_index
-from fastdist.coordinator.shipping import Definitions
-from fastdist.coordinator.worker import Turn, Worker
 from fastdist.ps import Keys
-from fastdist.ps.access import guard, present
-from fastdist.ps.listening import admit
+from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
+from fastdist.ps.coordinator.per_worker import set_worker_index
+from fastdist.ps.coordinator.shipping import Definitions
+from fastdist.ps.coordinator.worker import Turn, Worker
+from fastdist.ps.server.listening import admit
+from fastdist.ps.wire.access import guard, present
 from ps_cluster import end_all, wait_for
 
 _turns: list[Turn] = []

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.together import Push, begin_pushes
+from fastdist.ps.client.batched import Push, begin_pushes
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from ps_cluster import wait_for
 
 ADD = RuleSpec("SGD", {"lr": 1.0})

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec
-from fastdist.ps.partition import Piece
-from fastdist.ps.sharded import ShardedVariable
+from fastdist.ps.client.partition import Piece
+from fastdist.ps.client.sharded import ShardedVariable
 
 RULE = RuleSpec("SGD", {"lr": 0.5})
 BIAS = DenseSpec("bias", (3,), RULE)

@@ -9,7 +9,7 @@ import fastdist as fd
 import pytest
 import torch
 from fastdist import PerReplica, Strategy, VariableAggregation, VariableSynchronization
-from fastdist.values import local_results
+from fastdist.replicas.per_replica import local_results
 from strategy_pieces import replica_id
 from torch import nn
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import numpy.typing as npt
-from fastdist import _core
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

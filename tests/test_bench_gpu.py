@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import pytest
-from fastdist import _core
 from fastdist.cli.bench import pack_command, peers
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import torch_arrays

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import fastdist._core as _core
 import ml_dtypes
 import numpy as np
 import pytest
-from fastdist import _core
 from fastdist.cli.bench import add_parser
 from fastdist.cli.bench.cases import Case, array_case, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES

@@ -11,8 +11,8 @@ import sys
 import uuid
 from pathlib import Path
 
+import fastdist._core as _core
 import pytest
-from fastdist import _core
 
 HERE = Path(__file__).resolve().parent
 IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()

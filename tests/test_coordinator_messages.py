@@ -15,7 +15,9 @@ from typing import Any
 import cloudpickle
 import fastdist as fd
 import pytest
-from fastdist.coordinator.messages import (
+from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps import Keys
+from fastdist.ps.coordinator.messages import (
     CALL,
     TO_COORDINATOR,
     TO_WORKER,
@@ -23,8 +25,6 @@ from fastdist.coordinator.messages import (
     Outcome,
     pack,
 )
-from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps import Keys
 from plain_job import Impostor, PlainCluster, PlainJob, impostor, step
 from ps_cluster import wait_for
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import fastdist as fd
 import pytest
-from fastdist.coordinator import RemoteValue, dispatcher, messages
-from fastdist.coordinator.backlog import Call
 from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps.coordinator import RemoteValue, dispatcher, messages
+from fastdist.ps.coordinator.backlog import Call
 from plain_job import PlainCluster, PlainJob, step
 from ps_cluster import wait_for
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fastdist._core as _core
 import pytest
-from fastdist import _core
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = Path(_core.__file__)

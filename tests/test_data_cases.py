@@ -17,7 +17,7 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.data.sharding import Cutter, split_sizes
-from fastdist.values import leaves
+from fastdist.replicas.per_replica import leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

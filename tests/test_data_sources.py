@@ -15,7 +15,7 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
-from fastdist.values import PerReplica
+from fastdist.replicas.per_replica import PerReplica
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
-from fastdist.arrays import DTYPES
-from fastdist.engines import gloo
-from fastdist.engines.engine import Engine
-from fastdist.engines.gloo import GlooEngine
-from fastdist.engines.groups import engine_in_groups
-from fastdist.engines.hierarchical import HierarchicalEngine
-from fastdist.engines.host import HostEngine
-from fastdist.engines.links import Layout
-from fastdist.engines.machine_links import MachineLinks
-from fastdist.engines.replicas import engines_over_threads
+from fastdist.collectives.arrays import DTYPES
+from fastdist.collectives.engines import gloo
+from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.gloo import GlooEngine
+from fastdist.collectives.engines.groups import engine_in_groups
+from fastdist.collectives.engines.hierarchical import HierarchicalEngine
+from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.links import Layout
+from fastdist.collectives.engines.machine_links import MachineLinks
+from fastdist.collectives.engines.replicas import engines_over_threads
 from fastdist.errors import CollectiveMismatchError
 from ranks import RankError
 from reference import SMALL_FLOATS, reduced

@@ -19,13 +19,13 @@ import fastdist
 import numpy as np
 import pytest
 from fastdist import Communicator
+from fastdist.collectives.init import replica_group
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveTimeoutError,
     FastdistError,
     PeerFailureError,
 )
-from fastdist.world import replica_group
 from machines import MACHINES, WORLD, MachineRanks, Network, network, ports
 from ranks import TESTS, RankError
 from test_engines import check_compression_roughly, reduced_by_place

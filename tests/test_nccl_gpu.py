@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fastdist._core as _core
 import gpu_collectives
 import gpu_lifetimes
 import pytest
-from fastdist import _core
 
 HERE = Path(__file__).resolve().parent
 PARTS = [part.__name__ for part in (*gpu_collectives.PARTS, *gpu_lifetimes.PARTS)]

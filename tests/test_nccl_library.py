@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fastdist._core as _core
 import pytest
-from fastdist import _core
 from fastdist.cli.doctor.libraries import build_section
-from fastdist.engines import nccl_library
+from fastdist.collectives.engines import nccl_library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # was loaded stays.
 LOAD = """
 import ctypes, json, sys
-from fastdist import _core
+import fastdist._core as _core
 for path in json.loads(sys.argv[1]): ctypes.CDLL(path)
 try:
     library = _core.load_nccl(json.loads(sys.argv[2]))

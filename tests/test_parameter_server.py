@@ -9,7 +9,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
-from fastdist.ps.partition import FixedShards
+from fastdist.ps.client.partition import FixedShards
 from ps_cluster import PsCluster
 from served_net import F, Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn

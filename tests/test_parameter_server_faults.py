@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps.rounds import commit_round
-from fastdist.served import model as served_model
+from fastdist.ps.client.commit import commit_round
+from fastdist.ps.model import model as served_model
 from ps_cluster import PsCluster, wait_for
 from served_net import Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -58,12 +58,12 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
     coordinator.join()
     strategy.save(tmp_path)
     loaded = Net()
-    assert fd.checkpoint.load(loaded, tmp_path) == []
+    assert fd.ps.load(loaded, tmp_path) == []
     same(loaded, other)
     with pytest.raises(ValueError, match=r"nothing that is called 1/words.weight.*; it has 0/"):
-        fd.checkpoint.load(loaded, tmp_path, prefix="1/")
+        fd.ps.load(loaded, tmp_path, prefix="1/")
     with pytest.raises(ValueError, match="the module has"):
-        fd.checkpoint.load(nn.ModuleDict({"hidden": nn.Linear(3, 3)}), tmp_path)
+        fd.ps.load(nn.ModuleDict({"hidden": nn.Linear(3, 3)}), tmp_path)
     for batch in data[3:5]:
         coordinator.schedule(step, (model, optimizer, *batch))
     coordinator.join()
@@ -182,7 +182,7 @@ def test_checkpoints_of_functions_that_run(
         strategy.save(tmp_path)
         amid += not values[-1].is_done()
         saved = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(3)])
-        fd.checkpoint.load(saved, tmp_path)
+        fd.ps.load(saved, tmp_path)
         (count,) = {value.item() for parameter in saved for value in parameter.unique()}
         counts.append(count)
     coordinator.join()

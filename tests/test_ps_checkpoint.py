@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.snapshot import save
+from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.wire.snapshot import save
 from ps_checkpoints import ADAM, IDS, Job, require_same
 from safetensors import safe_open
 
@@ -230,7 +230,7 @@ def test_a_slow_save_is_asked_for_again_and_done_once(
         time.sleep(1)
         return save(*args)
 
-    monkeypatch.setattr("fastdist.ps.service.save", slow)
+    monkeypatch.setattr("fastdist.ps.server.service.save", slow)
     server = stack.enter_context(Server())
     client = stack.enter_context(Client([server.address], timeout_s=0.5, retry_s=0.1))
     pieces = RoundRobin(1).place((3,), 4)
@@ -336,7 +336,7 @@ def test_more_files_than_can_be_named(
     job = Job(stack, 2, 4)
     save_checkpoint(job.client, tmp_path, job.things)
     names = {path.name for path in tmp_path.iterdir()}
-    monkeypatch.setattr("fastdist.ps.checkpoint._MAX_NAMES_BYTES", 150)
+    monkeypatch.setattr("fastdist.ps.client.checkpoint._MAX_NAMES_BYTES", 150)
     with pytest.raises(ValueError, match="'w0' is in 4 files, too many to be restored"):
         save_checkpoint(job.client, tmp_path, job.things)
     assert {path.name for path in tmp_path.iterdir()} == names

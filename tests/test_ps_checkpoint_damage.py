@@ -12,7 +12,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
-from fastdist.ps.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from ps_checkpoints import Job, require_same
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -67,7 +67,7 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
     require_same(job.values(), before)
     module = nn.ParameterDict({"w1": torch.ones(()), "w0": torch.ones(10, 3)})
     with pytest.raises(kind, match=name):
-        fd.checkpoint.load(module, tmp_path, prefix="")
+        fd.ps.load(module, tmp_path, prefix="")
     assert (module["w1"] == 1).all()
 
 
@@ -130,6 +130,6 @@ def test_a_damaged_index(stack: ExitStack, tmp_path: Path, damage: Any) -> None:
     with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
         restore_checkpoint(job.client, tmp_path, job.things)
     with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
-        fd.checkpoint.load(nn.Linear(2, 2), tmp_path)
+        fd.ps.load(nn.Linear(2, 2), tmp_path)
     save_checkpoint(job.client, tmp_path, job.things)
     restore_checkpoint(job.client, tmp_path, job.things)

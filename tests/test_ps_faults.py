@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
-from fastdist.ps.partition import RoundRobin
-from fastdist.ps.parts import PART_SIZE
-from fastdist.ps.protocol import Op
-from fastdist.ps.sharded import ShardedVariable
+from fastdist.ps.client.partition import RoundRobin
+from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.wire.parts import PART_SIZE
+from fastdist.ps.wire.protocol import Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (

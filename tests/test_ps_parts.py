@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 
+import fastdist._core as _core
 import numpy as np
 import pytest
-from fastdist import _core
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
-from fastdist.ps.frames import fill
-from fastdist.ps.partition import RoundRobin
-from fastdist.ps.parts import PART_SIZE, OpenPushes, extent, parts_of
-from fastdist.ps.protocol import Op
-from fastdist.ps.rounds import commit_round
-from fastdist.ps.sharded import ShardedVariable
+from fastdist.ps.client.commit import commit_round
+from fastdist.ps.client.partition import RoundRobin
+from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.wire.frames import fill
+from fastdist.ps.wire.parts import PART_SIZE, OpenPushes, extent, parts_of
+from fastdist.ps.wire.protocol import Op
 from hypothesis import given
 from hypothesis import strategies as st
 

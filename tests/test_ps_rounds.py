@@ -12,12 +12,12 @@ import pytest
 import zmq
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.pending import Pending
-from fastdist.ps.protocol import UNKNOWN_STEP, Header, Op, Status
-from fastdist.ps.rounds import commit_round, discard_rounds
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.staging import DISCARDED, Rounds
+from fastdist.ps.client.commit import commit_round, discard_rounds
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.requests import Pending
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.server.rounds import DISCARDED, Rounds
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op, Status
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVERS = (0, 1)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import RoundRobin
-from fastdist.ps.row_cache import RowCache
-from fastdist.ps.sharded import ShardedRows
+from fastdist.ps.client.partition import RoundRobin
+from fastdist.ps.client.row_cache import RowCache
+from fastdist.ps.client.sharded import ShardedRows
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import pytest
 import torch
-from fastdist import _core
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import (
+from fastdist.ps.client.partition import (
     FixedShards,
     MaxSizePartitioner,
     MinSizePartitioner,
@@ -21,8 +21,8 @@ from fastdist.ps.partition import (
     RoundRobin,
     cut,
 )
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.spread import owner_of
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.spread import owner_of
 from hypothesis import given
 from hypothesis import strategies as st
 

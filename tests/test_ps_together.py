@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
-from fastdist.ps.many import PUSHED, SMALL_SIZE
-from fastdist.ps.partition import FixedShards, RoundRobin
-from fastdist.ps.parts import PART_SIZE
-from fastdist.ps.protocol import UNKNOWN_STEP, Op
-from fastdist.ps.rounds import commit_round
-from fastdist.ps.sharded import ShardedVariable
-from fastdist.ps.together import Push, begin_pulls, begin_pushes
+from fastdist.ps.client.batched import Push, begin_pulls, begin_pushes
+from fastdist.ps.client.commit import commit_round
+from fastdist.ps.client.partition import FixedShards, RoundRobin
+from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.wire.batches import PUSHED, SMALL_SIZE
+from fastdist.ps.wire.parts import PART_SIZE
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SHAPES = [(), (3,), (7, 5), (0,), (SMALL_SIZE,), (SMALL_SIZE + 2,), (2, PART_SIZE)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import fastdist._core as _core
 import ml_dtypes
 import numpy as np
 import pytest
-from fastdist import _core
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.partition import RoundRobin
-from fastdist.ps.parts import PART_SIZE
-from fastdist.ps.rounds import commit_round
-from fastdist.ps.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.commit import commit_round
+from fastdist.ps.client.partition import RoundRobin
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.wire.parts import PART_SIZE
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 WIRES = ["float32", "bfloat16", "float16", "int8"]

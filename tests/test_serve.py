@@ -16,10 +16,10 @@ from fastdist.cli.main import main
 from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, Keys
-from fastdist.ps.job_keys import job_keys, read_keys
-from fastdist.ps.partition import Piece
-from fastdist.ps.rounds import commit_round
-from fastdist.ps.sharded import ShardedVariable
+from fastdist.ps.client.commit import commit_round
+from fastdist.ps.client.partition import Piece
+from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.wire.job_keys import job_keys, read_keys
 from serving import BIAS, COMMAND, Servers, end, fill, free_port, read_json_until
 
 

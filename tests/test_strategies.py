@@ -11,8 +11,8 @@ import fastdist as fd
 import pytest
 import torch
 from fastdist.errors import ClusterConfigError, FastdistError
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import thread_links
+from fastdist.strategies.communicators import thread_links
+from fastdist.strategies.replicated import LinkedStrategy
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
 from strategy_members import MembersContract

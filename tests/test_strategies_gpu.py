@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fastdist._core as _core
 import pytest
-from fastdist import _core
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fastdist.errors import UnsupportedError  # noqa: E402
-from fastdist.strategies.graphed import GraphedStep  # noqa: E402
+from fastdist.training.graphed import GraphedStep  # noqa: E402
 from strategy_pieces import digits, plain, require_close, sgd  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 

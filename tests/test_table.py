@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import fastdist._core as _core
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from fastdist import _core
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

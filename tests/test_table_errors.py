@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import pytest
-from fastdist import _core
 from tables import SGD, Given, filled, floats, pulled
 
 ROWS = np.zeros((2, 3), np.float32)
@@ -125,7 +125,7 @@ def test_wrong_calls_of_dense_variables() -> None:
 OUT_OF_MEMORY = """
 import resource
 import numpy as np
-from fastdist import _core
+import fastdist._core as _core
 
 try:
     _core.RowTable(1024, _core.UpdateRule("SGD"), rows=2**31)

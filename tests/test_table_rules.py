@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import pytest
 import torch
-from fastdist import _core
 from tables import Floats, Given, Ids, filled, floats, pulled, slots_of
 
 

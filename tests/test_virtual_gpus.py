@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fastdist._core as _core
 import gpu_collectives
 import gpu_lifetimes
 import pytest
-from fastdist import _core
 
 HERE = Path(__file__).resolve().parent
 BUILT = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
@@ -78,8 +78,8 @@ ALONE_ON_THE_SECOND = """
 import ctypes, sys
 sys.path.insert(0, "virtual_gpu")
 import virtual_arrays
-from fastdist import _core
-from fastdist.engines import nccl_library
+import fastdist._core as _core
+from fastdist.collectives.engines import nccl_library
 nccl_library.load()
 virtual_arrays.set_device(1)
 x = virtual_arrays.array(__import__("numpy").ones(8, "float32"))
@@ -109,8 +109,8 @@ import sys, time
 sys.path.insert(0, "virtual_gpu")
 import fastdist, virtual_arrays
 from concurrent.futures import ThreadPoolExecutor
-from fastdist import _core
-from fastdist.engines import nccl_library
+import fastdist._core as _core
+from fastdist.collectives.engines import nccl_library
 nccl_library.load()
 unique_id = _core.new_nccl_id()
 def connect(rank):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdist import errors
+import fastdist.errors as errors
 from fastdist._version import __version__
-from fastdist.communicator import Communicator, Work
-from fastdist.default import (
+from fastdist.collectives.communicator import Communicator, Work
+from fastdist.collectives.functions import (
     all_gather,
     all_gather_object,
     all_reduce,
@@ -22,7 +22,7 @@ from fastdist.default import (
     scatter,
     send,
 )
-from fastdist.world import default_communicator, init, local_group
+from fastdist.collectives.init import default_communicator, init, local_group
 
 __all__ = [
     "CentralStorageStrategy",
@@ -52,7 +52,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "checkpoint",
     "data",
     "default_communicator",
     "errors",
@@ -65,6 +64,7 @@ __all__ = [
     "init",
     "local_group",
     "nn",
+    "ps",
     "recv",
     "reduce",
     "reduce_scatter",
@@ -73,14 +73,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fastdist import checkpoint, data, nn
-    from fastdist.context import ReplicaContext, in_cross_replica_context
-    from fastdist.coordinator import (
+    from fastdist import data, nn, ps
+    from fastdist.ps.coordinator import (
         ClusterCoordinator,
         PerWorkerValues,
         RemoteValue,
         get_worker_index,
     )
+    from fastdist.ps.strategy import ParameterServerStrategy
+    from fastdist.replicas.context import ReplicaContext, in_cross_replica_context
+    from fastdist.replicas.per_replica import PerReplica
+    from fastdist.replicas.variables import Variable, VariableAggregation, VariableSynchronization
     from fastdist.strategies import (
         CentralStorageStrategy,
         CommunicationOptions,
@@ -89,44 +92,41 @@ if TYPE_CHECKING:
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
         Strategy,
-        TPUStrategy,
         get_replica_context,
         get_strategy,
         has_strategy,
     )
-    from fastdist.strategies.parameter_server import ParameterServerStrategy
-    from fastdist.values import PerReplica
-    from fastdist.variables import Variable, VariableAggregation, VariableSynchronization
+    from fastdist.tpu.strategy import TPUStrategy
 
 # These need torch or pyzmq, which `import fastdist` does not load.
 _LAZY = {
-    "ClusterCoordinator": "fastdist.coordinator",
-    "ParameterServerStrategy": "fastdist.strategies.parameter_server",
-    "PerWorkerValues": "fastdist.coordinator",
-    "RemoteValue": "fastdist.coordinator",
-    "get_worker_index": "fastdist.coordinator",
+    "ClusterCoordinator": "fastdist.ps.coordinator",
+    "ParameterServerStrategy": "fastdist.ps.strategy",
+    "PerWorkerValues": "fastdist.ps.coordinator",
+    "RemoteValue": "fastdist.ps.coordinator",
+    "get_worker_index": "fastdist.ps.coordinator",
     "CentralStorageStrategy": "fastdist.strategies",
     "CommunicationOptions": "fastdist.strategies",
     "DefaultStrategy": "fastdist.strategies",
     "MirroredStrategy": "fastdist.strategies",
     "MultiWorkerMirroredStrategy": "fastdist.strategies",
     "OneDeviceStrategy": "fastdist.strategies",
-    "ReplicaContext": "fastdist.context",
+    "ReplicaContext": "fastdist.replicas.context",
     "Strategy": "fastdist.strategies",
-    "TPUStrategy": "fastdist.strategies",
+    "TPUStrategy": "fastdist.tpu.strategy",
     "get_replica_context": "fastdist.strategies",
     "get_strategy": "fastdist.strategies",
     "has_strategy": "fastdist.strategies",
-    "in_cross_replica_context": "fastdist.context",
-    "PerReplica": "fastdist.values",
-    "Variable": "fastdist.variables",
-    "VariableAggregation": "fastdist.variables",
-    "VariableSynchronization": "fastdist.variables",
+    "in_cross_replica_context": "fastdist.replicas.context",
+    "PerReplica": "fastdist.replicas.per_replica",
+    "Variable": "fastdist.replicas.variables",
+    "VariableAggregation": "fastdist.replicas.variables",
+    "VariableSynchronization": "fastdist.replicas.variables",
 }
 
 
 def __getattr__(name: str) -> object:
-    is_module = name in ("checkpoint", "data", "nn")
+    is_module = name in ("data", "nn", "ps")
     if name not in _LAZY and not is_module:
         raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
     import importlib
@@ -141,3 +141,7 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"fastdist.{name} needs torch: pip install 'fastdist[torch]'", name="torch"
         ) from error
+
+
+def __dir__() -> list[str]:
+    return __all__

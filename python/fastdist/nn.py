@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastdist.collective_functions import as_tensor
-from fastdist.context import ReplicaContext, state
-from fastdist.served.embeddings import Embedding, EmbeddingBag
+from fastdist.collectives.autograd import as_tensor
+from fastdist.ps.model.embeddings import Embedding, EmbeddingBag
+from fastdist.replicas.context import ReplicaContext, state
 
 
 def compute_average_loss(

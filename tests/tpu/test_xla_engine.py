@@ -10,9 +10,9 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
-from fastdist.engines.signature import Signature
-from fastdist.engines.xla_comparison import Comparison, signature_of
+from fastdist.collectives.engines.signature import Signature
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
+from fastdist.tpu.comparison import Comparison, signature_of
 from tpu_pieces import ON_CPU, N
 
 needs_xla = pytest.mark.skipif(not ON_CPU, reason="needs torch_xla and PJRT_DEVICE=CPU")
@@ -61,14 +61,14 @@ def test_signatures_tell_lists_from_arrays() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Any:
-    from fastdist.engines.xla_mesh import XlaMesh
+    from fastdist.tpu.mesh import XlaMesh
 
     return XlaMesh()
 
 
 @pytest.fixture
 def comm(mesh: Any) -> Any:
-    from fastdist.engines.xla import SpmdEngine
+    from fastdist.tpu.engine import SpmdEngine
 
     return fd.Communicator(SpmdEngine(mesh), 60)
 
@@ -173,7 +173,7 @@ def test_refused(mesh: Any, comm: Any, call: Any, error: Any, message: str) -> N
 @pytest.mark.xla
 def test_one_process_for_each_device() -> None:
     """A world of one: more processes than one need a TPU."""
-    from fastdist.engines.xla import ProcessEngine
+    from fastdist.tpu.engine import ProcessEngine
 
     if N > 1:
         pytest.skip("the process's devices are one mesh here")

@@ -19,7 +19,7 @@ pytestmark = [*on_devices, pytest.mark.skipif(N != 1, reason="is the same for CP
 
 PROGRAM = """
 import fastdist as fd, torch, torch_xla
-from fastdist.engines.xla import ProcessEngine
+from fastdist.tpu.engine import ProcessEngine
 
 bindings = torch_xla._XLAC
 bindings._xla_set_replication_devices(bindings._xla_get_devices())
@@ -37,7 +37,7 @@ except fd.errors.UnsupportedError as error:
 
 RANK = """
 import fastdist as fd, numpy as np, pytest, torch, torch_xla
-from fastdist.engines.xla import ProcessEngine
+from fastdist.tpu.engine import ProcessEngine
 from fastdist.errors import CollectiveMismatchError
 
 hosts = fd.init()

@@ -18,12 +18,12 @@ import pytest
 import torch
 from fastdist import PerReplica, VariableAggregation, VariableSynchronization
 from fastdist.cluster import TPUClusterResolver
+from fastdist.collectives.engines import xla_mesh
+from fastdist.collectives.init import default_communicator
 from fastdist.data import AutoShardPolicy
-from fastdist.engines import xla_mesh
-from fastdist.engines.xla_mesh import XlaDevices, XlaMesh
 from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.strategies import tpu_devices
-from fastdist.world import default_communicator
+from fastdist.tpu.mesh import XlaDevices, XlaMesh
 from strategy_pieces import adam
 from torch import nn
 from tpu_pieces import normed, traced_id, train_on_dataset

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import fastdist._core as _core
 import ml_dtypes
 import numpy as np
-from fastdist import _core
 
 FOLDER = Path(_core.__file__).parent
 _CUDA_DEVICE = 2  # of DLPack

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastdist.values import PerReplica, leaves, map_structure
+from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 
 Collate = Callable[[list[Any]], Any]
 

@@ -10,7 +10,7 @@ import torch
 
 from fastdist.data.batches import join
 from fastdist.data.pipelines import Part
-from fastdist.values import leaves, map_structure
+from fastdist.replicas.per_replica import leaves, map_structure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

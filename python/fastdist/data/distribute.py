@@ -26,7 +26,7 @@ from fastdist.data.pipelines import (
 from fastdist.data.request import Request, checked, positive_int
 from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
 from fastdist.data.streams import Files, FileStream, IterableStream, length_of
-from fastdist.values import leaves
+from fastdist.replicas.per_replica import leaves
 
 
 def distribute_dataset(

@@ -22,7 +22,7 @@ from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, fingerprint
 from fastdist.data.sharding import Cut, Cutter
 from fastdist.data.streams import IterableStream
-from fastdist.values import leaves, map_structure
+from fastdist.replicas.per_replica import leaves, map_structure
 
 Batches = tuple[Any, ...]  # one per local replica
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-try:
-    import zmq  # noqa: F401
-except ImportError:
-    raise ImportError("fastdist.ps needs pyzmq: pip install 'fastdist[ps]'", name="zmq") from None
+import importlib
+from typing import TYPE_CHECKING
 
-from fastdist.ps.client import Client
-from fastdist.ps.keys import Keys
-from fastdist.ps.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
-from fastdist.ps.pending import Pending
-from fastdist.ps.server import Server
-from fastdist.ps.specs import DenseSpec, RowsSpec, RuleSpec
-from fastdist.ps.ticket import Ticket
+if TYPE_CHECKING:
+    from fastdist.ps.client.client import Client
+    from fastdist.ps.client.load import load
+    from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
+    from fastdist.ps.client.requests import Pending
+    from fastdist.ps.client.ticket import Ticket
+    from fastdist.ps.server.server import Server
+    from fastdist.ps.wire.keys import Keys
+    from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
 
 __all__ = [
     "Client",
@@ -27,4 +27,36 @@ __all__ = [
     "RuleSpec",
     "Server",
     "Ticket",
+    "load",
 ]
+
+# Loaded when first used: `fastdist.nn` needs the models alone, which run without pyzmq.
+_MODULES = {
+    "Client": "client.client",
+    "DenseSpec": "wire.specs",
+    "FixedShards": "client.partition",
+    "Keys": "wire.keys",
+    "MaxSizePartitioner": "client.partition",
+    "MinSizePartitioner": "client.partition",
+    "Pending": "client.requests",
+    "RowsSpec": "wire.specs",
+    "RuleSpec": "wire.specs",
+    "Server": "server.server",
+    "Ticket": "client.ticket",
+    "load": "client.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fastdist.ps' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(f"fastdist.ps.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        raise ImportError("fastdist.ps needs pyzmq: pip install pyzmq", name="zmq") from None
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,9 +12,6 @@ from fastdist.strategies.mirrored import MirroredStrategy
 from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.tpu import TPUStrategy
-
-# ParameterServerStrategy is where it is: it needs pyzmq, which the others don't.
 
 __all__ = [
     "CentralStorageStrategy",
@@ -24,7 +21,6 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Strategy",
-    "TPUStrategy",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, final
 import torch
 from torch import nn
 
-from fastdist.context import ReplicaContext, state
 from fastdist.data import (
     AutoShardPolicy,
     DistributedDataset,
@@ -20,11 +19,12 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.errors import UnsupportedError
-from fastdist.reductions import CrossReplicaOp
-from fastdist.strategies.graphed import GraphedStep, capture_graph
+from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.cross_replica import CrossReplicaOp
+from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
+from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope
-from fastdist.values import PerReplica, leaves, map_structure
-from fastdist.variables import Variable
+from fastdist.training.graphed import GraphedStep, capture_graph
 
 M = TypeVar("M", bound=nn.Module)
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # that no batch is inside of

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastdist.context import state
 from fastdist.errors import FastdistError
-from fastdist.metrics import metrics_in
-from fastdist.module_structure import buffers_of
-from fastdist.modules import is_materialized
-from fastdist.routing import Routing
-from fastdist.tensor_stamps import GradientStamp
-from fastdist.values import PerReplica
+from fastdist.replicas.context import state
+from fastdist.replicas.per_replica import PerReplica
+from fastdist.strategies.routing import Routing
+from fastdist.strategies.tensor_stamps import GradientStamp
+from fastdist.training.metrics import metrics_in
+from fastdist.training.module_structure import buffers_of
+from fastdist.training.modules import is_materialized
 
 
 class CentralRouting(Routing):

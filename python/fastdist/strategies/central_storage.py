@@ -8,10 +8,10 @@ import torch
 
 from fastdist.cluster import detect_launch
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.devices import every_device, physical_device
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import thread_links
+from fastdist.replicas.devices import every_device, physical_device
+from fastdist.strategies.communicators import thread_links
 from fastdist.strategies.options import CommunicationOptions
+from fastdist.strategies.replicated import LinkedStrategy
 
 
 class CentralStorageStrategy(LinkedStrategy):

@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 
-from fastdist.context import ReplicaContext, state
+from fastdist.replicas.context import ReplicaContext, state
 from fastdist.strategies.base import Strategy
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import Links
+from fastdist.strategies.communicators import Links
+from fastdist.strategies.replicated import LinkedStrategy
 
 
 class DefaultStrategy(LinkedStrategy):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from fastdist.cluster import detect_launch
+from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.devices import every_device, physical_device
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import process_links, thread_links
+from fastdist.replicas.devices import every_device, physical_device
+from fastdist.strategies.communicators import process_links, thread_links
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.world import init
+from fastdist.strategies.replicated import LinkedStrategy
 
 
 class MirroredStrategy(LinkedStrategy):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
-from fastdist.communicator import Communicator
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError
-from fastdist.strategies.devices import every_device, physical_device
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import worker_links
+from fastdist.replicas.devices import every_device, physical_device
+from fastdist.strategies.communicators import worker_links
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.world import init
+from fastdist.strategies.replicated import LinkedStrategy
 
 
 class MultiWorkerMirroredStrategy(LinkedStrategy):

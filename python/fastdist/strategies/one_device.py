@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastdist.strategies.linked import LinkedStrategy
-from fastdist.strategies.links import Links
+from fastdist.strategies.communicators import Links
+from fastdist.strategies.replicated import LinkedStrategy
 
 
 class OneDeviceStrategy(LinkedStrategy):

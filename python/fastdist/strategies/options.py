@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fastdist.communicator import Compression
-from fastdist.gradients import GradientReduction
+from fastdist.collectives.communicator import Compression
+from fastdist.training.gradients import GradientReduction
 
 Implementation = Literal["auto", "all_reduce", "hierarchical_copy", "reduce_to_one_device"]
 

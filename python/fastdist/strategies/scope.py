@@ -12,10 +12,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastdist.context import state
-from fastdist.metrics import watch_metrics
-from fastdist.modules import ModuleRecorder
-from fastdist.watch_made import watch_made
+from fastdist.replicas.context import state
+from fastdist.training.metrics import watch_metrics
+from fastdist.training.modules import ModuleRecorder
+from fastdist.training.watch_made import watch_made
 
 if TYPE_CHECKING:
     from fastdist.strategies.base import Strategy

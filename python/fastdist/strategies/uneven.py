@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastdist.values import leaves
+from fastdist.replicas.per_replica import leaves
 
 
 class UnevenResults:

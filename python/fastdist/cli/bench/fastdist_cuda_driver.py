@@ -15,7 +15,7 @@ from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
 from fastdist.cli.bench.gpu import open_gpu
 from fastdist.cluster.launch import detect_launch
-from fastdist.engines import nccl_library
+from fastdist.collectives.engines import nccl_library
 
 
 class FastdistCudaDriver:

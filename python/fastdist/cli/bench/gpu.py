@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.arrays import ArrayLibrary
-from fastdist.engines.nccl_library import allow_sharing
+from fastdist.collectives.engines.nccl_library import allow_sharing
 
 Event = Any
 Call = Callable[[], object]

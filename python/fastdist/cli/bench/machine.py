@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.cases import format_size, parse_size
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

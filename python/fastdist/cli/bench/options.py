@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case, parse_sizes
 from fastdist.cli.bench.machine import cuda_major, usable_cores
 from fastdist.cli.bench.peers import (

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.arrays import Array
 from fastdist.cli.bench.bound_case import with_phases
 from fastdist.cli.bench.cases import DTYPE_BYTES

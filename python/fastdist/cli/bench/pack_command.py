@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.gpu import open_gpu
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
 from fastdist.cli.bench.options import check_files, require_library

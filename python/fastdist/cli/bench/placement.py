@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist.cli.bench.gpu import gpu_of_rank
 
 _QUERY_TIMEOUT_S = 30

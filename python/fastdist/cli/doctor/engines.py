@@ -10,9 +10,9 @@ import numpy as np
 
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cli.doctor.libraries import version_of
-from fastdist.communicator import Communicator
-from fastdist.engines.nccl_library import why_unusable
-from fastdist.world import local_group
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.engines.nccl_library import why_unusable
+from fastdist.collectives.init import local_group
 
 _RANKS = 2
 _WARMUP_CALLS = 50

@@ -8,11 +8,11 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastdist import _core
+import fastdist._core as _core
 from fastdist._version import __version__
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 from fastdist.cluster import detect_launch
-from fastdist.engines.nccl_library import load
+from fastdist.collectives.engines.nccl_library import load
 from fastdist.errors import ClusterConfigError, UnsupportedError
 
 _EXCHANGE_TABLE = "__dlpack_c_exchange_api__"

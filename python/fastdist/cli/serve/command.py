@@ -96,7 +96,7 @@ def _open_server(address: str, key_file: str | None) -> Server:
 
 
 def _keys(key_file: str | None) -> Keys | None:
-    from fastdist.ps.job_keys import job_keys, read_keys
+    from fastdist.ps.wire.job_keys import job_keys, read_keys
 
     try:
         return job_keys() if key_file is None else read_keys(key_file)

@@ -1,0 +1,1 @@
+"""Collectives on arrays: communicators, how ranks meet, and what moves the bytes."""

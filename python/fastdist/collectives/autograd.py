@@ -1,0 +1,116 @@
+"""Collectives on tensors that make new tensors and that autograd can pass through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastdist.collectives.communicator import Communicator, ReduceOp
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Numbers and arrays as tensors; tensors as they are."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+
+
+def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> torch.Tensor:
+    """The reduction over all ranks, in a new tensor; None stands for a world of one."""
+    tensor = as_tensor(value)
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor = tensor.to(torch.get_default_dtype())
+    if tensor.requires_grad and op in ("sum", "mean"):
+        return _AllReduce.apply(tensor, communicator, op)  # type: ignore[no-any-return,no-untyped-call]
+    return _reduced(communicator, op, tensor)
+
+
+def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torch.Tensor:
+    """All ranks' tensors joined along `axis`, which alone may differ in size.
+
+    Raises:
+        ValueError: a scalar, or other dimensions that differ; the message shows the shapes.
+    """
+    tensor = as_tensor(value)
+    shapes = [tuple(tensor.shape)]
+    if communicator is not None:
+        shapes = communicator.all_gather_object(shapes[0])
+    axis = check_joinable(shapes, axis)
+    sizes = tuple(shape[axis] for shape in shapes)
+    if communicator is None:
+        return tensor
+    return _AllGather.apply(tensor, communicator, axis, sizes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
+    """Whether tensors of these shapes can be joined along `axis`; returns it as not negative.
+
+    Raises:
+        ValueError: they cannot; the message shows the shapes.
+    """
+    n_axes = len(shapes[0])
+    if any(len(shape) == 0 for shape in shapes):
+        raise ValueError(f"gather needs tensors of at least one dimension, got shapes {shapes}")
+    if not -n_axes <= axis < n_axes:
+        raise ValueError(f"gather: axis {axis} is out of range for shapes {shapes}")
+    axis %= n_axes
+    others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
+    if len(others) != 1 or len({len(shape) for shape in shapes}) != 1:
+        raise ValueError(f"gather along axis {axis}: other dimensions differ, got shapes {shapes}")
+    return axis
+
+
+def _reduced(communicator: Communicator | None, op: ReduceOp, tensor: torch.Tensor) -> torch.Tensor:
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if communicator is not None:
+        communicator.all_reduce(result, op)
+    return result
+
+
+def _gathered(
+    communicator: Communicator, tensor: torch.Tensor, axis: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Ranks with fewer rows fill up: every rank sends as much as the largest has."""
+    rows = tensor.detach().movedim(axis, 0)
+    most = max(sizes)
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    joined: torch.Tensor = communicator.all_gather(padded)
+    kept = [joined[i * most : i * most + size] for i, size in enumerate(sizes)]
+    return torch.cat(kept).movedim(0, axis)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, communicator: Communicator | None, op: ReduceOp
+    ) -> torch.Tensor:
+        ctx.communicator, ctx.op = communicator, op
+        return _reduced(communicator, op, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return all_reduce(ctx.communicator, ctx.op, gradients[0]), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        communicator: Communicator,
+        axis: int,
+        sizes: tuple[int, ...],
+    ) -> torch.Tensor:
+        ctx.communicator, ctx.axis, ctx.sizes = communicator, axis, sizes
+        return _gathered(communicator, tensor, axis, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        if len(set(ctx.sizes)) == 1 and ctx.sizes[0] > 0:
+            rows = gradients[0].movedim(ctx.axis, 0).contiguous()
+            part = ctx.communicator.reduce_scatter(rows, "sum")
+            return part.movedim(0, ctx.axis), None, None, None
+        total = all_reduce(ctx.communicator, "sum", gradients[0])
+        rank = ctx.communicator.rank
+        own = total.narrow(ctx.axis, sum(ctx.sizes[:rank]), ctx.sizes[rank])
+        return own, None, None, None

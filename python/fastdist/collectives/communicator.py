@@ -1,0 +1,606 @@
+"""Collectives between ranks, on any array."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
+
+import numpy as np
+
+import fastdist._core as _core
+from fastdist.collectives.arguments import to_integer, to_integers, to_rank
+from fastdist.collectives.arrays import (
+    new_like,
+    shape_of,
+    to_dtype,
+    to_gpu,
+    view_bytes,
+    view_gpu_bytes,
+)
+from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.nccl import NcclEngine, is_possible
+from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
+
+Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
+Arrays = Array | Sequence[Array]
+ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
+Compression = Literal["fp16", "bf16", "fp8"]
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """A call in flight."""
+
+    def is_done(self) -> bool:
+        """True when the call has ended, well or not."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the end of the call and return what it would have returned.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` seconds have passed; the call goes on.
+            Exception: what the call raised.
+        """
+
+
+class Communicator:
+    """The ranks of a job, and the collectives between them.
+
+    Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy's,
+    torch's, cupy's, or anything with DLPack, the CUDA array interface or the buffer protocol, dense
+    and of one of the dtypes bool,
+    int8 to int64, uint8 to uint64, float16, bfloat16, float8_e4m3fn, float8_e5m2, float32,
+    float64, complex64, complex128. Where a list of arrays is given, the call works on all of them
+    as if they were one.
+
+    Every collective must be called by every rank, in the same order, with arguments that agree.
+    All take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`) and
+    `async_op` (return a `Work` at once; calls still run in the order in which they were made).
+    They raise `CollectiveMismatchError` where ranks disagree (nothing has moved then),
+    `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
+
+    Calls on arrays on GPUs are enqueued on the array library's current stream, or on `stream`, and
+    return at once. With `async_op` they go to a stream of the communicator's, which first waits for
+    that one; `work.wait()` makes the then current stream wait, and not the host. A rank keeps to
+    one GPU. Calls may be captured in CUDA graphs.
+
+    A communicator is for one thread at a time; threads that work at once need one each (`split`).
+
+    Autograd takes no notice of what a collective writes into a torch tensor: do not write into
+    one that a backward to come still needs.
+
+    Attributes:
+        rank: this rank, from 0.
+        world_size: the number of ranks.
+        engine: what moves the bytes; for other parts of fastdist.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self.engine: Engine = engine
+        self._timeout_s = timeout_s
+        self._gpus = NcclEngine(engine) if engine.hosts is not None and is_possible() else None
+        calls = engine.calls() if self._gpus is None else self._gpus.calls()
+        self._all_reduce = calls["all_reduce"]
+        self._reduce = calls["reduce"]
+        self._broadcast = calls["broadcast"]
+        self._all_gather = calls["all_gather"]
+        self._gather = calls["gather"]
+        self._scatter = calls["scatter"]
+        self._reduce_scatter = calls["reduce_scatter"]
+        self._all_to_all = calls["all_to_all"]
+        self._send = calls["send"]
+        self._recv = calls["recv"]
+        self._barrier = calls["barrier"]
+        self.rank: int = engine.rank
+        self.world_size: int = engine.size
+
+    def __repr__(self) -> str:
+        return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave. Ranks that still wait for this one get `PeerFailureError`."""
+        if self._gpus is not None:
+            self._gpus.close()
+        self.engine.close()
+
+    def abort(self) -> None:
+        """Leave at once: what was enqueued on GPUs is ended instead of waited for."""
+        if self._gpus is not None:
+            self._gpus.abort(f"rank {self.rank} has called abort")
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator cannot be copied or pickled: it is one rank of a job; make another "
+            "one by split(), or call fastdist.init() where it is needed"
+        )
+
+    def all_reduce(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        *,
+        out: Arrays | None = None,
+        compress: Compression | None = None,
+        bucket_bytes: int | Literal["auto"] = "auto",
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce element by element over all ranks; every rank gets the result.
+
+        Every rank must call. The result is the same bits on every rank, whatever the sizes.
+
+        Args:
+            array: what to reduce, in place unless `out` is given; the same sizes on all ranks.
+            op: the reduction. mean is for floats and complex numbers; and, or, xor for integers
+                and bools; min and max not for complex. 16-bit and 8-bit floats are accumulated
+                in float32.
+            out: where to put the result; as `array` in sizes, dtypes and axis order.
+            compress: send float32 and float64 in fewer bits; op sum and mean only. Values and sums
+                that the format cannot hold come out as inf or NaN: beyond 65504 for fp16, beyond
+                float32's range for bf16 and fp8, also where the array is float64.
+            bucket_bytes: bytes that are sent at a time; "auto" fits the engine. The host engine
+                never copies into buckets and pays no attention to it.
+            stream: for arrays on GPUs: the CUDA stream of any library, or its handle, on which the
+                arrays are ready and the call is enqueued; the library's current one if None.
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks; default of the communicator if None.
+
+        Returns:
+            `array`, or `out` where it is given.
+        """
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None or bucket_bytes != "auto":
+            size = 0 if bucket_bytes == "auto" else to_integer(bucket_bytes, "bucket_bytes")
+            if bucket_bytes != "auto" and size <= 0:
+                raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
+            given = (array, op, out, compress)
+            return self._on("all_reduce", given, seconds, async_op, stream, size)
+        return self._all_reduce(array, op, out, compress, seconds, async_op)
+
+    def reduce(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce as `all_reduce` does; only the root gets the result. Every rank must call.
+
+        On other ranks `array` is not changed, and `out` not written.
+        """
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("reduce", (array, op, root, out), seconds, async_op, stream)
+        return self._reduce(array, op, root, out, seconds, async_op)
+
+    def broadcast(
+        self,
+        array: Arrays,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Copy the root's array into every other rank's, in place. Every rank must call.
+
+        With `out`, the copy goes there, on every rank, and `array` is read on the root only.
+        """
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("broadcast", (array, root, out), seconds, async_op, stream)
+        return self._broadcast(array, root, out, seconds, async_op)
+
+    def all_gather(
+        self,
+        array: Arrays,
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join every rank's array along axis 0, in rank order. Every rank must call.
+
+        Args:
+            array: shape (rows, …), the same on all ranks; a scalar counts as one row.
+            out: shape (world_size · rows, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+        if out is None:
+            out = _for_each(array, self._joined)
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("all_gather", (array, out), seconds, async_op, stream)
+        return self._all_gather(array, out, seconds, async_op)
+
+    def gather(
+        self,
+        array: Arrays,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Join every rank's array on the root, as `all_gather` does. Every rank must call.
+
+        Returns:
+            `out` or a new array on the root, None on the other ranks.
+        """
+        if self.rank != root:
+            out = None
+        elif out is None:
+            out = _for_each(array, self._joined)
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("gather", (array, root, out), seconds, async_op, stream)
+        return self._gather(array, root, out, seconds, async_op)
+
+    def scatter(
+        self,
+        array: Arrays | None,
+        root: int = 0,
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Cut the root's array along axis 0 and give each rank its part. Every rank must call.
+
+        Args:
+            array: shape (world_size · rows, …) on the root; ignored on the others, pass None.
+            root: the rank that has the array.
+            out: shape (rows, …); must be given on the other ranks, may be left out on the root.
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+        if self.rank == root and array is not None:
+            _for_each(array, self._check_parts)
+        if out is None:
+            if to_rank(root, "root", self.world_size) != self.rank or array is None:
+                raise ValueError(
+                    f"scatter: rank {self.rank} needs out=, only the root knows the shape"
+                )
+            out = _for_each(array, self._part)
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("scatter", (array, root, out), seconds, async_op, stream)
+        return self._scatter(array, root, out, seconds, async_op)
+
+    def reduce_scatter(
+        self,
+        array: Arrays,
+        op: ReduceOp = "sum",
+        *,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce over all ranks and give each rank its part along axis 0. Every rank must call.
+
+        Args:
+            array: shape (world_size · rows, …), the same on all ranks; not changed.
+            op: the reduction, as for `all_reduce`.
+            out: shape (rows, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+        _for_each(array, self._check_parts)
+        if out is None:
+            out = _for_each(array, self._part)
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("reduce_scatter", (array, op, out), seconds, async_op, stream)
+        return self._reduce_scatter(array, op, out, seconds, async_op)
+
+    def all_to_all(
+        self,
+        array: Arrays,
+        *,
+        splits: Sequence[int] | None = None,
+        out: Arrays | None = None,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Cut the array along axis 0 and send part i to rank i. Every rank must call.
+
+        Args:
+            array: shape (rows, …).
+            splits: rows for each rank; may differ from rank to rank. Equal parts if None.
+            out: what comes from all ranks, in rank order; shape (rows received, …).
+            async_op: return a `Work` at once.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            `out`, or a new array of its shape.
+        """
+        counts: list[int] = []
+        if splits is not None:
+            table = self._exchange_splits(array, splits, timeout)
+            for one in _as_list(array):
+                counts += (table.ravel() * prod(shape_of(one)[1:])).tolist()
+            rows = int(table[:, self.rank].sum())
+            if out is None:
+                out = _for_each(array, lambda x: new_like(x, (rows, *shape_of(x)[1:])))
+        else:
+            _for_each(array, self._check_parts)
+            if out is None:
+                out = _for_each(array, lambda x: new_like(x, shape_of(x)))
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
+        return self._all_to_all(array, out, counts, seconds, async_op)
+
+    def send(
+        self,
+        array: Arrays,
+        dst: int,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send to one rank, which must call `recv`. Returns when the data has been taken.
+
+        Calls with the same peer and direction pair up in order; with `async_op`, calls with
+        different peers or directions do not wait for each other.
+        """
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("send", (array, dst), seconds, async_op, stream)
+        return self._send(array, dst, seconds, async_op)
+
+    def recv(
+        self,
+        array: Arrays,
+        src: int,
+        *,
+        stream: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Receive into `array` what rank `src` sends. Returns `array`."""
+        seconds = self._timeout_s if timeout is None else timeout
+        if stream is not None:
+            return self._on("recv", (array, src), seconds, async_op, stream)
+        return self._recv(array, src, seconds, async_op)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Return when every rank has called."""
+        return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
+
+    def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
+        """Give every rank the root's object, by pickle. Every rank must call."""
+        data, failure = b"", None
+        if self.rank == root:
+            try:
+                data = pickle.dumps(value)
+            except Exception as error:  # raised below, once the others know
+                failure = error
+        size = np.array([-1 if failure else len(data)], np.int64)
+        self.broadcast(size, root, timeout=timeout)
+        if failure is not None:
+            raise failure
+        if size[0] < 0:
+            raise FastdistError(f"rank {root} could not pickle its object", (root,))
+        buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
+        self.broadcast(buffer, root, timeout=timeout)
+        return value if self.rank == root else pickle.loads(buffer.data)
+
+    def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
+        """Every rank's object, in rank order, by pickle. Every rank must call."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: data.size] = data
+        rows = self.all_gather(padded, timeout=timeout).reshape(self.world_size, -1)
+        return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
+
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Communicator | None:
+        """A communicator for each color. Every rank must call.
+
+        Args:
+            color: ranks with the same color come together; None: this rank gets none.
+            key: orders the ranks of a color; equal keys by old rank.
+            timeout: seconds to wait for other ranks.
+
+        Returns:
+            The new communicator, or None where `color` is None.
+        """
+        color = None if color is None else to_integer(color, "color")
+        if color is not None and color < 0:
+            raise ValueError(f"color must not be negative, got {color}")
+        table = self.all_gather(
+            np.array([[-1 if color is None else color, to_integer(key, "key")]], np.int64),
+            timeout=timeout,
+        )
+        by_key = sorted(range(self.world_size), key=lambda r: (int(table[r, 1]), r))
+        colors = sorted({int(c) for c in table[:, 0] if c >= 0})
+        return self._make([[r for r in by_key if table[r, 0] == c] for c in colors], timeout)
+
+    def subgroup(
+        self, ranks: Sequence[int], *, timeout: float | None = None
+    ) -> Communicator | None:
+        """A communicator of these ranks, in this order. Every rank of this one must call.
+
+        Returns:
+            The new communicator, or None on ranks that are not in it.
+        """
+        ranks = to_integers(ranks, "ranks")
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
+            raise ValueError(
+                f"ranks must be different numbers from 0 to {self.world_size - 1}, got {ranks}"
+            )
+        everyone = self.all_gather_object(ranks, timeout=timeout)
+        if any(theirs != ranks for theirs in everyone):
+            raise CollectiveMismatchError(
+                f"ranks called subgroup with different ranks, seen from rank {self.rank}:"
+                + "".join(f"\n  rank {r}: {theirs}" for r, theirs in enumerate(everyone)),
+                tuple(r for r, theirs in enumerate(everyone) if theirs != ranks),
+            )
+        return self._make([ranks], timeout)
+
+    def shrink(self, exclude: Sequence[int], *, timeout: float | None = None) -> Communicator:
+        """Go on without some ranks, which may have failed.
+
+        Every other rank must call, with the same ranks; on one machine only. The result takes the
+        place of this communicator, which may have been lost and is closed.
+
+        Args:
+            exclude: the ranks to leave out, as `PeerFailureError.ranks` has them.
+            timeout: seconds to wait for the other ranks.
+
+        Returns:
+            A communicator of the others, in the same order.
+
+        Raises:
+            ClusterConfigError: one of the others has not come, or excludes other ranks.
+            UnsupportedError: the ranks are on several machines.
+        """
+        excluded = set(to_integers(exclude, "exclude"))
+        if not excluded or not excluded < set(range(self.world_size)) or self.rank in excluded:
+            raise ValueError(
+                f"exclude must be some of the ranks 0 to {self.world_size - 1}, without this one, "
+                f"{self.rank}; got {sorted(excluded)}"
+            )
+        left = [rank for rank in range(self.world_size) if rank not in excluded]
+        seconds = self._timeout_s if timeout is None else timeout
+        return self._succeeded_by(self.engine.survivors(left, seconds))
+
+    def _succeeded_by(self, engine: Engine) -> Communicator:
+        self.close()
+        return Communicator(engine, self._timeout_s)
+
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = "float32",
+        device: Any = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """An uninitialised array in memory that collectives use without a copy.
+
+        Args:
+            shape: its shape.
+            dtype: of numpy, or of torch, which makes it a torch tensor; one that collectives take.
+            device: a GPU, as "cuda:0"; every rank must call then, for its own GPU. The array is
+                torch's or, with a dtype of numpy, cupy's. Calls use the same part of it on all
+                ranks. None: the machine's memory.
+            timeout: seconds to wait for other ranks, where every rank must call.
+        """
+        shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
+        dtype = to_dtype(dtype)
+        if any(length < 0 for length in shape):
+            raise ValueError(f"shape must not be negative, got {shape}")
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes >= 1 << 62:
+            raise MemoryError(f"no machine has memory for an array of shape {shape}")
+        if device is not None:
+            seconds = self._timeout_s if timeout is None else timeout
+            gpu = to_gpu(device)
+            memory = self._on_gpus().empty(max(nbytes, 1), gpu, seconds)
+            return view_gpu_bytes(memory, nbytes, shape, dtype)
+        return view_bytes(self.engine.empty(nbytes), shape, dtype)
+
+    def _on_gpus(self) -> NcclEngine:
+        if self._gpus is None:
+            raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
+        return self._gpus
+
+    def _on(
+        self,
+        op: str,
+        given: Sequence[Any],
+        timeout_s: float,
+        async_op: bool,
+        stream: Any,
+        bucket_bytes: int = 0,
+    ) -> Any:
+        """A call with what only the engine for GPUs knows."""
+        if stream is None and self._gpus is None:
+            return getattr(self, f"_{op}")(*given, timeout_s, async_op)
+        return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
+
+    def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
+        engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
+        return None if engine is None else Communicator(engine, self._timeout_s)
+
+    def _joined(self, array: Array) -> Array:
+        """An array for every rank's."""
+        shape = shape_of(array) or (1,)
+        return new_like(array, (self.world_size * shape[0], *shape[1:]))
+
+    def _part(self, array: Array) -> Array:
+        """An array for one rank's part."""
+        shape = shape_of(array)
+        return new_like(array, (shape[0] // self.world_size, *shape[1:]))
+
+    def _check_parts(self, array: Array) -> None:
+        shape = shape_of(array)
+        if not shape or shape[0] % self.world_size != 0:
+            raise ValueError(
+                f"array must have a multiple of {self.world_size} rows, one part for each rank, "
+                f"got shape {shape}"
+            )
+
+    def _exchange_splits(
+        self, arrays: Arrays, splits: Sequence[int], timeout: float | None
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        row = np.array([to_integers(splits, "splits")], np.int64)
+        for array in _as_list(arrays):
+            rows = (*shape_of(array), 0)[0]
+            if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
+                raise ValueError(
+                    f"splits must be {self.world_size} numbers that add up to the array's "
+                    f"{rows} rows, got {list(splits)}"
+                )
+        table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
+        return table
+
+
+def _as_list(arrays: Arrays) -> Sequence[Array]:
+    return arrays if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:
+    """What a call gives for one array, or for each of a list."""
+    return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)

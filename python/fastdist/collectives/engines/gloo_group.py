@@ -1,0 +1,315 @@
+"""A process group of Gloo, used for exchanges of bytes, and what becomes of it when they fail.
+
+The group is made directly from a store and is its owner's alone; the user's own use of
+torch.distributed is not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fastdist.collectives.engines.c10d import c10d
+from fastdist.collectives.engines.departures import Cause, Departures, StoreLostError
+from fastdist.collectives.engines.engine import Bytes
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
+
+_LONGEST_S = 1e8
+# How long ranks whose call fails wait for each other's explanations.
+_GRACE_S = 0.3
+_POLL_S = 0.02
+PATROL_S = 0.5
+"""How often a rank that waits looks around."""
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 2e-3
+# Gloo's thread drops its references a moment after the end of an operation.
+_RELEASE_S = 0.05
+_ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:[0-9]+")
+
+
+class GlooGroup:
+    """Ranks that are connected; every rank makes it, and calls its methods in the same order.
+
+    Args:
+        store: torch's; with a prefix that only this group uses.
+        rank: this rank.
+        size: the number of ranks.
+        address: of this machine, where the others can connect to.
+        departures: where these ranks say why they leave.
+        patrol: called now and then while a rank waits; raises FastdistError to end that.
+        timeout_s: seconds to wait for the other ranks to connect; None: do not connect.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        address: str,
+        departures: Departures,
+        patrol: Callable[[], None],
+        timeout_s: float | None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._departures = departures
+        self._patrol = patrol
+        self._in_flight = 0
+        self._addresses: list[str] = []  # of all ranks
+        self._group: Any = None
+        if size > 1 and timeout_s is not None:
+            self._group = self._connect(store, address, timeout_s)
+
+    def _connect(self, store: Any, address: str, timeout_s: float) -> Any:
+        gloo = c10d().ProcessGroupGloo
+        device = gloo.create_device(hostname=address, lazy_init=False)
+        options = gloo._Options()
+        options._devices = [device]
+        options._timeout = _duration(timeout_s)
+        options._threads = 2
+        try:
+            # A connection of its own: while one thread waits for a key, nothing else gets through,
+            # such as what a rank waits for to set a key.
+            store = store.clone()
+            store.set(f"address/{self.rank}", address)
+            own = c10d().PrefixStore("gloo", store)
+            group = gloo(own, self.rank, self.size, options)
+            keys = [f"address/{rank}" for rank in range(self.size)]
+            self._addresses = [bytes(store.get(key)).decode() for key in keys]
+            return group
+        except RuntimeError as error:
+            raise ClusterConfigError(
+                f"rank {self.rank} of {self.size} could not connect to the other machines from "
+                f"{address} within {timeout_s:g} s: {_first_line(error)}"
+            ) from None
+
+    def swap(
+        self,
+        incoming: Bytes,
+        outgoing: Bytes,
+        received: Sequence[int],
+        sent: Sequence[int],
+        step_s: float,
+    ) -> None:
+        """Send `sent[p]` bytes to each rank p and receive `received[p]`, one after the other."""
+        self.finish(self.begin_swap(incoming, outgoing, received, sent, step_s), step_s)
+
+    def begin_swap(
+        self,
+        incoming: Bytes,
+        outgoing: Bytes,
+        received: Sequence[int],
+        sent: Sequence[int],
+        step_s: float,
+    ) -> Flight | None:
+        """The same, in flight; ranks begin them in the same order."""
+        if self.size == 1:
+            incoming[:] = outgoing
+            return None
+        options = c10d().AllToAllOptions()
+        options.timeout = _duration(step_s)
+        tensors = [_tensor(incoming), _tensor(outgoing)]
+        return self._begin(
+            lambda group: group.alltoall_base(*tensors, list(received), list(sent), options),
+            tensors,
+            step_s,
+        )
+
+    def share(self, own: Bytes, step_s: float) -> Bytes:
+        """Every rank's bytes; all have as many."""
+        n, length = self.size, own.nbytes
+        everyone = np.empty(n * length, np.uint8)
+        self.swap(everyone, np.tile(own, n), [length] * n, [length] * n, step_s)
+        return everyone
+
+    def _begin(
+        self, start: Callable[[Any], Any], tensors: list[Any], step_s: float
+    ) -> Flight | None:
+        group = self._group
+        if group is None:  # closed by another thread: says so
+            self._patrol()
+        try:
+            return Flight(start(group), group, tensors)
+        except RuntimeError as error:
+            raise self._blame(str(error), step_s) from None
+
+    def finish(self, flight: Flight | None, step_s: float) -> None:
+        """Wait for what `begin_swap` began.
+
+        Raises:
+            CollectiveTimeoutError: `step_s` seconds have passed.
+            PeerFailureError: a rank has died or left.
+        """
+        if flight is None:
+            return
+        self._in_flight += 1
+        try:
+            flight.wait(self._patrol)
+        except FastdistError:
+            raise
+        except RuntimeError as error:
+            raise self._blame(str(error), step_s) from None
+        finally:
+            self._in_flight -= 1
+
+    def broadcast(self, memory: Bytes, root: int, step_s: float) -> None:
+        """Copy the root's bytes to everybody."""
+        if self.size == 1 or memory.nbytes == 0:
+            return
+        options = c10d().BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = _duration(step_s)
+        tensors = [_tensor(memory)]
+        flight = self._begin(lambda group: group.broadcast(tensors, options), tensors, step_s)
+        self.finish(flight, step_s)
+
+    def all_gather(self, own: Bytes, everyone: Bytes, step_s: float) -> None:
+        """Join every rank's bytes, in rank order."""
+        if self.size == 1 or own.nbytes == 0:
+            everyone[:] = own
+            return
+        options = c10d().AllgatherOptions()
+        options.timeout = _duration(step_s)
+        tensors = [_tensor(everyone), _tensor(own)]
+        flight = self._begin(
+            lambda group: group._allgather_base(*tensors, options), tensors, step_s
+        )
+        self.finish(flight, step_s)
+
+    def close(self, error: FastdistError | None) -> None:
+        """Leave, and say why."""
+        if self.size > 1:
+            if error is None and not self._in_flight:
+                self._departures.close()
+            elif error is None:
+                text = f"rank {self.rank} has closed the communicator"
+                self._departures.post(Cause(False, (self.rank,), text))
+            else:
+                self._departures.post(Cause.of(error))
+        self._group = None  # closes the connections, once no call uses them
+
+    # --- failure
+
+    def _blame(self, message: str, step_s: float) -> FastdistError:
+        """Find out why Gloo gave up, and about whom."""
+        timed_out = "timed out" in message.lower() or "timeout" in message.lower()
+        suspect = self._rank_at(message)
+        if self.size == 2:
+            suspect = 1 - self.rank
+        try:
+            self._departures.notice("timeout" if timed_out else "closure")
+            cause, missing = self._inquire(timed_out, suspect)
+        except StoreLostError:  # and with it the rank that has it
+            cause, missing = None, [0 if suspect is None else suspect]
+        if cause is not None:
+            return cause
+        if timed_out:
+            late = missing if suspect is None else [suspect]
+            names = ", ".join(map(str, late))
+            return CollectiveTimeoutError(
+                f"timed out after {step_s:.1f} s waiting for rank {names}", tuple(late)
+            )
+        gone = missing if suspect is None else [suspect]
+        names = ", ".join(map(str, gone)) or "of another machine"
+        return PeerFailureError(f"rank {names} has died or cannot be reached", tuple(gone))
+
+    def _inquire(
+        self, timed_out: bool, suspect: int | None
+    ) -> tuple[FastdistError | None, list[int]]:
+        """What other ranks say; or the ranks that say nothing at all."""
+        until = time.monotonic() + _GRACE_S
+        while True:
+            causes = self._departures.causes()
+            if causes:
+                return adopted(causes), []
+            closed = self._departures.closed()
+            if closed and not timed_out:
+                text = f"rank {closed[0]} has closed the communicator"
+                return PeerFailureError(text, (closed[0],)), []
+            noticed = self._departures.noticed()
+            silent = [r for r in range(self.size) if r != self.rank and r not in noticed]
+            # A timeout needs the grace to tell those who are late from those who wait as we do.
+            if not timed_out and suspect in silent:
+                return None, silent
+            if time.monotonic() > until:
+                if timed_out and not silent:  # the late are those who found their peers gone
+                    silent = [r for r, what in noticed.items() if what == "closure"]
+                return None, silent
+            time.sleep(_POLL_S)
+
+    def _rank_at(self, message: str) -> int | None:
+        """The only rank at the address in one of Gloo's messages."""
+        found = _ADDRESS.search(message)
+        ranks = [r for r, address in enumerate(self._addresses) if found and address == found[1]]
+        return ranks[0] if len(ranks) == 1 and ranks != [self.rank] else None
+
+
+class Flight:
+    """An operation of Gloo in flight; it holds the process group and the arrays until it ends."""
+
+    def __init__(self, work: Any, group: Any, tensors: list[Any]) -> None:
+        self._work = work
+        self._group = group
+        self._tensors = tensors
+
+    def wait(self, patrol: Callable[[], None]) -> None:
+        """Wait for the end.
+
+        Gloo's own wait can neither be given up nor survives the end of the interpreter, so this
+        looks again and again, ever less often, and now and then lets `patrol` look around.
+
+        Raises:
+            RuntimeError: the operation failed.
+            FastdistError: what `patrol` raised; the operation is left to itself.
+        """
+        began = patrolled = time.monotonic()
+        while not self._work.is_completed():
+            now = time.monotonic()
+            if now - patrolled > PATROL_S:
+                patrolled = now
+                try:
+                    patrol()
+                except BaseException:
+                    # For ever: who drops a process group waits for its operations.
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                    raise
+            time.sleep(min(max((now - began) / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+        self._work.wait()
+        self._work = None
+        until = time.monotonic() + _RELEASE_S
+        while any(t._use_count() > 1 for t in self._tensors) and time.monotonic() < until:
+            time.sleep(0)
+        self._tensors.clear()
+
+
+def adopted(causes: dict[int, Cause]) -> FastdistError:
+    """The error for why others left."""
+    rank, cause = min(causes.items())
+    seen = "" if rank in cause.ranks else f" (noticed by rank {rank})"
+    return replace(cause, text=cause.text + seen).error()
+
+
+def _duration(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(0.001, min(seconds, _LONGEST_S)))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _tensor(memory: Bytes) -> Any:
+    import torch
+
+    return torch.from_numpy(memory)

@@ -1,0 +1,149 @@
+"""The engine for the ranks of one machine: the compiled one, as it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+import fastdist._core as _core
+from fastdist.cluster.launch import Launch
+from fastdist.collectives.engines.engine import Bytes, Calls, Engine
+from fastdist.collectives.rendezvous import meet
+
+# How ranks that have nothing but a key in common make an engine: key, rank, size, seconds to wait.
+Meet = Callable[[str, int, int, float], "HostEngine"]
+
+
+class HostEngine(Engine):
+    """Ranks that share memory. Its calls are the builtins of `_core`, with nothing in between.
+
+    Args:
+        host: the compiled engine.
+        key: this group's, the same on its ranks and no other group's.
+        meet: how some of the ranks meet again.
+    """
+
+    def __init__(self, host: _core.HostCommunicator, key: str, meet: Meet) -> None:
+        self._host = host
+        self.hosts = host
+        self._key = key
+        self._meet = meet
+        self._groups = 0  # made of this one
+        self.rank = host.rank
+        self.size = host.size
+
+    @classmethod
+    def of_launch(cls, launch: Launch, generation: int, timeout_s: float) -> HostEngine:
+        """Ranks as processes of one machine, which meet; every rank must call.
+
+        Args:
+            launch: who this rank is.
+            generation: which meeting of the job this is.
+            timeout_s: seconds to wait for all ranks.
+        """
+        tuning = _core.tuning_for(launch.world_size)
+        own_fd = _core.create_segment_file(launch.world_size, tuning)
+        try:
+            fds = meet(launch, generation, own_fd, timeout_s)
+        except BaseException:
+            os.close(own_fd)
+            raise
+        rank, size = launch.rank, launch.world_size
+        machine = _core.Machine.of_processes(fds, rank)
+        block = _core.SharedBlock(machine, rank, size, tuning)
+        offsets = [block.offset] * size  # the first block of every segment
+        host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
+        return cls(host, f"{launch.job_key}|{generation}", _meet_as_processes)
+
+    @classmethod
+    def of_threads(cls, size: int) -> list[HostEngine]:
+        """Ranks as threads of this process, one engine for each."""
+        machine = _core.Machine.of_threads(size)
+        tuning = _core.tuning_for(size)
+        blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
+        offsets = [block.offset for block in blocks]
+        ranks = list(range(size))
+        meet_again = _ThreadsMeet()
+        return [
+            cls(
+                _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning),
+                "threads",
+                meet_again,
+            )
+            for rank in ranks
+        ]
+
+    def calls(self) -> Calls:
+        """The builtins of the compiled engine."""
+        calls: Calls = self._host.calls()  # type: ignore[assignment]
+        return calls
+
+    def trusted_calls(self) -> Calls:
+        """The builtins too: their check costs nothing."""
+        return self.calls()
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Shared memory."""
+        return self._host.empty(nbytes)
+
+    def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> HostEngine | None:
+        """Another engine over the same memory."""
+        host = self._host
+        self._groups += 1
+        own = next((group for group in groups if self.rank in group), None)
+        block = None
+        if own is not None:
+            machine_rank = host.members[self.rank]
+            block = _core.SharedBlock(host.machine, machine_rank, len(own), host.tuning)
+        offsets = np.empty(self.size, np.int64)
+        offset = np.array([block.offset if block is not None else 0], np.int64)
+        host.calls()["all_gather"](offset, offsets, timeout_s, False)
+        if own is None or block is None:
+            return None
+        members = [host.members[rank] for rank in own]
+        chosen = [int(offsets[rank]) for rank in own]
+        made = _core.HostCommunicator(
+            host.machine, members, list(own).index(self.rank), chosen, block, host.tuning
+        )
+        return HostEngine(made, self._key_of(own), self._meet)
+
+    def survivors(self, ranks: Sequence[int], timeout_s: float) -> HostEngine:
+        """New memory: the ranks meet as if they were all."""
+        self._groups += 1
+        return self._meet(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
+
+    def _key_of(self, ranks: Sequence[int]) -> str:
+        return f"{self._key}/{self._groups}:{','.join(map(str, ranks))}"
+
+    def set_phase(self, phase: int) -> None:
+        """For calls that begin from now on."""
+        self._host.set_phase(phase)
+
+    def close(self) -> None:
+        """Leave."""
+        self._host.close()
+
+
+def _meet_as_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
+    return HostEngine.of_launch(Launch("survivors", rank, size, rank, size, key), 0, timeout_s)
+
+
+class _ThreadsMeet:
+    """For the threads of one group: the first to come makes the engines of all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[str, dict[int, HostEngine]] = {}
+
+    def __call__(self, key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
+        del timeout_s  # nobody waits
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = dict(enumerate(HostEngine.of_threads(size)))
+            engine = self._made[key].pop(rank)
+            if not self._made[key]:
+                del self._made[key]
+            return engine

@@ -1,0 +1,180 @@
+"""Ranks on several machines: how they find each other through torch's TCPStore.
+
+Rank 0 opens the store at the address that all ranks were given, on that address only, or all ranks
+use the one that torchrun's agent has opened there. Each rank writes down on which machine it runs;
+the ranks of one machine then meet without the network (rendezvous.py), and their leaders, and
+whoever sends to whom, connect by Gloo. What is read from the store is JSON: nothing that a stranger
+could write there is executed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastdist.cluster.address import split_address
+from fastdist.cluster.own_address import own_address
+from fastdist.collectives.engines.c10d import c10d
+from fastdist.collectives.engines.links import Layout
+from fastdist.errors import ClusterConfigError
+
+_POLL_S = 0.05
+# A store ends with its last user in this process, and the next `init` needs it to be there still.
+_stores: list[Any] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a rank knows when all ranks are there.
+
+    Attributes:
+        store: torch's, with a prefix of this meeting.
+        layout: which ranks share a machine.
+        address: where other machines reach this one.
+        key: the same on all ranks, secret to whoever cannot read the store.
+    """
+
+    store: Any
+    layout: Layout
+    address: str
+    key: str
+
+
+def machine_id() -> str:
+    """Equal for processes that can share memory: one boot of one kernel, one network namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def meet_machines(
+    rank: int,
+    world_size: int,
+    coordinator: str,
+    prefix: str,
+    timeout_s: float,
+    has_agent: bool = False,
+) -> Meeting:
+    """Find all ranks and their machines. Every rank must call.
+
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        coordinator: "host:port" of the store.
+        prefix: of the keys; the same on all ranks, and no other meeting's.
+        timeout_s: seconds to wait for all ranks.
+        has_agent: torchrun's agent has the store; else rank 0 opens it.
+
+    Raises:
+        ClusterConfigError: a rank did not come in time, came twice, or disagrees on the number of
+            ranks; the store cannot be opened or reached.
+        ImportError: torch is not installed.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        host, port = split_address(coordinator)
+    except ValueError as error:
+        raise ClusterConfigError(f"rendezvous: {error}") from None
+    store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
+    try:
+        return _meet(store, rank, world_size, own_address(host, port), deadline, timeout_s)
+    except RuntimeError as error:
+        if isinstance(error, ClusterConfigError):
+            raise
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
+        ) from None
+
+
+def _meet(
+    store: Any, rank: int, world_size: int, address: str, deadline: float, timeout_s: float
+) -> Meeting:
+    if rank == 0:
+        store.set("key", secrets.token_hex(16))
+    if store.add(f"came/{rank}", 1) > 1:
+        refusal = f"rank {rank} of {world_size} came twice"
+        store.set("refusal", refusal)
+        raise ClusterConfigError(f"rendezvous: {refusal}", (rank,))
+    store.set(f"rank/{rank}", json.dumps([machine_id(), world_size, address]))
+    missing = set(range(world_size))
+    machines: dict[int, tuple[str, str]] = {}
+    while missing:
+        for other in sorted(missing):
+            if not store.check([f"rank/{other}"]):
+                continue
+            machine, theirs, their_address = json.loads(bytes(store.get(f"rank/{other}")))
+            if theirs != world_size:
+                raise ClusterConfigError(
+                    f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
+                    f"{world_size}, rank {other} expects {theirs}",
+                    (other,),
+                )
+            machines[other] = (str(machine), str(their_address))
+            missing.discard(other)
+        if store.check(["refusal"]):
+            raise ClusterConfigError(f"rendezvous: {bytes(store.get('refusal')).decode()}")
+        if missing and time.monotonic() > deadline:
+            raise ClusterConfigError(
+                f"rendezvous: ranks {sorted(missing)} of {world_size} did not come within "
+                f"{timeout_s:g} s",
+                tuple(sorted(missing)),
+            )
+        if missing:
+            time.sleep(_POLL_S)
+    places: dict[str, list[int]] = {}
+    for other in range(world_size):
+        places.setdefault(machines[other][0], []).append(other)
+    layout = Layout(tuple(map(tuple, places.values())))
+    return Meeting(store, layout, address, bytes(store.get("key")).decode())
+
+
+def _open_store(
+    host: str, port: int, listens: bool, prefix: str, rank: int, timeout_s: float
+) -> Any:
+    distributed = c10d()
+    patience = datetime.timedelta(seconds=max(1.0, timeout_s))
+    options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
+    if listens:
+        options |= {"is_master": True, "multi_tenant": True}
+        listener = _listen(host, port)
+        if listener is not None:  # else this process has a store there, by torch.distributed
+            options["master_listen_fd"] = listener.detach()
+    try:
+        store = distributed.TCPStore(host, port, None, **options)
+    except (RuntimeError, ValueError) as error:
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
+            f"{host}:{port} within {timeout_s:g} s: {str(error).partition(chr(10))[0]}",
+            (0,),
+        ) from None
+    _stores.append(store)
+    return distributed.PrefixStore(prefix, store)
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """A socket that listens at this address alone; None where something listens there already."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ClusterConfigError(f"rendezvous: cannot resolve {host!r}: {error}") from None
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise ClusterConfigError(
+            f"rendezvous: rank 0 cannot listen at {host}:{port}: {error.strerror}; expected an "
+            "address of the machine of rank 0",
+            (0,),
+        ) from None
+    return listener

@@ -1,0 +1,264 @@
+"""The engine for arrays on GPUs: NCCL, beside the engine between the same ranks' hosts.
+
+It connects when the first array on a GPU comes, so that programs that have none pay nothing. Ranks
+compare what they call over their hosts, in one order with the calls on arrays of the hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import fastdist._core as _core
+from fastdist._config import settings
+from fastdist.cluster.launch import detect_launch
+from fastdist.collectives.engines import nccl_library
+from fastdist.collectives.engines.engine import Calls, Engine
+from fastdist.collectives.engines.gpu_arrays import (
+    SOME_GPU,
+    current_stream,
+    device_of,
+    stream_handle,
+)
+from fastdist.errors import FastdistError, UnsupportedError
+
+_PER_THREAD = 2  # cudaStreamPerThread
+_RECORD_BYTES = 1024
+_ID_BYTES = 128
+
+
+def is_possible() -> bool:
+    """Whether this package was built with CUDA, and the machine has a driver.
+
+    It is asked for its version alone: a process that initialises it has children without GPUs.
+    """
+    return _core.cuda_is_built() and _core.cuda_driver_version() != 0
+
+
+class NcclEngine:
+    """One rank's collectives on arrays of its GPU; arrays elsewhere go to the hosts' engine.
+
+    A rank keeps to the GPU of the first such array that it is called with.
+
+    Args:
+        hosts: between the same ranks.
+    """
+
+    def __init__(self, hosts: Engine) -> None:
+        self._hosts = hosts
+        self._on_hosts = hosts.calls()
+        self._gpu: _core.NcclCommunicator | None = None
+        self._on_gpus: dict[str, Any] = {}
+
+    def calls(self) -> Calls:
+        """As the hosts' engine has them, for arrays anywhere."""
+        return {op: self._router(op) for op in self._on_hosts}
+
+    def _router(self, op: str) -> Any:
+        if op == "barrier":
+            return self._on_hosts[op]
+
+        def call(*arguments: Any) -> Any:
+            return self.call(op, arguments[:-2], arguments[-2], arguments[-1])
+
+        return call
+
+    def call(
+        self,
+        op: str,
+        given: Sequence[Any],
+        timeout_s: float,
+        async_op: bool,
+        stream: Any = None,
+        bucket_bytes: int = 0,
+    ) -> Any:
+        """Make a call.
+
+        Args:
+            op: its name.
+            given: arguments, as the hosts' engine takes them.
+            timeout_s: seconds to wait for other ranks.
+            async_op: on a stream of the engine's own; return a `StreamWork`.
+            stream: where the arrays are ready and the call is enqueued; None: the current one of
+                the arrays' library.
+            bucket_bytes: for all_reduce of a list; 0: the engine's choice.
+
+        Raises:
+            ValueError: the arrays are not on this rank's GPU, a stream was given for arrays that
+                are not on a GPU, or it is one that NCCL could not use.
+            UnsupportedError: there is no NCCL that can be used.
+        """
+        array = given[-1] if given[0] is None else given[0]  # scatter: only the root has one
+        device = device_of(array)
+        if device == SOME_GPU:
+            if self._gpu is None:
+                raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
+            device = self._gpu.device
+        if device is None:
+            if stream is not None:
+                raise ValueError("stream is for arrays on GPUs, got an array that is not on one")
+            return self._on_hosts[op](*given, timeout_s, async_op)
+        gpu = self._gpu or self._connect(device, timeout_s)
+        handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
+        if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
+            raise ValueError(
+                "the per-thread default stream goes with FASTDIST_NCCL_BLOCKING=1 alone: NCCL's "
+                "own thread would enqueue the call, on another stream; give one with stream="
+            )
+        if op == "all_reduce":
+            given = (*given, bucket_bytes)
+        result = self._on_gpus[op](*given, handle, timeout_s, async_op)
+        if async_op:
+            return StreamWork(result, array, device)
+        if stream is not None:  # which the arrays' library does not know of
+            gpu.keep_for_last(handle, given)
+        return result
+
+    def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
+        """Memory of a GPU that NCCL knows. Every rank must call, with as many bytes."""
+        gpu = self._gpu or self._connect(device, timeout_s)
+        if gpu.device != device:
+            raise ValueError(f"device must be cuda:{gpu.device}, this rank's, got cuda:{device}")
+        return gpu.allocate(nbytes, timeout_s)
+
+    def abort(self, why: str) -> None:
+        """End what runs on the GPU, here and now."""
+        if self._gpu is not None:
+            self._gpu.abort(why)
+
+    def close(self) -> None:
+        """Wait for what was enqueued, and leave."""
+        if self._gpu is not None:
+            self._gpu.close()
+
+    def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
+        """Every rank comes here with its first array on a GPU."""
+        records = self._exchange(_describe(device), timeout_s)
+        rank, size = self._hosts.rank, self._hosts.size
+        for other, record in enumerate(records):
+            if "error" in record:
+                where = "" if other == rank else f" (rank {other})"
+                raise UnsupportedError(record["error"] + where, (other,))
+        versions = [record["version"] for record in records]
+        if versions.count(versions[0]) != size:
+            raise UnsupportedError(
+                "all ranks must have the same version of NCCL, got "
+                + ", ".join(f"{version} on rank {r}" for r, version in enumerate(versions))
+            )
+        sharing = _ranks_that_share(records)
+        _require_apart(records, sharing)
+        if sharing or _may_share_elsewhere(records, rank):
+            nccl_library.allow_sharing(nccl_library.load().version)
+        unique_id = self._share_id(timeout_s)
+        blocking = settings().nccl_blocking
+        gpu = _core.NcclCommunicator.connect(
+            unique_id, rank, size, device, blocking, self._hosts.hosts, timeout_s
+        )
+        self._on_gpus = dict(gpu.calls())
+        self._gpu = gpu
+        return gpu
+
+    def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        text = json.dumps(record).encode()
+        own = np.frombuffer(text.ljust(_RECORD_BYTES), np.uint8)
+        everyone = np.empty(self._hosts.size * _RECORD_BYTES, np.uint8)
+        self._on_hosts["all_gather"](own, everyone, timeout_s, False)
+        return [json.loads(row.tobytes()) for row in everyone.reshape(-1, _RECORD_BYTES)]
+
+    def _share_id(self, timeout_s: float) -> bytes:
+        """What rank 0 lets NCCL make; zeros say that it could not."""
+        unique_id, failure = bytes(_ID_BYTES), None
+        if self._hosts.rank == 0:
+            try:
+                unique_id = _core.new_nccl_id()
+            except FastdistError as error:
+                failure = error
+        shared = np.frombuffer(unique_id, np.uint8).copy()
+        self._on_hosts["broadcast"](shared, 0, None, timeout_s, False)
+        if failure is not None:
+            raise failure
+        if not shared.any():
+            raise FastdistError("NCCL on rank 0 could not begin to connect the ranks", (0,))
+        return bytes(shared)
+
+
+class StreamWork:
+    """A call on a stream of the communicator's own."""
+
+    def __init__(self, work: _core.GpuWork, array: Any, device: int) -> None:
+        self._work = work
+        self._array = array
+        self._device = device
+
+    def is_done(self) -> bool:
+        """True when the device has come to the end of the call."""
+        return self._work.is_done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Make the current stream of the arrays' library wait for the call, and not the host.
+
+        Args:
+            timeout: first let the host wait, at most so many seconds.
+
+        Returns:
+            What the call would have returned.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` seconds have passed, and the call goes on; or another
+                rank is late, and the communicator was given up.
+        """
+        if timeout is not None:
+            self._work.synchronize(timeout)
+        return self._work.wait(current_stream(self._array, self._device))
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        """Let the host wait for the end of the call; otherwise as `wait`."""
+        return self._work.synchronize(timeout)
+
+
+def _describe(device: int) -> dict[str, Any]:
+    """What other ranks must know of this one; under "error" what keeps it from connecting."""
+    try:
+        version = nccl_library.load().version_text
+        uuids = [gpu.uuid for gpu in _core.cuda_devices()]
+        uuid = uuids[device]
+    except (FastdistError, IndexError) as error:
+        return {"error": str(error)[: _RECORD_BYTES // 4]}
+    return {
+        "version": version,
+        "uuid": uuid,
+        "visible": zlib.crc32(" ".join(uuids).encode()),
+        "process": os.getpid(),
+        "device": device,
+    }
+
+
+def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    uuids = [record["uuid"] for record in records]
+    return tuple(rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1)
+
+
+def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) -> None:
+    places = [(records[r]["uuid"], records[r]["process"]) for r in sharing]
+    if len(set(places)) != len(places):
+        twice = next(r for r, place in zip(sharing, places, strict=True) if places.count(place) > 1)
+        raise UnsupportedError(
+            f"two ranks of one process have the same GPU, cuda:{records[twice]['device']}: NCCL "
+            "needs a process for each rank of a GPU; start them by `fastdist run`",
+            tuple(sharing),
+        )
+
+
+def _may_share_elsewhere(records: Sequence[dict[str, Any]], rank: int) -> bool:
+    """Whether other communicators of this process may share a GPU, where this one does not."""
+    launch = detect_launch()
+    if launch is None or launch.local_world_size <= len(_core.cuda_devices()):
+        return False
+    # Not where a launcher gave each rank GPUs of its own, and lets it see no others.
+    visible = [record["visible"] for record in records]
+    return len(records) == 1 or visible.count(visible[rank]) > 1

@@ -1,0 +1,1 @@
+"""Clients of parameter servers: requests, shards, commits, checkpoints."""

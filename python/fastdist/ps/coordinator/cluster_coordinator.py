@@ -1,0 +1,270 @@
+"""Schedules functions on the workers of a parameter-server job."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from fastdist._config import settings
+from fastdist.collectives.arguments import to_integer
+from fastdist.errors import FastdistError
+from fastdist.ps.coordinator.backlog import Backlog
+from fastdist.ps.coordinator.dispatcher import Dispatcher
+from fastdist.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from fastdist.ps.coordinator.remote_value import RemoteValue
+from fastdist.ps.coordinator.shipping import Definitions
+from fastdist.ps.coordinator.unpicklable import parts_of_function, pickled_or_named
+from fastdist.ps.wire.keys import Keys
+from fastdist.replicas.per_replica import map_structure
+
+
+class Job(Protocol):
+    """What a coordinator needs of the strategy of the job."""
+
+    worker_addresses: tuple[str, ...]
+    keys: Keys
+    synchronous: bool
+    max_staleness: int | None
+    definitions: Definitions
+    backlog: Backlog | None
+
+    def before_calls(self) -> bytes:
+        """No function runs, and some will: what workers have to know; as before: the same."""
+
+    def take_reports(self, reports: Sequence[bytes]) -> None:
+        """What functions on workers have changed."""
+
+    def after_calls(self) -> None:
+        """No function runs any more."""
+
+    def end_job(self) -> None:
+        """Tell the servers that the job is over."""
+
+
+class ClusterCoordinator:
+    """Schedules functions on workers, whichever is free (tf.distribute.coordinator's).
+
+    A function runs at least once: when its worker is lost, another one gets it. Workers may come
+    back, and come late. A function is pickled once, when it is first scheduled, with the values
+    that it closes over; modules, optimizers and variables of the strategy's scope, datasets and
+    the strategy itself are the worker's own there. The first error that a function raises is
+    raised by the next `schedule`, `join` or `done`; functions that have not begun are cancelled,
+    and the coordinator goes on. Several threads may use it.
+
+    Args:
+        strategy: a ParameterServerStrategy.
+        max_queued: functions that are scheduled and have not ended; `schedule` waits then.
+        seed: of the workers' random numbers, which differ between workers.
+    """
+
+    def __init__(self, strategy: Job, *, max_queued: int = 1024, seed: int = 0) -> None:
+        if to_integer(max_queued, "max_queued") < 1:
+            raise ValueError(f"max_queued must be at least 1, got {max_queued}")
+        if not 0 <= to_integer(seed, "seed") < 1 << 64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        if not getattr(strategy, "has_servers", False):
+            raise TypeError(
+                "a ClusterCoordinator is for a ParameterServerStrategy, got "
+                f"{type(strategy).__name__}"
+            )
+        self.strategy = strategy
+        self._definitions = strategy.definitions
+        self._backlog = strategy.backlog = Backlog(max_queued, strategy.max_staleness)
+        self._is_idle = True
+        self._lock = threading.RLock()  # of that; several threads may schedule and join
+        self._pid = os.getpid()
+        self._no_arguments = self._definitions.dumps(((), {}))
+        self._dispatcher = Dispatcher(
+            strategy.worker_addresses,
+            strategy.keys,
+            self._backlog,
+            self._definitions,
+            synchronous=strategy.synchronous,
+            timeout_s=settings().rendezvous_timeout_s,
+            seed=seed,
+        )
+        weakref.finalize(self, self._dispatcher.close, is_end=False)
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def close(self) -> None:
+        """End the job: workers and servers stop. Happens by itself when the program ends.
+
+        Functions that have not ended are given up: `join` before it. In a forked child it does
+        nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        atexit.unregister(self._at_exit)
+        self._dispatcher.close(is_end=True)
+        if not self._dispatcher.is_replaced:  # servers are the later job's
+            self.strategy.end_job()
+
+    def __enter__(self) -> ClusterCoordinator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a ClusterCoordinator cannot be used in functions that it schedules")
+
+    @property
+    def workers(self) -> list[int]:
+        """The indexes of the workers that are there now."""
+        return self._dispatcher.workers
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Let a worker call `fn`; returns at once, unless `max_queued` functions wait.
+
+        Args:
+            fn: what to call.
+            args: its arguments, a tuple or list, pickled now. Per-worker datasets, iterators and
+                values become those of the worker, remote values what they hold, which is waited
+                for.
+            kwargs: as args, by name.
+
+        Returns:
+            What it will return.
+
+        Raises:
+            ValueError: args is no tuple or list.
+            TypeError: fn cannot be called, kwargs is no dict with names, or something cannot be
+                pickled, which the message names.
+            BaseException: what a function before has raised.
+        """
+        _check_call(fn, args, kwargs)
+        try:
+            function = self._definitions.function(fn)
+            if args or kwargs:
+                arguments = self._definitions.arguments(tuple(args), kwargs or {})
+            else:
+                arguments = self._no_arguments
+        except Exception:
+            self._backlog.raise_failure()  # a remote value among them may have it
+            raise
+        with self._lock:
+            if self._is_idle:
+                self._begin()
+            call = self._backlog.put(function, *arguments)
+        self._dispatcher.wake()
+        return call.value
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have ended.
+
+        Modules of the scope then hold what the servers have.
+
+        Raises:
+            BaseException: what the first that failed has raised.
+        """
+        try:
+            self._backlog.join()
+        finally:
+            self._end()
+
+    def done(self) -> bool:
+        """Whether all scheduled functions have ended.
+
+        Raises:
+            BaseException: what the first that failed has raised.
+        """
+        return self._backlog.is_done()
+
+    def fetch(self, values: Any, timeout: float | None = None) -> Any:
+        """What functions have returned, in a structure of remote values; waits for them.
+
+        Args:
+            values: a remote value, or a tuple, list or dict of such; the rest stays as it is.
+            timeout: in seconds, for each.
+
+        Raises:
+            BaseException: what one of them has raised.
+        """
+
+        def value_of(leaf: Any) -> Any:
+            return leaf.fetch(timeout) if isinstance(leaf, RemoteValue) else leaf
+
+        return map_structure(value_of, values)
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[[], Any] | Any) -> PerWorkerDataset:
+        """A dataset on each worker.
+
+        Args:
+            dataset_fn: makes it, on the worker, when it is first used there and whenever the
+                worker has been started again; or a dataset, which is copied to each.
+
+        Returns:
+            What scheduled functions take; `iter` of it makes an iterator on each worker.
+
+        Raises:
+            TypeError: it cannot be pickled; names what of it.
+        """
+        name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
+        make = dataset_fn if callable(dataset_fn) else functools.partial(_same, dataset_fn)
+        dataset = PerWorkerDataset(self._iterator)
+        definition = pickled_or_named(
+            self._definitions.define, make, name, lambda: parts_of_function(dataset_fn)
+        )
+        self._definitions.name(dataset, definition)
+        return dataset
+
+    def _iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
+        iterator = PerWorkerIterator()
+        definition = self._definitions.define(functools.partial(iter, dataset))
+        self._definitions.name(iterator, definition)
+        return iterator
+
+    def _begin(self) -> None:
+        news = self.strategy.before_calls()
+        if news != self._dispatcher.news:
+            self._dispatcher.news = news
+            self._dispatcher.news_number += 1
+        self._is_idle = False
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._backlog.is_empty:  # another thread has scheduled more
+                return
+            reports, self._dispatcher.reports = self._dispatcher.reports, []
+            try:
+                self.strategy.take_reports(reports)
+            except Exception as error:
+                raise FastdistError(f"a worker's news cannot be read: {error!r}") from error
+            if not self._is_idle:
+                self._is_idle = True
+                self.strategy.after_calls()
+
+
+def _check_call(fn: object, args: object, kwargs: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"schedule: fn must be callable, got {type(fn).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(f"schedule: args must be a tuple or list, got {type(args).__name__}")
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"schedule: kwargs must be a dict, got {type(kwargs).__name__}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"schedule: the names of kwargs must be str, got {name!r}")
+
+
+def _close(known: weakref.ref[ClusterCoordinator]) -> None:
+    coordinator = known()
+    if coordinator is not None:
+        coordinator.close()
+
+
+def _same(thing: Any) -> Any:
+    return thing

@@ -1,0 +1,1 @@
+"""A parameter server: keeps variables and tables, and applies updates."""

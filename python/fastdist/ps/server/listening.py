@@ -1,0 +1,115 @@
+"""Where a server listens, and whom it lets in."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from fastdist.ps.wire.access import guard
+from fastdist.ps.wire.keys import Keys
+
+
+def require_keys(address: str, keys: Keys | None) -> None:
+    """Raise unless there are keys or only processes of this machine can reach the address.
+
+    Raises:
+        ValueError: others can.
+    """
+    if keys is None and not _is_local(address):
+        raise ValueError(
+            f"{address} can be reached from other machines: give keys=Keys.make(), the same "
+            "to all clients, or listen on tcp://127.0.0.1:*"
+        )
+
+
+def listen(
+    context: zmq.Context[Any], address: str, keys: Keys | None, sockets: int, max_frame_bytes: int
+) -> list[zmq.Socket[bytes]]:
+    """Bind ROUTER sockets to one address; the kernel gives each some of the connections.
+
+    Args:
+        context: of the server.
+        address: as ZeroMQ names it; more than one socket need TCP.
+        keys: of the job.
+        sockets: how many.
+        max_frame_bytes: connections that send larger frames are dropped.
+
+    Raises:
+        ValueError: the port is none.
+        zmq.ZMQError, OSError: the address cannot be bound.
+    """
+    _split(address)
+    routers: list[zmq.Socket[bytes]] = []
+    try:
+        for _ in range(sockets):
+            router = context.socket(zmq.ROUTER)
+            routers.append(router)
+            router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+            router.setsockopt(zmq.LINGER, 0)
+            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if keys is not None:
+                guard(router, keys)
+            if sockets > 1:
+                router.setsockopt(zmq.USE_FD, _shared_listener(_split(address)))
+            router.bind(address)
+            address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    except BaseException:
+        for router in routers:
+            router.close()
+        raise
+    return routers
+
+
+def admit(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
+    """Let in who has the client's key, and nobody else."""
+
+    class OnlyOurs:
+        def callback(self, domain: str, key: bytes) -> bool:
+            del domain
+            return key.decode() == keys.client_public
+
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyOurs())
+    return authenticator
+
+
+def _shared_listener(address: SplitResult) -> int:
+    """A listening socket whose port others may listen on, too; ZeroMQ closes it."""
+    host = "0.0.0.0" if address.hostname == "*" else address.hostname
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        host, address.port or 0, socket.AF_INET, socket.SOCK_STREAM
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(where)
+        listener.listen(128)
+        listener.setblocking(False)
+        return listener.detach()
+
+
+def _split(address: str) -> SplitResult:
+    """`*` stands for a free port, which is 0 elsewhere."""
+    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{address}: {error}") from None
+    return parts
+
+
+def _is_local(address: str) -> bool:
+    parts = _split(address)
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    host = parts.hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,144 @@
+"""A parameter server: takes requests from any number of clients, and sends replies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from fastdist.ps.server.listening import admit, listen, require_keys
+from fastdist.ps.server.send_buffers import SendBuffers
+from fastdist.ps.server.service import Service
+from fastdist.ps.wire.frames import keep_freed_memory
+from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
+
+_DONE = "inproc://done-"
+_SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))
+
+
+class Server:
+    """Keeps dense variables and tables of rows, and applies the gradients that clients push.
+
+    Answers until it is closed. What takes long is done beside: making variables, files.
+
+    Args:
+        address: where to listen, as ZeroMQ names it; `*` is a free port.
+        keys: of the job. Without, only processes of this machine may be let in.
+        threads: that answer requests, each those of some of the clients; more than one need TCP.
+        max_frame_bytes: connections that send larger frames are dropped.
+        max_staged_bytes: of gradients that wait for their round.
+
+    Attributes:
+        address: with the port.
+        ended: is set when a client has said that the job is over.
+
+    Raises:
+        ValueError: an address beyond this machine, and no keys.
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:*",
+        *,
+        keys: Keys | None = None,
+        threads: int = 1,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_staged_bytes: int = 4 << 30,
+    ) -> None:
+        require_keys(address, keys)
+        keep_freed_memory()
+        self._service = Service(max_staged_bytes)
+        self.ended = self._service.ended
+        self._threads: list[threading.Thread] = []
+        self._context = zmq.Context()
+        self._authenticator: Any = None
+        self._beside = ThreadPoolExecutor(2, "fastdist-ps")
+        try:
+            if keys is not None:
+                self._authenticator = admit(self._context, keys)
+            routers = listen(self._context, address, keys, threads, max_frame_bytes)
+        except BaseException:
+            self.close()
+            raise
+        self.address: str = routers[0].getsockopt_string(zmq.LAST_ENDPOINT)
+        for number, router in enumerate(routers):
+            thread = threading.Thread(target=self._serve, args=(number, router), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop answering. What it kept is gone."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._context.term()
+        for thread in self._threads:
+            thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """As `Service.stats`."""
+        return self._service.stats()
+
+    # --- threads --------------------------------------------------------------------------------
+
+    def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
+        """Answer what comes to one socket, until the context ends."""
+        buffers = SendBuffers()
+        with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
+            done.bind(f"{_DONE}{number}")
+            poller = zmq.Poller()
+            poller.register(router, zmq.POLLIN)
+            poller.register(done, zmq.POLLIN)
+            beside = 0
+            while True:
+                if beside:  # otherwise it is faster to wait for one socket alone
+                    ready = dict(poller.poll())
+                    if done in ready:
+                        beside -= 1
+                        _reply_to(router, done.recv_multipart())
+                    if router not in ready:
+                        continue
+                identity, *frames = router.recv_multipart(copy=False)
+                views = [frame.buffer for frame in frames]
+                if kind_of(views[0] if views else b"") in _SLOW:
+                    beside += 1
+                    with suppress(RuntimeError):  # it is being closed
+                        self._beside.submit(self._answer_beside, number, identity.bytes, views)
+                else:
+                    answer = self._service.answer(views, buffers)
+                    if answer is not None:
+                        header, body = answer
+                        router.send(identity, zmq.SNDMORE, copy=False)
+                        router.send(header.pack(), zmq.SNDMORE if body is not None else 0)
+                        if body is not None:
+                            buffers.send(router, body)
+                del frames, views
+
+    def _answer_beside(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
+        """Hand the answer to the thread that has the connection; an empty one stands for none."""
+        answer = self._service.answer(frames, SendBuffers())
+        with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.connect(f"{_DONE}{number}")
+            parts = [b""]
+            if answer is not None:
+                header, body = answer
+                parts = [identity, header.pack(), *([] if body is None else [body])]
+            socket.send_multipart(parts)
+
+
+def _reply_to(router: zmq.Socket[bytes], parts: list[bytes]) -> None:
+    if len(parts) > 1:
+        router.send_multipart(parts)

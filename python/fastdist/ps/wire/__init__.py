@@ -1,0 +1,1 @@
+"""What parameter servers and their clients say to each other."""

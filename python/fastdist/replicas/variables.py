@@ -1,0 +1,288 @@
+"""State that replicas hold, with rules for how writes and reads combine it (tf.Variable)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fastdist.collectives.autograd import as_tensor
+from fastdist.collectives.communicator import Communicator
+from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.cross_replica import reduce_values
+from fastdist.replicas.per_replica import select
+
+
+class VariableSynchronization(enum.Enum):
+    """When the replicas' values of a variable are combined (tf.VariableSynchronization)."""
+
+    AUTO = "auto"
+    """On write."""
+    ON_WRITE = "on_write"
+    """A write in `run` is aggregated over replicas, which all hold the same value."""
+    ON_READ = "on_read"
+    """Each replica reads and writes its own value; a read outside `run` aggregates them."""
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values of a variable are combined (tf.VariableAggregation)."""
+
+    NONE = "none"
+    """Not at all: each replica keeps what it wrote."""
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
+class Owner(Protocol):
+    """What a variable needs to know of the strategy in whose scope it was made."""
+
+    num_replicas_in_sync: int
+    local_replica_ids: tuple[int, ...]
+
+    @property
+    def workers(self) -> Communicator | None:
+        """All processes; None where there is only this one."""
+
+    def variables(self, variable: Variable) -> Sequence[Variable]:
+        """The variable on each local replica."""
+
+    def refresh(self) -> None:
+        """Bring what was changed outside `run` to all replicas."""
+
+    def note_values(self) -> None:
+        """All components have been written."""
+
+
+class Variable(nn.Module):
+    """A tensor of state that is not trained: a counter, a moving average, a sum of losses.
+
+    Made in a strategy's scope, alone or as part of a module, every replica has it. In `run`,
+    writes to a variable that is aggregated on write wait for all replicas, and nothing else
+    communicates. Outside `run`, every worker must write alike; one that is aggregated on read
+    must be read, or saved, by every worker together.
+
+    In a state_dict it is "value", as a read outside `run` gives it: saved by one strategy it can
+    be loaded by another, or by none. A copy or a pickle holds the first replica's value.
+
+    Args:
+        initial_value: a number, array or tensor; the first worker's counts.
+        synchronization: when the values of the replicas are combined.
+        aggregation: how.
+        dtype: of the tensor; the initial value's if None.
+
+    Raises:
+        ValueError: a mean of integers, or a sum or mean of booleans.
+    """
+
+    _value: torch.Tensor
+
+    def __init__(
+        self,
+        initial_value: Any,
+        *,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        value = torch.as_tensor(initial_value, dtype=dtype).detach().clone()
+        self.synchronization = VariableSynchronization(synchronization)
+        self.aggregation = VariableAggregation(aggregation)
+        if value.dtype == torch.bool and self.aggregation in _ADDING:
+            raise ValueError(f"a variable of bool cannot have the aggregation {self.aggregation}")
+        is_exact = not (value.is_floating_point() or value.is_complex())
+        if is_exact and self.aggregation is VariableAggregation.MEAN:
+            raise ValueError(
+                f"a variable of {value.dtype} cannot have the aggregation {self.aggregation}: the "
+                "mean of integers is none; pass dtype=torch.float32, or another aggregation"
+            )
+        self.register_buffer("_value", value)
+
+    @property
+    def component(self) -> torch.Tensor:
+        """The tensor of one replica, whatever the others hold."""
+        return self._value
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replicas hold values that may differ."""
+        by_replica = self.synchronization is VariableSynchronization.ON_READ
+        return by_replica or self.aggregation is VariableAggregation.NONE
+
+    @property
+    def value(self) -> torch.Tensor:
+        """In `run` this replica's tensor; outside, what the replicas hold together.
+
+        Raises:
+            ValueError: outside `run`, synchronized on read with aggregation NONE.
+        """
+        owner = _owner_of(self)
+        if owner is None or self.synchronization is not VariableSynchronization.ON_READ:
+            return self._value
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                "a variable with synchronization ON_READ and aggregation NONE has no one value "
+                "outside run; strategy.local_results(variable) gives those of this process"
+            )
+        values = [component._value for component in owner.variables(self)]
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            first = values[0].clone()
+            return first if owner.workers is None else owner.workers.broadcast(first)
+        return reduce_values(owner.workers, self.aggregation.value, values, None, None)
+
+    def assign(self, value: Any) -> None:
+        """Set the value: what the replicas assign together, or, outside `run`, to all of them."""
+        self._write(value, None)
+
+    def assign_add(self, delta: Any) -> None:
+        """Add to the value, as `assign`."""
+        self._write(delta, 1)
+
+    def assign_sub(self, delta: Any) -> None:
+        """Subtract from the value, as `assign`."""
+        self._write(delta, -1)
+
+    def extra_repr(self) -> str:
+        """Settings, and the value of the first replica."""
+        return f"{self._value}, {self.synchronization}, {self.aggregation}"
+
+    def _write(self, value: Any, sign: int | None) -> None:
+        owner, context = _owner_of(self), state.replica
+        if owner is not None:
+            owner.refresh()
+            pairs = zip(owner.local_replica_ids, owner.variables(self), strict=True)
+            for local, (replica, component) in enumerate(pairs):
+                own = self._given(select(value, local), sign)
+                component._put(self._part(own, replica, owner.num_replicas_in_sync), sign)
+            owner.note_values()
+            return
+        given = self._given(value, sign)
+        if context is not None:
+            if len(context.strategy.devices) > 1 and not self.__dict__.get(_IS_COMPONENT):
+                raise ValueError(
+                    "a Variable that was made outside the scope is written in run, by several "
+                    "replicas at once; make it inside `with strategy.scope():`"
+                )
+            if self.synchronization is not VariableSynchronization.ON_READ:
+                given = self._aggregated(given, context)
+        self._put(given, sign)
+
+    def _given(self, value: Any, sign: int | None) -> torch.Tensor:
+        given = as_tensor(value.value if isinstance(value, Variable) else value).detach()
+        if sign is not None and not torch.can_cast(given.dtype, self._value.dtype):
+            raise TypeError(f"cannot add {given.dtype} to a variable of {self._value.dtype}")
+        return given.to(self._value.dtype)
+
+    def _put(self, value: torch.Tensor, sign: int | None) -> None:
+        with torch.no_grad():
+            if sign is None:
+                self._value.copy_(value)
+            else:
+                self._value.add_(value.to(self._value.device), alpha=sign)
+
+    def _aggregated(self, given: torch.Tensor, context: ReplicaContext) -> torch.Tensor:
+        if context.num_replicas_in_sync == 1 or self.aggregation is VariableAggregation.NONE:
+            return given
+        own = given.to(self._value.device).broadcast_to(self._value.shape)
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            combined: torch.Tensor = context.all_gather(own[None])[0]
+        else:
+            combined = context.all_reduce(self.aggregation.value, own)
+        return combined
+
+    def _part(self, value: torch.Tensor, replica: int, replicas: int) -> torch.Tensor:
+        """What one replica holds so that together they hold `value`."""
+        is_summed = self.aggregation is VariableAggregation.SUM
+        if not is_summed or self.synchronization is not VariableSynchronization.ON_READ:
+            return value
+        if self._value.is_floating_point() or self._value.is_complex():
+            return value / replicas
+        whole = value.div(replicas, rounding_mode="floor")
+        return whole + (value - whole * replicas > replica)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles know no strategy."""
+        return {k: v for k, v in self.__dict__.items() if k not in (_OWNER, _IS_COMPONENT)}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        del keep_vars
+        context = state.replica
+        value = self.value
+        if (
+            context is not None
+            and self.synchronization is VariableSynchronization.ON_READ
+            and self.aggregation is not VariableAggregation.NONE
+        ):
+            value = self._aggregated(value, context)
+        destination[prefix + "value"] = value.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "value"
+        if strict:
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k != key]
+        if key not in state_dict:
+            missing_keys += [key] if strict else []
+            return
+        given = as_tensor(state_dict[key])
+        if tuple(given.shape) != tuple(self._value.shape):
+            error_msgs.append(
+                f"size mismatch for {key}: {tuple(given.shape)} in the state_dict, "
+                f"{tuple(self._value.shape)} here"
+            )
+            return
+        context = state.replica
+        if context is None:
+            self.assign(given)
+        else:
+            replica, replicas = context.replica_id_in_sync_group, context.num_replicas_in_sync
+            self._put(self._part(given, replica, replicas), None)
+
+
+_ADDING = (VariableAggregation.SUM, VariableAggregation.MEAN)
+_OWNER, _IS_COMPONENT = "_fastdist_owner", "_fastdist_is_component"
+
+
+def own(variable: Variable, owner: Owner) -> None:
+    """The variable belongs to a strategy: together its components hold the initial value."""
+    if variable.__dict__.get(_OWNER) is owner:
+        return
+    value = variable._value.clone()
+    variable.__dict__[_OWNER] = owner
+    for component in owner.variables(variable):
+        note_component(component)
+    variable.assign(value)
+
+
+def note_component(variable: Variable) -> None:
+    """Replicas of a strategy write this one in `run`, each its own."""
+    variable.__dict__[_IS_COMPONENT] = True
+
+
+def local_components(roots: Sequence[nn.Module]) -> set[int]:
+    """The ids of tensors that may differ between replicas."""
+    return {
+        id(module.component)
+        for root in roots
+        for module in root.modules()
+        if isinstance(module, Variable) and module.is_local
+    }
+
+
+def _owner_of(variable: Variable) -> Owner | None:
+    """The strategy that a variable's reads and writes concern; None for this one tensor alone."""
+    return None if state.replica is not None else variable.__dict__.get(_OWNER)

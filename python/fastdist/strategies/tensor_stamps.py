@@ -1,0 +1,39 @@
+"""Remembers values and gradients, to see later whether they have changed."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fastdist.training.modules import is_materialized
+
+
+def value_stamp(tensor: torch.Tensor) -> object:
+    """Changes with the values, and with `requires_grad`."""
+    address = tensor.data_ptr() if is_materialized(tensor) else None
+    return tensor._version, address, tensor.requires_grad
+
+
+class GradientStamp:
+    """Remembers a tensor's gradient, without keeping it."""
+
+    __slots__ = ("_grad", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        grad = tensor.grad
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Whether the gradient is another one by now, or has other values."""
+        grad = tensor.grad
+        if grad is None or self._grad is None:
+            return grad is not None or self._grad is not None
+        return self._grad() is not grad or self._version != grad._version
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors begin at the same place."""
+    ready = is_materialized(one) and is_materialized(other)
+    return ready and one.data_ptr() == other.data_ptr()

@@ -1,0 +1,1 @@
+"""TPUs: one traced program over all cores, through torch_xla."""

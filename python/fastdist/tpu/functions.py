@@ -1,0 +1,235 @@
+"""What torch's functions do while a run is traced for all devices of a mesh.
+
+Random numbers: traced as it is, a function that draws would draw the same on every device. They are
+drawn for all replicas at once instead, outside of the view of each, and each takes its own: where
+one of torch's random functions is called, the operations inside it that draw are replaced.
+
+Batches that are filled up: see `xla_padding`.
+
+What a tensor holds is known when the program has run. Asking for it before is refused, and what
+outlives the trace (in a list, in the frames of an exception) becomes a tensor that can be read,
+with replica 0's values: XLA would end the process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastdist.errors import UnsupportedError
+from fastdist.replicas.random_streams import RANDOM_FUNCTIONS
+from fastdist.tpu.batch_norm import batch_norm
+from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.padding import Padding
+
+_MAKERS = ("rand", "randn", "randint", "randperm", "normal")
+
+
+class ReplicaFunctions(TorchFunctionMode):
+    """Active while a run is traced.
+
+    Args:
+        mesh: of the replicas.
+        padding: of the batch that they were given; None where nothing is filled up.
+        is_alone: there is one replica, whose values can be read.
+    """
+
+    def __init__(self, mesh: XlaMesh, padding: Padding | None, is_alone: bool) -> None:
+        super().__init__()
+        self._is_alone = is_alone
+        self.is_suspended = False  # in cross-replica context
+        self._mesh = mesh
+        self._padding = padding
+        self._draws = _ReplicaDraws(mesh)
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that stands for what each replica has."""
+        if tensor.device.type == "xla":
+            self._made.append(weakref.ref(tensor))
+
+    def release(self, kept: set[int]) -> None:
+        """The trace has ended: make readable what outlives it, but tensors whose ids are kept."""
+        for made in self._made:
+            tensor = made()
+            if tensor is not None and id(tensor) not in kept:
+                with torch.no_grad():
+                    tensor.data = self._mesh.leave(tensor)
+        self._made.clear()
+
+    def sizes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """How many rows of a result are examples, for each replica; None where all are."""
+        if self._padding is None or self._padding.place_in(tensor) != (0, 1):
+            return None
+        return self._padding.sizes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_suspended:
+            return func(*args, **kwargs)
+        if self._is_alone:
+            return self._traced(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in ("__repr__", "__format__"):
+            return f"<traced tensor of shape {tuple(args[0].shape)}>"
+        if name in _READS and _reads(name, args, kwargs):
+            raise UnsupportedError(
+                f"{name} needs a tensor's values while run traces its function, before any "
+                "are there: return the tensor and read it outside, or choose by torch.where"
+            )
+        result = self._changed(name, func, args, kwargs)
+        if type(result) is torch.Tensor:
+            self.watch(result)
+        elif type(result) in (tuple, list):
+            for tensor in result:
+                if type(tensor) is torch.Tensor:
+                    self.watch(tensor)
+        return result
+
+    def _changed(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if name in RANDOM_FUNCTIONS and kwargs.get("generator") is None:
+            if name in _MAKERS and kwargs.get("device") is None and not _has_tensor(args):
+                kwargs = kwargs | {"device": self._mesh.device}
+            elif not name.endswith("_"):
+                args = tuple(self._here(value) for value in args)
+            with self._draws:
+                return self._traced(func, args, kwargs)
+        return self._traced(func, args, kwargs)
+
+    def _traced(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is F.batch_norm:
+            return batch_norm(self._padding, func, args, kwargs)
+        if self._padding is None:
+            return func(*args, **kwargs)
+        return self._padding.call(func, args, kwargs)
+
+    def _here(self, value: Any) -> Any:
+        is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "xla"
+        return value.to(self._mesh.device) if is_elsewhere else value
+
+
+class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces the operations that draw random numbers by such that draw for all replicas."""
+
+    def __init__(self, mesh: XlaMesh) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mesh = mesh
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in _IN_PLACE:
+            tensor, *rest = args
+            if tensor.device.type != "xla":  # a module that is made in a run, say: alike on all
+                return func(*args, **kwargs)
+            if rest and isinstance(rest[0], torch.Tensor):  # bernoulli_(p)
+                return tensor.copy_(self._uniform(tensor) < rest[0])
+            tensor.copy_(self._own(lambda t: func(t, *rest, **kwargs), tensor))
+            return tensor
+        if name in _LIKE:
+            plain = {key: value for key, value in kwargs.items() if key != "generator"}
+            made = torch.empty_like(args[0], **plain)
+            return self._own(lambda t: getattr(t, _LIKE[name])(*args[1:]), made)
+        if name in _SHAPED:
+            size = args[-1] if isinstance(args[-1], (list, tuple)) else args[0]
+            made = torch.empty(size, **{k: v for k, v in kwargs.items() if k != "generator"})
+            return self._own(lambda t: getattr(t, _SHAPED[name])(*args[:-1]), made)
+        if name == "randint":
+            *limits, size = args
+            made = torch.empty(size, **{"dtype": torch.int64, **kwargs})
+            return self._own(
+                lambda t: t.random_(*(limits if len(limits) > 1 else (0, *limits))), made
+            )
+        if name == "randperm":
+            made = torch.empty(args[0], device=kwargs.get("device"))
+            return self._uniform(made).argsort().to(kwargs.get("dtype") or torch.int64)
+        if name == "bernoulli":
+            chance = args[0] if len(args) == 1 else torch.full_like(args[0], args[1])
+            return (self._uniform(chance) < chance).to(chance.dtype)
+        if name == "normal" and any(isinstance(value, torch.Tensor) for value in args):
+            mean, deviation = args
+            like = torch.as_tensor(mean + deviation * 0)
+            return mean + deviation * self._own(lambda t: t.normal_(), torch.empty_like(like))
+        if name == "multinomial":
+            chances, count, *replacement = args
+            if count != 1 and any(replacement):
+                raise UnsupportedError("multinomial with replacement is not there in XLA replicas")
+            keys = self._own(lambda t: t.exponential_(), torch.empty_like(chances))
+            return (chances / keys).topk(count, dim=-1).indices
+        raise UnsupportedError(
+            f"{func} draws random numbers in a way that is not there in replicas of an XLA "
+            "program; draw with torch.rand, randn, randint, bernoulli, normal_ or exponential_"
+        )
+
+    def _uniform(self, like: torch.Tensor) -> torch.Tensor:
+        return self._own(lambda t: t.uniform_(), torch.empty_like(like))
+
+    def _own(
+        self, draw: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+    ) -> torch.Tensor:
+        """What `draw` puts into a tensor, of a row of its own for each replica."""
+        rows = like.new_empty((self._mesh.size, *like.shape), device=self._mesh.device)
+        return self._mesh.enter(draw(rows), True)
+
+
+def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call wants to know what traced tensors hold."""
+    given = [value for value in args if isinstance(value, torch.Tensor)]
+    if not any(tensor.device.type == "xla" for tensor in given):
+        return False
+    if name == "to":
+        wanted = (*args[1:2], kwargs.get("device"))
+        return any(str(place).startswith("cpu") for place in wanted if not _is_tensor(place))
+    if name == "copy_":
+        return given[0].device.type != "xla"
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(_is_tensor(i) and i.dtype == torch.bool for i in index)
+    return True
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _has_tensor(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in args)
+
+
+_READS = frozenset(
+    {"item", "tolist", "cpu", "numpy", "to", "copy_", "is_nonzero", "equal", "allclose", "nonzero",
+     "argwhere", "unique", "unique_consecutive", "masked_select", "__getitem__", "__bool__",
+     "__float__", "__int__", "__index__", "__array__", "__contains__", "bincount"}
+)  # fmt: skip
+_IN_PLACE = frozenset(
+    {"bernoulli_", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "cauchy_",
+     "geometric_"}
+)  # fmt: skip
+_LIKE = {
+    **{"rand_like": "uniform_", "randn_like": "normal_", "randint_like": "random_"},
+    **{"normal_functional": "normal_", "uniform": "uniform_", "exponential": "exponential_"},
+    **{"random": "random_", "log_normal": "log_normal_", "cauchy": "cauchy_"},
+}
+_SHAPED = {"rand": "uniform_", "randn": "normal_"}

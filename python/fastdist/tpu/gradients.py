@@ -1,0 +1,147 @@
+"""Reduces gradients, and what forward has written into buffers, at the end of each backward.
+
+A program for all devices is traced once, so there is nothing to overlap by hand: XLA schedules the
+one all-reduce (for each dtype) that is traced here among what it can run beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.tpu.members import XlaMembers
+from fastdist.tpu.padding import Padding
+from fastdist.training.buffers import BufferSync
+from fastdist.training.gradients import GradientReduction
+
+
+class XlaGradients:
+    """Stands around torch's backward while a run is traced, in the thread that traces.
+
+    Args:
+        members: whose parameters and buffers are kept alike.
+        communicator: of all replicas.
+        reduction: "mean" over examples, or "sum" over replicas.
+    """
+
+    def __init__(
+        self, members: XlaMembers, communicator: Communicator, reduction: GradientReduction
+    ) -> None:
+        self.is_enabled = True  # False: gradients stay with their replica
+        self.is_suspended = False  # in cross-replica context
+        self._members = members
+        self._communicator = communicator
+        self._reduction = reduction
+        self._padding: Padding | None = None
+        self._buffers = BufferSync(communicator, members.roots)
+        self._before: dict[int, torch.Tensor] = {}  # buffers, if some replicas have no examples
+        self._thread = 0
+        self._plain: Callable[..., Any] = _engine()
+
+    @contextlib.contextmanager
+    def tracing(self, padding: Padding | None) -> Iterator[None]:
+        """While it is open, backward reduces."""
+        self._padding = padding
+        self._thread = threading.get_ident()
+        self._plain = _engine()
+        self._buffers = BufferSync(self._communicator, self._members.roots)
+        if padding is not None:
+            kept = self._buffers.floating()
+            self._before = {id(buffer): buffer.detach().clone() for buffer in kept}
+        _set_engine(self._run_backward)
+        try:
+            yield
+            if not self.is_suspended:
+                self._reduce([])
+        finally:
+            _set_engine(self._plain)
+            self._padding = None
+            self._before = {}
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        is_own = threading.get_ident() == self._thread and not self.is_suspended
+        if not is_own or not kwargs.get("accumulate_grad"):
+            return self._plain(*args, **kwargs)
+        parameters = [parameter for _, parameter in self._members.parameters]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        fresh: list[torch.Tensor | None] = [None] * len(parameters)
+        try:
+            result = self._plain(*args, **kwargs)
+            fresh = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+        weight = self._weight()
+        with torch.no_grad():
+            self._take(parameters, [_weighted(grad, weight) for grad in fresh])
+        return result
+
+    def _take(self, parameters: list[torch.nn.Parameter], fresh: list[torch.Tensor | None]) -> None:
+        held = self._members.held
+        if not self.is_enabled:
+            for parameter, grad in zip(parameters, fresh, strict=True):
+                if grad is not None:
+                    known = parameter.grad
+                    if known is not None and id(parameter) not in held:
+                        known = known if self._reduction == "mean" else known / self._size
+                    parameter.grad = grad if known is None else known + grad
+                    held.add(id(parameter))
+            return
+        sent, places = [], []
+        for parameter, grad in zip(parameters, fresh, strict=True):
+            if id(parameter) in held and parameter.grad is not None:
+                grad = parameter.grad if grad is None else parameter.grad + grad
+                parameter.grad = None
+            if grad is not None:
+                sent.append(grad)
+                places.append(parameter)
+        held.clear()
+        for parameter, grad in zip(places, self._reduce(sent), strict=True):
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of all replicas; written buffers go with them, and become their mean."""
+        buffers = self._buffers.take_written()
+        with torch.no_grad():
+            for buffer in buffers:
+                if self._padding is not None:
+                    has_examples = self._padding.count > 0
+                    buffer.data = torch.where(has_examples, buffer, self._before[id(buffer)])
+        # One list of one op is one all-reduce for each dtype, whatever is in it.
+        is_mean = self._reduction == "mean"
+        sent = gradients if is_mean else [grad * self._size for grad in gradients]
+        reduced = [tensor.clone() for tensor in (*sent, *buffers)]
+        if reduced:
+            self._communicator.all_reduce(reduced, "mean")
+        for buffer, mean in zip(buffers, reduced[len(gradients) :], strict=True):
+            buffer.data = mean
+        return reduced[: len(gradients)]
+
+    @property
+    def _size(self) -> int:
+        return self._communicator.world_size
+
+    def _weight(self) -> torch.Tensor | None:
+        if self._padding is None or self._reduction == "sum":
+            return None
+        return self._padding.weight
+
+
+def _weighted(grad: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None or weight is None else grad * weight
+
+
+def _engine() -> Callable[..., Any]:
+    found: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+    return found
+
+
+def _set_engine(engine: Callable[..., Any]) -> None:
+    vars(torch.autograd)["_engine_run_backward"] = engine

@@ -1,0 +1,327 @@
+"""The modules and optimizers of a strategy whose replicas are the devices of one XLA program.
+
+Users' objects stay theirs: outside of `run` their tensors are replicated over the mesh; while a run
+is traced, each tensor stands for what the device that runs has. What may differ between replicas
+(variables of their own, gradients that `no_sync` keeps back) is kept stacked in between, and the
+object shows replica 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.errors import UnsupportedError
+from fastdist.replicas.variables import Variable, local_components, note_component, own
+from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.optimizer_states import make_states
+from fastdist.training.in_sync import require_in_sync
+from fastdist.training.module_structure import copy_hooks
+from fastdist.training.modules import (
+    broadcast_state,
+    is_materialized,
+    named_buffers,
+    named_parameters,
+    require_same_structure,
+)
+
+
+class XlaMembers:
+    """What was made in the scope, or passed to `mirror`.
+
+    Args:
+        mesh: of the devices.
+        replicas: how many replicas there are; 1 where XLA partitions by itself.
+        hosts: one rank for each process of the mesh; None where there is one.
+
+    Attributes:
+        held: ids of the parameters whose gradients are each replica's own.
+        has_batch_norm: whether a module normalizes over batches.
+    """
+
+    def __init__(self, mesh: XlaMesh, replicas: int, hosts: Communicator | None = None) -> None:
+        self.num_replicas_in_sync = replicas
+        self.local_replica_ids = (0,) if replicas == 1 else tuple(mesh.local)
+        self.workers = hosts if replicas > 1 else None  # that have replicas of their own
+        self._hosts = hosts
+        self.roots: list[nn.Module] = []
+        self.held: set[int] = set()
+        self._mesh = mesh
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked
+        self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._components: dict[int, list[Variable]] = {}  # read outside, and perhaps written
+        self._variables: list[Variable] = []
+        self._structure: list[int] = []
+        self.has_batch_norm = False
+
+    def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        """Take modules to the devices, and optimizers whose states follow.
+
+        Raises:
+            UnsupportedError: a lazy module has not made its parameters yet.
+            FastdistError: the modules differ between processes.
+        """
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        _require_materialized(named)
+        self._move(named)
+        known = set(map(id, self.roots))
+        self.roots += [root for root in roots if id(root) not in known]
+        self._look()
+        for thing in made:
+            if isinstance(thing, torch.optim.Optimizer):
+                self._optimizers.append(thing)
+                make_states(thing, self._mesh.replicate)
+        for root in roots:
+            for module in root.modules():
+                if isinstance(module, Variable):
+                    note_component(module)
+                    own(module, self)
+
+    def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Turn what is new into tensors on the devices, with the first process's values."""
+        new = [(name, tensor) for name, tensor in named if tensor.device.type != "xla"]
+        if self._hosts is not None:
+            require_same_structure(self._hosts, new)
+            broadcast_state(self._hosts, [tensor for _, tensor in new])
+        for _, tensor in new:
+            self._replicate(tensor)
+
+    def _replicate(self, tensor: torch.Tensor) -> None:
+        """Turn a tensor into one on the devices; the object stays."""
+        moved = self._mesh.replicate(tensor)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, tensor.requires_grad)
+        if tensor.grad is not None:
+            moved.grad = self._mesh.replicate(tensor.grad)
+        copy_hooks(tensor, moved)
+        moved.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+
+    def refresh(self) -> None:
+        """Bring what was made or changed outside `run` to the devices."""
+        structure = _ids_in(self.roots)
+        if structure != self._structure:
+            self._structure = structure
+            self._look()
+            self._move([*self._parameters, *named_buffers(self.roots)])
+        self._push_components()
+
+    def _look(self) -> None:
+        self._parameters = named_parameters(self.roots)
+        apart = local_components(self.roots) if self.num_replicas_in_sync > 1 else set()
+        named = named_buffers(self.roots)
+        self._buffers = [buffer for _, buffer in named if id(buffer) not in apart]
+        modules = [module for root in self.roots for module in root.modules()]
+        self._variables = [module for module in modules if isinstance(module, Variable)]
+        self.has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
+        for _, buffer in named:
+            known = self._locals.get(id(buffer))
+            if id(buffer) in apart and (known is None or known[0] is not buffer):
+                rows = buffer.detach().cpu().expand(len(self.local_replica_ids), *buffer.shape)
+                self._locals[id(buffer)] = buffer, self._mesh.stack(rows.contiguous())
+
+    @property
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Every parameter once, with its name."""
+        return self._parameters
+
+    # --- around a run ---------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """From now on tensors stand for what each device has."""
+        if self._mesh.size == 1:
+            return
+        enter = self._mesh.enter
+        with torch.no_grad():
+            for tensor in self._replicated():
+                tensor.data = enter(tensor)
+            for buffer, stacked in self._locals.values():
+                buffer.data = enter(stacked, True)
+            for _, parameter in self._parameters:
+                if parameter.grad is None:
+                    continue
+                known = self._local_gradients.get(id(parameter))
+                if known is not None and known[0] is parameter.grad:
+                    parameter.grad = enter(known[1], True)
+                else:
+                    self.held.discard(id(parameter))
+                    parameter.grad = enter(parameter.grad)
+        self._local_gradients.clear()
+
+    def leave(self) -> list[torch.Tensor]:
+        """The opposite; returns what is to be computed."""
+        self._components.clear()
+        if self._mesh.size == 1:
+            return []
+        leave, made = self._mesh.leave, []
+        with torch.no_grad():
+            for tensor in self._replicated():
+                tensor.data = leave(tensor)
+                made.append(tensor)
+            for key, (buffer, _) in self._locals.items():
+                stacked = leave(buffer, True)
+                self._locals[key] = buffer, stacked
+                buffer.data = self._mesh.shared(stacked[0])
+                made.append(stacked)
+            for _, parameter in self._parameters:
+                if parameter.grad is None:
+                    self.held.discard(id(parameter))
+                elif id(parameter) in self.held and self.num_replicas_in_sync > 1:
+                    stacked = leave(parameter.grad, True)
+                    parameter.grad = self._mesh.shared(stacked[0])
+                    self._local_gradients[id(parameter)] = parameter.grad, stacked
+                    made.append(stacked)
+                else:
+                    parameter.grad = leave(parameter.grad)
+                    made.append(parameter.grad)
+        return made
+
+    def _replicated(self) -> Iterator[torch.Tensor]:
+        for _, parameter in self._parameters:
+            yield parameter
+        yield from self._buffers
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from (v for v in group.values() if _is_on_devices(v))
+            for values in optimizer.state.values():
+                yield from filter(_is_on_devices, _tensors_of(values))
+
+    def tensor_ids(self) -> set[int]:
+        """Of all tensors that `leave` takes care of."""
+        grads = [id(p.grad) for _, p in self._parameters if p.grad is not None]
+        own = [id(buffer) for buffer, _ in self._locals.values()]
+        return {*map(id, self._replicated()), *grads, *own}
+
+    def snapshot(self) -> Callable[[], None]:
+        """Gives back what tensors hold now: for a program that could not be run."""
+        if self._mesh.size == 1:
+            return lambda: None
+        with torch.no_grad():
+            kept = [(tensor, tensor.detach()) for tensor in self._replicated()]
+            gradients = [(parameter, parameter.grad) for _, parameter in self._parameters]
+        stacked = dict(self._locals)
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, data in kept:
+                    tensor.data = data
+            for parameter, grad in gradients:
+                parameter.grad = grad
+            self._locals.update(stacked)
+
+        return restore
+
+    # --- what variables ask of their owner -----------------------------------------------------
+
+    def variables(self, variable: Variable) -> list[Variable]:
+        """A variable on each replica, for code outside `run`; copies, on the CPU."""
+        key = id(variable)
+        if key not in self._components:
+            self._components[key] = [
+                _component(variable, value) for value in self._values(variable)
+            ]
+        return self._components[key]
+
+    def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
+        """The tensor of a parameter or variable on each replica; of variables a copy."""
+        if isinstance(thing, Variable):
+            return self._values(thing)
+        return [thing]
+
+    def note_values(self) -> None:
+        """Components may have been written outside `run`."""
+        self._push_components()
+
+    def _values(self, variable: Variable) -> list[torch.Tensor]:
+        known = self._locals.get(id(variable.component))
+        if known is None:
+            value = variable.component.detach().cpu()
+            return [value.clone() for _ in self.local_replica_ids]
+        rows = self._mesh.rows(known[1])
+        return [row.reshape(variable.component.shape).clone() for row in rows]
+
+    def _push_components(self) -> None:
+        """Give the devices what was written into components outside `run`."""
+        for variable in self._variables:
+            written = self._components.pop(id(variable), None)
+            if written is None:
+                continue
+            component, values = variable.component, [one.component for one in written]
+            with torch.no_grad():
+                if id(component) in self._locals:
+                    stacked = self._mesh.stack(torch.stack(values))
+                    self._locals[id(component)] = component, stacked
+                component.data = self._mesh.replicate(values[0])
+
+    def require_in_sync(self) -> None:
+        """Check that all devices hold the same bits.
+
+        Raises:
+            FastdistError: they differ.
+        """
+        self.refresh()
+        replicas: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.local_replica_ids]
+        shared = {id(buffer) for buffer in self._buffers}
+        buffers = [(n, b) for n, b in named_buffers(self.roots) if id(b) in shared]
+        for name, tensor in [*self._parameters, *buffers]:
+            for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
+                replica.append((name, row))
+        require_in_sync(self._hosts, replicas)
+
+
+def _ids_in(roots: Sequence[nn.Module]) -> list[int]:
+    """The ids of all modules, parameters and buffers; in every run, so it is to be quick."""
+    found: list[int] = []
+    modules = list(roots)
+    seen = set(map(id, modules))
+    for module in modules:
+        own = module.__dict__
+        for inner in own["_modules"].values():
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                modules.append(inner)
+        found.append(id(module))
+        found += map(id, own["_parameters"].values())
+        found += map(id, own["_buffers"].values())
+    return found
+
+
+def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in named:
+        if not is_materialized(tensor):
+            raise UnsupportedError(
+                f"{name} is a lazy module's and has no shape yet: call the model once, before "
+                "it is adopted, so that it makes its parameters"
+            )
+
+
+def _component(variable: Variable, value: torch.Tensor) -> Variable:
+    made = Variable(
+        value, synchronization=variable.synchronization, aggregation=variable.aggregation
+    )
+    note_component(made)
+    return made
+
+
+def _is_on_devices(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+def _tensors_of(value: Any) -> Iterator[Any]:
+    """Tensors of an optimizer's state, also in lists and dicts inside."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors_of(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors_of(inner)

@@ -1,0 +1,78 @@
+"""Metrics of torchmetrics under a strategy whose runs are traced: they count on the host.
+
+A metric's `update` looks at values, which are not there while a run is traced. So what it is given
+is kept, and each replica's part of it, without what a batch is filled up with, updates the metric
+when its value is asked for, or a few runs later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fastdist.errors import UnsupportedError
+from fastdist.replicas.context import state
+from fastdist.replicas.per_replica import select
+from fastdist.training.metrics import metrics_in
+
+_ADOPTED = "_fastdist_deferred"
+_LATEST = 8  # runs whose updates wait: so many may be under way on the devices
+
+
+class DeferredUpdates:
+    """The updates that wait, of all metrics of one strategy.
+
+    Args:
+        outside: what stands for a value of `update` when the trace is over.
+        to_host: such values as per-replica values on the CPU, when they have been computed.
+    """
+
+    def __init__(self, outside: Callable[[Any], Any], to_host: Callable[[Any], Any]) -> None:
+        self._outside = outside
+        self._to_host = to_host
+        self._waiting: deque[tuple[Callable[..., None], Any, tuple[int, ...] | None]] = deque()
+        self._replicas = 1
+
+    def adopt(self, roots: Sequence[nn.Module], replicas: int) -> None:
+        """Metrics inside these modules count on the host from now on."""
+        self._replicas = replicas
+        for metric in metrics_in(roots):
+            if metric.__dict__.setdefault(_ADOPTED, False):
+                continue
+            metric.__dict__[_ADOPTED] = True
+            for name, instead in (("update", self._update), ("compute", self._after_updates)):
+                plain = getattr(metric, name)
+                metric.__dict__[name] = functools.wraps(plain)(functools.partial(instead, plain))
+            for name in ("reset", "forward", "state_dict"):
+                plain = getattr(metric, name)
+                metric.__dict__[name] = functools.partial(self._after_updates, plain)
+
+    def _update(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        replica = state.replica
+        if replica is None:
+            self._after_updates(plain, *args, **kwargs)
+        else:
+            self._waiting.append((plain, self._outside((args, kwargs)), replica.examples))
+
+    def _after_updates(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if state.replica is not None:
+            raise UnsupportedError(
+                "in run of TPUStrategy a metric can be updated, and no more: its values are on the "
+                "host; call compute, forward and reset outside"
+            )
+        self.finish(0)
+        return plain(*args, **kwargs)
+
+    def finish(self, waiting: int = _LATEST) -> None:
+        """Do the updates, but for those that were made last."""
+        while len(self._waiting) > waiting:
+            plain, given, examples = self._waiting.popleft()
+            on_host = self._to_host(given)
+            for replica in range(self._replicas):
+                if examples is None or examples[replica]:
+                    args, kwargs = select(on_host, replica)
+                    plain(*args, **kwargs)

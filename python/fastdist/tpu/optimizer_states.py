@@ -1,0 +1,94 @@
+"""Optimizer states made before the first step, so that the first step is traced like all others.
+
+Optimizers of torch make their states when they first step: zeros, mostly. A program that makes them
+is another one than those that read them, and would be compiled in vain. So a twin of the optimizer,
+on CPU copies of the parameters and with gradients of zero, takes one step, and what it first puts
+into its states becomes what the optimizer begins with.
+
+That holds for torch's own optimizers. Where the first step is another computation than the rest
+(SGD with dampening, LBFGS), and for optimizers from elsewhere, nothing is made, and the first step
+is compiled for itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.strategies.routed_class import bare_copy
+
+_WITHOUT = ("LBFGS", "SparseAdam")
+
+
+class _Recorded(dict[Any, Any]):
+    """A parameter's state, with what each entry was first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        self.first.setdefault(key, value.detach().clone() if is_tensor else value)
+        super().__setitem__(key, value)
+
+
+def make_states(
+    optimizer: torch.optim.Optimizer, place: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Give an optimizer that has not stepped the states of its first step.
+
+    Args:
+        optimizer: of parameters on any device.
+        place: brings a tensor to the parameters' device. Numbers (tensors without axes) stay on
+            the CPU, where optimizers read them.
+    """
+    for parameters in optimizer.state.values():
+        for key, value in parameters.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                parameters[key] = place(value)
+    if optimizer.state or not _may_begin_with_states(optimizer):
+        return
+    twin, originals = _twin(optimizer)
+    twin.step()
+    for copy, recorded in twin.state.items():
+        optimizer.state[originals[id(copy)]] = {
+            key: place(value) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in recorded.first.items()
+        }
+
+
+def _may_begin_with_states(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ in _WITHOUT:
+        return False
+    return not any(
+        group.get("dampening") or group.get("capturable") or group.get("fused")
+        for group in optimizer.param_groups
+    )
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, nn.Parameter]]:
+    originals: dict[int, nn.Parameter] = {}
+    twin = bare_copy(optimizer)
+    twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original
+    for name in list(twin.__dict__):
+        if name.endswith("_hooks"):
+            twin.__dict__[name] = type(twin.__dict__[name])()
+    twin.state = defaultdict(_Recorded)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        copies = []
+        for parameter in group["params"]:
+            copy = nn.Parameter(parameter.detach().cpu().clone(), parameter.requires_grad)
+            if parameter.requires_grad:
+                copy.grad = torch.zeros_like(copy)
+            originals[id(copy)] = parameter
+            copies.append(copy)
+        # With weight decay, SGD's first momentum would have a share of the parameters in it.
+        twin.param_groups.append({**group, "params": copies, "weight_decay": 0.0})
+    return twin, originals

@@ -1,0 +1,259 @@
+"""Replicas on the cores of a TPU, by torch_xla: one program for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastdist.cluster.tpu import TPUClusterResolver
+from fastdist.collectives.autograd import check_joinable
+from fastdist.collectives.communicator import Communicator
+from fastdist.data import InputLayout
+from fastdist.replicas.context import ReplicaContext
+from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduce_values
+from fastdist.replicas.per_replica import PerReplica, map_structure, regroup
+from fastdist.replicas.variables import Variable
+from fastdist.strategies.base import Strategy
+from fastdist.tpu.devices import find_slice
+from fastdist.tpu.engine import SpmdEngine
+from fastdist.tpu.gradients import XlaGradients
+from fastdist.tpu.members import XlaMembers
+from fastdist.tpu.runs import XlaRuns
+from fastdist.tpu.stacked import MeshCopy, is_stacked
+from fastdist.training.gradients import GradientReduction
+
+_NO_TIMEOUT_S = 1e9
+
+
+class TPUStrategy(Strategy):
+    """Trains on every core of a TPU (tf.distribute.TPUStrategy).
+
+    `run` calls its function once, traces what it does to tensors, and runs that as one program on
+    all cores, each with its own part of the batch. What differs between replicas is therefore a
+    tensor, `replica_id_in_sync_group` too, and Python's own `if` and `print` happen once, for all.
+
+    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four of a CPU.
+
+    Args:
+        resolver: says who the hosts of the slice are, each of which runs the program; by default
+            what PJRT finds, and the environment where there are several.
+        spmd: "manual": each core is a replica with its own part of the batch, as under any
+            other strategy. "auto": there is one replica, whose function sees the global batch,
+            and XLA's partitioner spreads over the cores what follows from the batch.
+        steps_per_execution: so many runs are traced into one program, which is run with the last
+            of them; results can be read then (earlier, they are computed for themselves).
+        gradient_reduction: as in `CommunicationOptions`.
+
+    Attributes:
+        compilations: how many programs were compiled for runs, and how many of them again.
+
+    Raises:
+        ImportError: torch_xla is not installed.
+        UnsupportedError: no TPU can be initialised.
+        ClusterConfigError: the slice has other hosts than the resolver says.
+    """
+
+    def __init__(
+        self,
+        resolver: TPUClusterResolver | None = None,
+        *,
+        spmd: Literal["manual", "auto"] = "manual",
+        steps_per_execution: int = 1,
+        gradient_reduction: GradientReduction = "mean",
+    ) -> None:
+        if spmd not in ("manual", "auto"):
+            raise ValueError(f'spmd must be "manual" or "auto", got {spmd!r}')
+        if steps_per_execution < 1:
+            raise ValueError(f"steps_per_execution must be positive, got {steps_per_execution}")
+        if gradient_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
+            )
+        self._is_auto = spmd == "auto"
+        found = find_slice(resolver, not self._is_auto)
+        self._mesh = found.mesh
+        self._hosts = None if self._is_auto else found.hosts  # that have replicas of their own
+        replicas = 1 if self._is_auto else self._mesh.size
+        worker, workers = (0, 1)
+        if self._hosts is not None:
+            worker, workers = self._hosts.rank, self._hosts.world_size
+        super().__init__(
+            [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
+        )
+        self._members = XlaMembers(self._mesh, replicas, found.hosts)
+        self._communicator: Communicator | None = None
+        self._gradients: XlaGradients | None = None
+        if replicas > 1:
+            peers = None if self._hosts is None else self._hosts.engine
+            self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
+            self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
+        self._steps = steps_per_execution
+        self._runs = XlaRuns(
+            self,
+            self._mesh,
+            self._members,
+            self._communicator,
+            self._gradients,
+            steps_per_execution,
+            self._to_host,
+        )
+        self.compilations = self._runs.compilations
+
+    def __repr__(self) -> str:
+        return (
+            f"<fastdist.TPUStrategy {self.num_replicas_in_sync} replicas, "
+            f"{self._mesh.size} {self._mesh.kind} devices>"
+        )
+
+    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        self._runs.metrics.adopt(roots, self.num_replicas_in_sync)
+        self._members.adopt(roots, made)
+
+    def _input_layout(self) -> InputLayout:
+        return InputLayout(
+            num_replicas=self.num_replicas_in_sync,
+            local_replicas=self.local_replica_ids,
+            num_workers=self._workers,
+            worker=self._worker,
+            devices=self.devices,
+            all_gather_ints=self._all_gather_ints,
+            make_copy=lambda is_even: MeshCopy(self._mesh, is_even, self._is_auto),
+        )
+
+    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        assert self._hosts is not None
+        table: list[list[int]] = self._hosts.all_gather(np.array([values], np.int64)).tolist()
+        return table
+
+    # --- running --------------------------------------------------------------------------------
+
+    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+        return self._runs.run(fn, given, examples)
+
+    def synchronize(self) -> None:
+        """Execute the runs that `steps_per_execution` keeps waiting."""
+        self._runs.synchronize()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A `with` statement: gradients of backward inside stay with their replica."""
+        if self._gradients is None:
+            yield
+            return
+        before, self._gradients.is_enabled = self._gradients.is_enabled, False
+        try:
+            yield
+        finally:
+            self._gradients.is_enabled = before
+
+    # --- values of all replicas -----------------------------------------------------------------
+
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+        if isinstance(value, Variable):
+            value = PerReplica(tuple(self._members.components(value)))
+        if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
+            values: list[Any] = list(self.local_results(value))
+            if len(values) != len(self.devices):
+                values = values * len(self.devices)
+            weights = self._weights(op, value, axis)
+            own = None if weights is None else self._mesh.own(weights)
+            return self._runs.computed(reduce_values(self._hosts, op, values, axis, own))
+        tensor = value.values[0].tensor
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.get_default_dtype())
+        weights = self._weights(op, value, axis)
+        if weights is not None:
+            shape = (-1, *(1,) * (tensor.dim() - 1))
+            share = torch.tensor(weights, dtype=tensor.dtype).view(shape).to(tensor.device)
+            return self._runs.computed(torch.where(share > 0, tensor * share, 0).sum(0))
+        along = 0 if axis is None else (0, axis % (tensor.dim() - 1) + 1)
+        reductions: dict[str, Callable[..., torch.Tensor]] = {
+            "sum": torch.sum,
+            "mean": torch.mean,
+            "min": torch.amin,
+            "max": torch.amax,
+        }
+        return self._runs.computed(reductions[op](tensor, along))
+
+    def _weights(self, op: str, value: Any, axis: int | None) -> list[float] | None:
+        examples = value.examples if type(value) is PerReplica else None
+        if op != "mean" or axis is not None or examples is None:
+            return None
+        is_even = examples.count(examples[0]) == len(examples)
+        if (
+            is_even and self._steps == 1
+        ):  # else it is part of a program, of which there is to be one
+            return None
+        return [count / sum(examples) for count in examples]
+
+    def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
+        if not is_stacked(value) or value.values[0].sizes is not None:
+            return gather_values(self._hosts, self.local_results(value), axis)
+        tensor = value.values[0].tensor
+        axis = check_joinable([tuple(tensor.shape[1:])] * self._mesh.size, axis)
+        return self._runs.computed(torch.cat(list(tensor), axis))
+
+    def _to_host(self, given: Any) -> Any:
+        """Values of all replicas on the CPU, on every host."""
+        self.synchronize()
+
+        def fetched(leaf: Any) -> Any:
+            if not is_stacked(leaf):
+                return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+            own = self.local_results(leaf)
+            if self._hosts is None:
+                return PerReplica(own)
+            everyone = self._hosts.all_gather_object(own)
+            return PerReplica(tuple(value for values in everyone for value in values))
+
+        return map_structure(fetched, given)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of this host's replicas, in order; what `run` returned comes to the CPU.
+
+        Args:
+            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+        """
+        if isinstance(value, Variable):
+            return tuple(self._members.components(value))
+        if is_stacked(value):
+            stacked = value.values[0]
+            rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
+            return tuple(stacked.parts(rows, self._mesh.local))
+        return value.values if type(value) is PerReplica else (value,)
+
+    def update(
+        self,
+        variable: nn.Parameter | Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `fn(component, *args, **kwargs)`, traced once for all replicas.
+
+        A parameter has one component, which all replicas change alike.
+        """
+
+        def call(*own_args: Any, **own_kwargs: Any) -> Any:
+            component = variable.component if isinstance(variable, Variable) else variable
+            with torch.no_grad():
+                return fn(component, *own_args, **own_kwargs)
+
+        return self._run(call, (tuple(args), kwargs or {}), None)
+
+    def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
+        """Per-replica values made by `fn(context)`, called once for each replica in turn."""
+        made = [
+            fn(ReplicaContext(self, None, self._runs.merge, replica))
+            for replica in range(len(self.devices))
+        ]
+        return made[0] if self._communicator is None else regroup(made)
+
+    def check_in_sync(self) -> None:
+        """Check that parameters and buffers are the same bits on every device."""
+        self._members.require_in_sync()

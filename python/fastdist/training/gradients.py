@@ -1,0 +1,406 @@
+"""Reduces the gradients of one replica with those of the others while backward still runs.
+
+Parameters are put into buckets, the last ones first, as backward reaches them. A hook at each
+parameter notes that its gradient is there; as soon as a bucket is complete, and all before it have
+gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward what is left
+is sent too, and all is waited for: when `backward()` returns, `.grad` is what one device would have
+computed on the global batch.
+
+The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
+A parameter that took no part on this replica contributes zeros; each bucket carries a number per
+parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. On
+GPUs the host would have to wait for that number: there replicas ask each other over their hosts, at
+the end of backward. They do so too where a strategy has several models, and leave out buckets that
+nobody has anything for: a step of a GAN's discriminator sends nothing of the generator.
+
+Gradients are weighted by examples as they are sent. What `no_sync` keeps back is weighted as it
+comes instead, since the batch that it is sent with weighs otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.autograd.variable import Variable
+
+from fastdist.collectives.communicator import Communicator, Compression, Work
+from fastdist.errors import FastdistError
+from fastdist.training.buffers import BufferSync
+from fastdist.training.modules import is_materialized
+
+GradientReduction = Literal["mean", "sum"]
+
+
+class GradientHook(partial):  # type: ignore[type-arg]
+    """A hook that this module has put at a parameter, to be told from those of users."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Parameters whose gradients travel together."""
+
+    indices: list[int]
+    used: torch.Tensor  # per parameter: how many replicas used it
+    waiting: int = 0  # for so many gradients
+    sent: list[torch.Tensor] = field(default_factory=list)
+    work: Work | None = None
+
+
+class GradientSync:
+    """Keeps the gradients of one replica's parameters equal to those of all other replicas.
+
+    Args:
+        communicator: of all replicas, and for nothing else.
+        questions: of all replicas too, and not in use in backward.
+        parameters: name and parameter, in the same order on all replicas; each only once.
+        models: for each parameter the number of the model that it is part of.
+        sparse: ids of the parameters whose gradients are sparse.
+        buffers: of the same modules; averaged at the end of backward where they were written.
+        reduction: "mean", weighted by the examples of each replica, or "sum".
+        bucket_bytes: gradients that travel together are at most so large, or a single one.
+        compress: as for `Communicator.all_reduce`.
+        on_one_device: reduce on the first replica, which then sends the result.
+        in_run_only: other replicas of this process take part in `run` alone, so that backward
+            outside it is an error.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        questions: Communicator,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        models: Sequence[int],
+        sparse: Set[int],
+        buffers: BufferSync,
+        *,
+        reduction: GradientReduction = "mean",
+        bucket_bytes: int,
+        compress: Compression | None = None,
+        on_one_device: bool = False,
+        in_run_only: bool = False,
+    ) -> None:
+        self.examples: tuple[int, ...] | None = None
+        self._enabled = True
+        self._communicator = communicator
+        self._questions = questions
+        self._models = models
+        self._has_several_models = len(set(models)) > 1
+        self._is_on_gpu = False
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
+        self._buffer_sync = buffers
+        self._reduction = reduction
+        self._compress = compress
+        self._on_one_device = on_one_device
+        self._is_expected = not in_run_only
+        self._in_run_only = in_run_only
+        self._task = -1  # backward that is under way
+        self._arrived = [False] * len(self._parameters)
+        self._held: set[int] = set()  # gradients that no_sync has kept back
+        self._global: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bucket_bytes = bucket_bytes
+        self._trainable: list[bool] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._next = 0  # bucket to send
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooked: set[int] = set()
+        self._weighs_early = False  # hooks before gradients are there too
+        self.watch()
+
+    def watch(self) -> None:
+        """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
+        if len(self._hooked) == len(self._parameters):
+            return
+        for i, parameter in enumerate(self._parameters):
+            if i in self._hooked or not _is_trainable(parameter):
+                continue
+            self._hooked.add(i)
+            after = GradientHook(_call, weakref.WeakMethod(self._on_gradient), i)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            if self._reduction == "sum":
+                self._watch_before(i, self._before_gradient)
+            elif self._weighs_early:
+                self._watch_before(i, self._weighted)
+
+    def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
+        hook = GradientHook(_call, weakref.WeakMethod(method), i)
+        self._hooks.append(self._parameters[i].register_hook(hook))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While it is open, gradients of backward stay here; the next backward sends them too."""
+        if self._reduction == "mean" and not self._weighs_early:
+            self._weighs_early = True
+            for i in sorted(self._hooked):
+                self._watch_before(i, self._weighted)
+        self._enabled = False
+        try:
+            yield
+        finally:
+            self._enabled = True
+
+    @contextlib.contextmanager
+    def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
+        """While it is open, a replica computes on its part of a batch.
+
+        Args:
+            examples: in each replica's part; None where all weigh the same. A replica without
+                any leaves its buffers as they were.
+        """
+        self.examples = examples
+        self._is_expected = True
+        self.watch()
+        if examples is not None and examples[self._communicator.rank] == 0:
+            self._buffer_sync.keep()
+        try:
+            yield
+        finally:
+            self._buffer_sync.restore()
+            self.examples = None
+            self._is_expected = not self._in_run_only
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether the running thread is in a backward whose gradients are not reduced yet."""
+        return self._task != -1 and self._task == torch._C._current_graph_task_id()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def require_reduced(self) -> None:
+        """Check that no gradient was made where nothing watched for it.
+
+        Raises:
+            FastdistError: all parameters were frozen when the run began, and are not any more.
+        """
+        if len(self._hooked) == len(self._parameters):
+            return
+        for i, parameter in enumerate(self._parameters):
+            if i not in self._hooked and parameter.grad is not None and _is_trainable(parameter):
+                raise FastdistError(
+                    f"{self._names[i]} was unfrozen in the middle of run, and its gradient is that "
+                    "of one replica; call requires_grad_() before run"
+                )
+
+    def _before_gradient(self, i: int, gradient: object = None) -> None:
+        """A sum that is accumulated into: its parts on all replicas must add up to itself."""
+        grad = self._parameters[i].grad
+        known = self._global.pop(i, None)
+        if grad is not None and known is not None and known() is grad:
+            grad.div_(self._communicator.world_size)
+
+    def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient that is held, or added to one that is, has its weight from the beginning."""
+        weight = self._weight()
+        if weight is None or (self._enabled and i not in self._held):
+            return None
+        if weight == 0.0:  # of an empty batch: NaN, often
+            return torch.zeros_like(gradient)
+        return gradient * (weight * self._communicator.world_size)
+
+    def _on_gradient(self, i: int, parameter: object) -> None:
+        if not self._enabled:
+            self._held.add(i)
+            return
+        if not self._is_expected:
+            raise FastdistError(
+                f"backward has reached {self._names[i]} outside run, where the other replicas of "
+                "this process take no part; call it in strategy.run(...)"
+            )
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        self._arrived[i] = True
+        bucket = self._bucket_of.get(i)
+        if bucket is None:
+            return  # sparse: at the end
+        bucket.waiting -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _begin(self, task: int) -> None:
+        self._abandon()  # a backward that raised in the middle
+        self._task = task
+        self._next = 0
+        self._arrived = [False] * len(self._parameters)
+        trainable = [_is_trainable(parameter) for parameter in self._parameters]
+        if trainable != self._trainable:
+            self._make_buckets(trainable)
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.indices)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _abandon(self) -> None:
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                with contextlib.suppress(FastdistError):
+                    bucket.work.wait()
+            bucket.work = None
+            bucket.sent = []
+
+    def _send(self, bucket: _Bucket) -> None:
+        arrived = [self._arrived[i] for i in bucket.indices]
+        bucket.sent = [self._contribution(i) for i in bucket.indices]
+        if all(arrived):
+            bucket.used.fill_(1)
+        else:
+            bucket.used.copy_(torch.tensor(arrived))
+        op: GradientReduction = self._reduction
+        if op == "mean" and (weight := self._weight()) is not None:
+            op = "sum"
+            self._weigh(bucket, weight)
+        sent = bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
+        if self._on_one_device:
+            self._communicator.reduce(sent, op, 0, async_op=True)
+            bucket.work = self._communicator.broadcast(sent, 0, async_op=True)
+        else:
+            bucket.work = self._communicator.all_reduce(
+                sent, op, compress=self._compress, async_op=True
+            )
+
+    def _weigh(self, bucket: _Bucket, weight: float) -> None:
+        fresh: list[torch.Tensor] = []
+        held: list[torch.Tensor] = []
+        for i, gradient in zip(bucket.indices, bucket.sent, strict=True):
+            (held if i in self._held else fresh).append(gradient)
+        if fresh and weight == 0.0:
+            torch._foreach_zero_(fresh)
+        elif fresh:
+            torch._foreach_mul_(fresh, weight)
+        if held:
+            torch._foreach_div_(held, self._communicator.world_size)
+
+    def _weight(self) -> float | None:
+        """This replica's share of the examples; None where all have the same."""
+        examples = self.examples
+        if examples is None or examples.count(examples[0]) == len(examples):
+            return None
+        return examples[self._communicator.rank] / sum(examples)
+
+    def _contribution(self, i: int) -> torch.Tensor:
+        parameter = self._parameters[i]
+        if parameter.grad is not None:
+            if self._reduction == "sum" and not self._arrived[i]:
+                self._before_gradient(i)
+            return parameter.grad
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    @_disable_dynamo
+    def _finish(self) -> None:
+        used = self._used_by_anyone()
+        wanted = self._wanted(used)
+        for at, bucket in enumerate(self._buckets[self._next :], start=self._next):
+            if wanted[at]:
+                self._send(bucket)
+        self._next = len(self._buckets)
+        self._task = -1
+        work = self._buffer_sync.send()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                self._receive(bucket, bucket.work, used)
+        for i, is_wanted in zip(self._sparse, wanted[len(self._buckets) :], strict=True):
+            if self._trainable[i] and is_wanted:
+                self._reduce_sparse(i)
+        if work is not None:
+            work.wait()
+        self._held.clear()
+        self.watch()  # what was unfrozen since this run began
+
+    def _used_by_anyone(self) -> list[bool] | None:
+        """Of each parameter, whether any replica has a gradient for it; None: buckets will tell."""
+        if not (self._has_several_models or self._is_on_gpu):
+            return None
+        by_anyone = torch.tensor(
+            [arrived or i in self._held for i, arrived in enumerate(self._arrived)]
+        )
+        self._questions.all_reduce(by_anyone, "max")
+        used: list[bool] = by_anyone.tolist()
+        return used
+
+    def _wanted(self, used: list[bool] | None) -> list[bool]:
+        """Of each bucket and each sparse parameter: whether it must be reduced."""
+        groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
+        if used is None or not self._has_several_models:
+            return [True] * len(groups)
+        return [any(used[i] for i in group) for group in groups]
+
+    def _receive(self, bucket: _Bucket, work: Work, used: list[bool] | None) -> None:
+        work.wait()
+        for place, i in enumerate(bucket.indices):
+            parameter = self._parameters[i]
+            is_used = bucket.used[place] > 0 if used is None else used[i]
+            if parameter.grad is None and is_used:
+                parameter.grad = bucket.sent[place]
+            if self._reduction == "sum" and parameter.grad is not None:
+                self._global[i] = weakref.ref(parameter.grad)
+        bucket.work = None
+        bucket.sent = []
+
+    def _reduce_sparse(self, i: int) -> None:
+        """All replicas' rows; equal ones are added up."""
+        parameter = self._parameters[i]
+        rows = None
+        if parameter.grad is not None:
+            if not self._arrived[i]:
+                self._before_gradient(i)
+            grad = parameter.grad.coalesce()
+            rows = grad.indices().cpu(), (grad.values() * self._share(i)).cpu()
+        parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
+        if not parts:
+            return
+        indices = torch.cat([part[0] for part in parts], 1).to(parameter.device)
+        values = torch.cat([part[1] for part in parts]).to(parameter.device)
+        size = parameter.shape
+        grad = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
+        parameter.grad = grad.coalesce()
+        if self._reduction == "sum":
+            self._global[i] = weakref.ref(parameter.grad)
+
+    def _share(self, i: int) -> float:
+        """What a replica's gradient is multiplied with before all are added up."""
+        if self._reduction == "sum":
+            return 1.0
+        weight = None if i in self._held else self._weight()
+        return 1.0 / self._communicator.world_size if weight is None else weight
+
+    def _make_buckets(self, trainable: list[bool]) -> None:
+        self._trainable = trainable
+        self._is_on_gpu = any(parameter.is_cuda for parameter in self._parameters)
+        groups: list[list[int]] = []
+        size = 0
+        for i in reversed(range(len(self._parameters))):
+            if not trainable[i] or i in self._sparse:
+                continue
+            bytes_ = self._parameters[i].numel() * self._parameters[i].element_size()
+            is_other = bool(groups) and self._models[i] != self._models[groups[-1][0]]
+            if not groups or is_other or size + bytes_ > self._bucket_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(i)
+            size += bytes_
+        self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+
+
+def _is_trainable(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and is_materialized(parameter)
+
+
+@_disable_dynamo
+def _call(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """A hook keeps no strategy alive: Python cannot collect what torch's hooks refer to."""
+    found = method()
+    result: torch.Tensor | None = None if found is None else found(i, gradient)
+    return result

@@ -1,0 +1,112 @@
+"""A step as a CUDA graph: captured once, replayed by one launch instead of thousands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.per_replica import leaves, map_structure
+
+# Calls before the capture: libraries choose their kernels, communicators connect.
+_RUN_IN = 3
+_MOST_GRAPHS = 8  # each keeps memory of its own
+
+Replay = Callable[[], Any]
+
+
+def capture_graph(step: Callable[[], Any]) -> Replay:
+    """Capture what `step` does on the current GPU; what it does elsewhere is done now, and once."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, those that load data, may do what a capture of this thread could not.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class GraphedStep:
+    """What `Strategy.make_graphed` returns; called in `run`, by the one replica of this process.
+
+    Args:
+        step: the user's function.
+        capture: makes a function that does again what a function has done on the GPU.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], capture: Callable[[Callable[[], Any]], Replay]
+    ) -> None:
+        self._step = step
+        self._capture = capture
+        self._calls: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, tuple[list[torch.Tensor], Replay]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the step, or replay it."""
+        replica = state.replica
+        if replica is None:
+            raise RuntimeError("a graphed step must be called by strategy.run")
+        if _is_uneven(replica):  # weighs gradients by numbers that a graph would keep
+            return self._step(*args, **kwargs)
+        given = (args, kwargs)
+        key = _kind_of(given)
+        if key not in self._graphs:
+            calls = self._calls[key] = self._calls.get(key, 0) + 1
+            if calls <= _RUN_IN or not self._has_room():
+                return self._step(*args, **kwargs)
+            self._graphs[key] = self._captured(given)
+        inputs, replay = self._graphs[key]
+        for own, theirs in zip(inputs, _tensors_of(given), strict=True):
+            own.copy_(theirs)
+        return map_structure(_copied, replay())
+
+    def _captured(self, given: Any) -> tuple[list[torch.Tensor], Replay]:
+        args, kwargs = map_structure(_copied, given)
+        return _tensors_of((args, kwargs)), self._capture(lambda: self._step(*args, **kwargs))
+
+    def _has_room(self) -> bool:
+        if len(self._graphs) < _MOST_GRAPHS:
+            return True
+        warnings.warn(
+            f"a graphed step was called with more than {_MOST_GRAPHS} kinds of arguments (shapes, "
+            "dtypes, values that are no tensors); further ones run without a graph. Pad batches to "
+            "a few shapes",
+            stacklevel=4,
+        )
+        return False
+
+
+def _is_uneven(replica: ReplicaContext) -> bool:
+    examples = replica.examples
+    return examples is not None and examples.count(examples[0]) != len(examples)
+
+
+def _kind_of(given: Any) -> Hashable:
+    """Equal for arguments that one graph serves."""
+
+    def kind(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if type(leaf).__hash__ is None:
+            raise TypeError(
+                "arguments of a graphed step must be tensors or hashable, since a graph keeps "
+                f"them, got {type(leaf).__name__}"
+            )
+        return leaf
+
+    return repr(map_structure(lambda leaf: None, given)), tuple(map(kind, leaves(given)))
+
+
+def _tensors_of(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(given) if isinstance(leaf, torch.Tensor)]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

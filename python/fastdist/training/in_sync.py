@@ -1,0 +1,37 @@
+"""Proves that replicas hold the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.errors import FastdistError
+from fastdist.training.modules import tensor_digest
+
+
+def require_in_sync(
+    workers: Communicator | None, replicas: Sequence[Sequence[tuple[str, torch.Tensor]]]
+) -> None:
+    """Compare hashes of named tensors over all replicas. Every worker must call.
+
+    Args:
+        workers: all processes; None where there is only this one.
+        replicas: for each local replica, its tensors by name.
+
+    Raises:
+        FastdistError: they differ; the message names the first tensor and who differs from
+            replica 0.
+    """
+    digests = [[tensor_digest(tensor) for _, tensor in named] for named in replicas]
+    if workers is not None:
+        digests = [rows for worker in workers.all_gather_object(digests) for rows in worker]
+    for i, (name, _) in enumerate(replicas[0]):
+        differing = tuple(r for r, rows in enumerate(digests) if rows[i] != digests[0][i])
+        if differing:
+            raise FastdistError(
+                f"replicas are out of sync: {name} differs on replicas {list(differing)} from "
+                f"replica 0. Was it changed on one replica only?",
+                differing,
+            )

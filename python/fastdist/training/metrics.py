@@ -1,0 +1,324 @@
+"""Metrics of torchmetrics in a strategy: each replica updates its own, `compute` joins them all.
+
+A metric or collection made in the scope stays torchmetrics' object, of a class that derives from
+its old one. In `run` it is the replica's own, and `compute` gathers all replicas' states; outside,
+`compute` and `reset` are called on every replica. Copies and pickles are of the old class.
+torchmetrics is never imported here: who makes a metric has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.replicas.context import Replicas, state
+from fastdist.training.metric_states import join_states
+
+_STRATEGY = "_fastdist_strategy"
+_GROUPED = "_fastdist_grouped"
+_classes: dict[type, type] = {}
+
+
+class _Strategy(Replicas, Protocol):
+    def run(self, fn: Callable[[], Any]) -> Any: ...
+
+
+class _ThreadState(threading.local):
+    """Whether the thread is in a metric's `forward`, which is about this replica's batch alone."""
+
+    alone = False
+
+
+_thread = _ThreadState()
+
+
+def _kinds() -> tuple[type[nn.Module], ...]:
+    library = sys.modules.get("torchmetrics")
+    found = (getattr(library, name, None) for name in ("Metric", "MetricCollection"))
+    return tuple(kind for kind in found if kind is not None)
+
+
+@contextlib.contextmanager
+def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
+    """While it is open, `note` gets every metric and collection that is made or copied."""
+    watched: set[type[nn.Module]] = set()
+    with contextlib.ExitStack() as stack:
+
+        def look(module: Any = None) -> None:
+            for kind in _kinds():
+                if kind not in watched:  # it may be imported while this is open
+                    watched.add(kind)
+                    stack.enter_context(_watch_calls(kind, "__setstate__", look))
+                if isinstance(module, kind):
+                    note(module)
+
+        stack.enter_context(_watch_calls(nn.Module, "__init__", look))
+        look()
+        yield
+
+
+@contextlib.contextmanager
+def _watch_calls(kind: type, name: str, note: Callable[[Any], None]) -> Iterator[None]:
+    original, inherited = getattr(kind, name), name not in kind.__dict__
+
+    @functools.wraps(original)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        note(self)
+
+    setattr(kind, name, watched)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, original)
+
+
+def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
+    """Make the metrics inside modules those of a strategy of several replicas."""
+    for module in metrics_in(roots):
+        if not is_adopted(module):
+            _adopt(module, strategy)
+
+
+def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The metrics and collections inside modules."""
+    kinds = _kinds()
+    return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
+
+
+def adopt_twins(module: nn.Module, twins: Sequence[nn.Module]) -> None:
+    """Where a module is an adopted metric: the same for its copies, which begin with nothing."""
+    for twin in twins:
+        if is_adopted(module) and not is_adopted(twin):
+            _adopt(twin, module.__dict__[_STRATEGY])
+            with _alone():
+                twin.reset()  # type: ignore[operator]
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Whether a module is a strategy's metric or collection of metrics."""
+    return _STRATEGY in module.__dict__
+
+
+def is_state(module: nn.Module, name: str) -> bool:
+    """Whether an attribute is part of what an adopted metric counts, on each replica by itself."""
+    states = module.__dict__.get("_defaults", ())
+    return is_adopted(module) and (name.startswith("_") or name in states)
+
+
+def _adopt(metric: Any, strategy: _Strategy) -> None:
+    kind = type(metric)
+    if kind not in _classes:
+        is_collection = issubclass(kind, sys.modules["torchmetrics"].MetricCollection)
+        _classes[kind] = (_collection_class if is_collection else _metric_class)(kind)
+    metric.__dict__[_STRATEGY] = strategy
+    for name, call in (("update", _update), ("compute", _compute)):
+        if name in metric.__dict__:  # Metric, but not MetricCollection, has them in each object
+            metric.__dict__[name] = functools.wraps(metric.__dict__[name])(
+                functools.partial(call, metric, metric.__dict__[name])
+            )
+    object.__setattr__(metric, "__class__", _classes[kind])
+
+
+def _is_outside() -> bool:
+    return state.replica is None and not _thread.alone
+
+
+def _has_no_examples() -> bool:
+    context = state.replica
+    if context is None or context.examples is None:
+        return False
+    return context.examples[context.replica_id_in_sync_group] == 0
+
+
+def _communicator() -> Communicator | None:
+    return None if state.replica is None else state.replica.communicator
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    before, _thread.alone = _thread.alone, True
+    try:
+        yield
+    finally:
+        _thread.alone = before
+
+
+def _everywhere(metric: Any, call: Callable[[], Any]) -> Any:
+    """Call on every replica of this process; what the first one gives."""
+    results = []
+
+    def step() -> None:
+        result = call()
+        if state.replica is not None and state.replica.local_replica == 0:
+            results.append(result)
+
+    with torch.random.fork_rng(devices=[]):  # a metric draws no random numbers
+        metric.__dict__[_STRATEGY].run(step)
+    return results[0]
+
+
+def _update(metric: Any, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if _thread.alone or not _has_no_examples():
+        update(*args, **kwargs)
+
+
+def _compute(metric: Any, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _is_outside():
+        return _everywhere(metric, lambda: metric.compute(*args, **kwargs))
+    if "_computed" in metric.__dict__:
+        metric._computed = None  # another replica may have been updated since
+    return compute(*args, **kwargs)
+
+
+def _reset(metric: Any, reset: Callable[[], None]) -> None:
+    if _is_outside():
+        _everywhere(metric, lambda: metric.reset())
+    else:
+        reset()
+
+
+def _plain_reduce(metric: Any, plain: type) -> Any:
+    stripped: Any = object.__new__(plain)
+    own = metric.__dict__.items()
+    stripped.__dict__.update((k, v) for k, v in own if not k.startswith("_fastdist"))
+    return stripped.__reduce_ex__(1)  # later protocols check that the class is the object's
+
+
+def _gathered(*_: Any, **__: Any) -> None:
+    """Stands for `join_states` where torchmetrics hands a `dist_sync_fn` on."""
+
+
+def _metric_class(plain: Any) -> type:
+    class Adopted(plain):  # type: ignore[misc]
+        @property
+        def update_called(self) -> bool:
+            """In `run` perhaps another replica's was."""
+            return super().update_called or _communicator() is not None
+
+        def reset(self) -> None:
+            _reset(self, super().reset)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            context = state.replica
+            if context is None:
+                with _alone():
+                    return super().forward(*args, **kwargs)
+            if self.dist_sync_on_step or not _has_no_examples():
+                return super().forward(*args, **kwargs)
+            lists = [isinstance(default, list) for default in self._defaults.values()]
+            if any(lists) or None in self._reductions.values():
+                return torch.tensor(torch.nan)  # of these torchmetrics has no value of nothing
+            kept = {**self._copy_state_dict(), "_update_count": self._update_count}
+            value = super().forward(*args, **kwargs)  # of nothing: it must not count
+            for name, before in kept.items():
+                setattr(self, name, before)
+            return value
+
+        def sync(
+            self,
+            dist_sync_fn: Any = None,
+            process_group: Any = None,
+            should_sync: bool = True,
+            distributed_available: Any = None,
+        ) -> None:
+            if dist_sync_fn is None:
+                dist_sync_fn, distributed_available = _gathered, lambda: _communicator() is not None
+            super().sync(dist_sync_fn, process_group, should_sync, distributed_available)
+
+        def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+            communicator = _communicator()
+            if dist_sync_fn is _gathered and communicator is not None:
+                join_states(self, communicator)
+            else:
+                super()._sync_dist(dist_sync_fn, process_group)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            """With persistent states those of all replicas: every worker must call then."""
+            make = super().state_dict
+            if not _is_outside() or not any(self._persistent.values()):
+                return make(*args, **kwargs)
+
+            def joined() -> Any:
+                with self.sync_context():
+                    assert state.replica is not None
+                    return make(*args, **kwargs) if state.replica.local_replica == 0 else None
+
+            return _everywhere(self, joined)
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+            """What is loaded counts once, as the first replica's."""
+            is_held = any(prefix + name in state_dict for name in self._defaults)
+            if is_held:
+                self.reset()
+            super()._load_from_state_dict(state_dict, prefix, *args)
+            replicas = self.__dict__[_STRATEGY].local_replica_ids
+            if is_held and replicas[state.replica.local_replica if state.replica else 0] > 0:
+                with _alone():
+                    self.reset()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain_reduce(self, plain)
+
+    return _named_as(plain, Adopted)
+
+
+def _collection_class(plain: Any) -> type:
+    class Adopted(plain):  # type: ignore[misc]
+        _groups: dict[int, list[str]]
+
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            _update(self, super().update, *args, **kwargs)
+
+        def compute(self) -> Any:
+            value = _compute(self, super().compute)
+            communicator = _communicator()
+            if communicator is not None and self._enable_compute_groups is True:
+                self._agree_on_groups(communicator)
+            return value
+
+        def reset(self) -> None:
+            _reset(self, super().reset)
+
+        def _merge_compute_groups(self) -> None:
+            """A replica's first batch is too little to tell which metrics have the same states."""
+
+        def _agree_on_groups(self, communicator: Communicator) -> None:
+            """Metrics whose states are the same on every replica are updated as one from now on."""
+            if _GROUPED in self.__dict__:
+                return
+            if self._groups_checked:
+                super()._merge_compute_groups()
+            gathered = communicator.all_gather_object((self._groups_checked, self._groups))
+            everyone = [groups.values() for is_checked, groups in gathered if is_checked]
+            if everyone:
+                places = {
+                    name: tuple(next(g for g in groups if name in g)[0] for groups in everyone)
+                    for name in self._modules
+                }
+                alike = itertools.groupby(sorted(places, key=places.__getitem__), places.get)
+                self._groups = {i: list(names) for i, (_, names) in enumerate(alike)}
+                self.__dict__[_GROUPED] = True
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain_reduce(self, plain)
+
+    return _named_as(plain, Adopted)
+
+
+def _named_as(plain: type, kind: type) -> type:
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(kind, name, getattr(plain, name))
+    return kind

@@ -1,0 +1,138 @@
+"""What happens before an optimizer of a strategy steps, in `run` or outside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fastdist.errors import FastdistError
+from fastdist.replicas.context import ReplicaContext, state
+from fastdist.training.gradients import GradientReduction, GradientSync
+
+
+class OptimizerSteps:
+    """Watches steps of optimizers that hold a strategy's parameters, as long as it lives.
+
+    In `run` it refuses optimizers made outside the scope: where several replicas share a process,
+    such an optimizer would change replica 0 alone. A closure's loss becomes that of the global
+    batch, since optimizers decide by it how far to go, and replicas must decide alike.
+
+    Args:
+        reduction: of the strategy's gradients, and so of closures' losses.
+    """
+
+    def __init__(self, reduction: GradientReduction) -> None:
+        self.taken_outside: set[int] = set()  # ids of optimizers that have stepped outside `run`
+        self._reduction = reduction
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # those replaced too
+        self._known: dict[int, torch.optim.Optimizer] = {}
+        self._syncs: Sequence[GradientSync] = ()
+
+    def watch(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        parameters: Iterable[torch.Tensor],
+        syncs: Sequence[GradientSync],
+    ) -> None:
+        """Name the strategy's own: optimizers, the parameters that only they may change, syncs."""
+        if syncs and not self._syncs:
+            hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
+            weakref.finalize(self, hook.remove)
+        self._known = {id(optimizer): optimizer for optimizer in optimizers}
+        self._parameters |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._syncs = syncs
+
+    @_disable_dynamo
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        context = state.replica
+        if id(optimizer) not in self._known:
+            if context is not None and context.communicator is not None:
+                self._require_foreign(optimizer)
+            return None
+        self.require_allowed(optimizer)
+        if context is None:
+            self.taken_outside.add(id(optimizer))
+            return None
+        if "closure" in kwargs:
+            kwargs = {**kwargs, "closure": self._global(context, kwargs["closure"])}
+        elif len(args) > 1:
+            args = (args[0], self._global(context, args[1]), *args[2:])
+        else:
+            return None
+        return args, kwargs
+
+    def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that one of the strategy's optimizers may step in the running thread now.
+
+        Raises:
+            FastdistError: its gradients are not those of all replicas.
+            ValueError: it holds a parameter that is not the strategy's.
+        """
+        if any(sync.is_reducing for sync in self._syncs):
+            raise FastdistError(
+                f"{type(optimizer).__name__}.step() was called in the middle of backward, where "
+                "gradients are still those of one replica; call it when backward() has returned"
+            )
+        context = state.replica
+        if context is None:
+            return
+        if self._syncs:
+            self._syncs[context.local_replica].require_reduced()
+        if context.local_replica == 0:  # others have copies of what is held besides
+            self._require_own(optimizer)
+
+    def _is_own(self, parameter: torch.Tensor) -> bool:
+        known = self._parameters.get(id(parameter))
+        return known is not None and known() is parameter
+
+    def _require_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            if any(map(self._is_own, group["params"])):
+                raise ValueError(
+                    f"{type(optimizer).__name__} was made outside the scope of the strategy whose "
+                    "parameters it holds; make it inside `with strategy.scope():`"
+                )
+
+    def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not self._is_own(parameter):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is in none of the strategy's modules: make "
+                        "its module in the scope, or pass it to strategy.mirror"
+                    )
+
+    def _global(self, context: ReplicaContext, closure: Any) -> Any:
+        if closure is None:
+            return None
+
+        def reduced() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            part = torch.as_tensor(loss).detach()
+            # A replica without examples has no loss: NaN, often.
+            part = part * context.weight if context.weight else torch.zeros_like(part)
+            return context.all_reduce(self._reduction, part)
+
+        return reduced
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that its being registered does not keep alive."""
+    known = weakref.WeakMethod(method)
+
+    @_disable_dynamo
+    def call(*args: Any) -> Any:
+        found = known()
+        return None if found is None else found(*args)
+
+    return call

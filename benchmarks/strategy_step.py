@@ -1,7 +1,7 @@
 """Times training steps under strategies, next to plain torch and DistributedDataParallel.
 
-    fastdist run -n 2 benchmarks/strategy_step.py        replicas as processes, DDP, independent
-    python benchmarks/strategy_step.py                   replicas as threads, one replica, plain
+    fastdist run -n 2 benchmarks/strategy_step.py        strategies, by hand, DDP, independent
+    python benchmarks/strategy_step.py                   one replica, and plain torch
 
 All ways take turns in one run, on the same data. Prints one JSON object per model: milliseconds
 per step (p50 of the slowest rank) and the ratios that there are bars for.
@@ -71,11 +71,28 @@ def ddp_step(make: Callable[[], nn.Module], batch: Any) -> Step:
     return lambda: train_step(model, optimizer, *batch)
 
 
-def strategy_step(strategy: fd.Strategy, make: Callable[[], nn.Module], batches: Any) -> Step:
+def step_by_hand(comm: fd.Communicator, make: Callable[[], nn.Module], batch: Any) -> Step:
+    """One fused all_reduce of all gradients after backward."""
+    model = make()
+    comm.broadcast([parameter.detach() for parameter in model.parameters()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        comm.all_reduce([parameter.grad for parameter in model.parameters()], op="mean")
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def strategy_step(strategy: fd.Strategy, make: Callable[[], nn.Module], batch: Any) -> Step:
     with strategy.scope():
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = (fd.PerReplica(tuple(leaf)) for leaf in zip(*batches, strict=True))
+    x, y = (fd.PerReplica((leaf,)) for leaf in batch)
     return lambda: strategy.run(train_step, args=(model, optimizer, x, y))
 
 
@@ -127,10 +144,12 @@ def by_processes(comm: fd.Communicator, options: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=comm.rank, world_size=comm.world_size)
     for name, make in (("cnn", cnn), ("mlp", mlp)):
-        strategy = fd.MirroredStrategy()
+        strategy, central = fd.MirroredStrategy(), fd.CentralStorageStrategy()
         batch = batch_of(name, comm.rank)
         ways = {
-            "fastdist": strategy_step(strategy, make, [batch]),
+            "fastdist": strategy_step(strategy, make, batch),
+            "by hand": step_by_hand(comm, make, batch),
+            "central storage": strategy_step(central, make, batch),
             "ddp": ddp_step(make, batch),
             "independent": plain_step(make, batch),
             "on a dataset": data_step(strategy, make, batch),
@@ -140,29 +159,27 @@ def by_processes(comm: fd.Communicator, options: argparse.Namespace) -> None:
         if comm.rank == 0:
             ratios = {
                 "of ddp": round(ms["fastdist"] / ms["ddp"], 3),
+                "of by hand": round(ms["fastdist"] / ms["by hand"], 3),
+                "central of mirrored": round(ms["central storage"] / ms["fastdist"], 3),
                 "throughput of independent": round(ms["independent"] / ms["fastdist"], 3),
                 "cost of the dataset": round(ms["on a dataset"] / ms["fastdist"] - 1, 3),
             }
             print(json.dumps({"model": name, "ranks": comm.world_size, "ms": ms, **ratios}))
+    overhead = overhead_us(strategy)
+    if comm.rank == 0:
+        print(json.dumps({"run and reduce of nothing, us": overhead}))
     dist.destroy_process_group()
 
 
-def by_threads(comm: fd.Communicator, options: argparse.Namespace) -> None:
+def alone(comm: fd.Communicator, options: argparse.Namespace) -> None:
     for name, make in (("cnn", cnn), ("mlp", mlp)):
-        two = fd.MirroredStrategy(["cpu:0", "cpu:1"])
         one = fd.MirroredStrategy(["cpu"])
         batch = batch_of(name, 0)
-        ways = {
-            "two threads": strategy_step(two, make, [batch, batch_of(name, 1)]),
-            "one replica": strategy_step(one, make, [batch]),
-            "plain": plain_step(make, batch),
-        }
+        ways = {"one replica": strategy_step(one, make, batch), "plain": plain_step(make, batch)}
         ms = measure(comm, ways, options.rounds, options.steps)
-        two.check_in_sync()
         of_plain = round(ms["one replica"] / ms["plain"], 3)
         print(json.dumps({"model": name, "ms": ms, "one replica of plain": of_plain}))
-    overheads = {"one replica": overhead_us(one), "two threads": overhead_us(two)}
-    print(json.dumps({"run and reduce of nothing, us": overheads}))
+    print(json.dumps({"run and reduce of nothing, us": overhead_us(one)}))
 
 
 def main() -> None:
@@ -174,7 +191,7 @@ def main() -> None:
     if comm.world_size > 1:
         by_processes(comm, options)
     else:
-        by_threads(comm, options)
+        alone(comm, options)
 
 
 if __name__ == "__main__":

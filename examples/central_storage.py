@@ -3,7 +3,7 @@
     python examples/central_storage.py --devices cpu:0 cpu:1 cpu:2
     python examples/central_storage.py --strategy mirrored --devices cpu:0 cpu:1 cpu:2
 
-Loss and accuracy are the same, the memory that the parameters take is not.
+Loss and accuracy are the same; parameters and the optimizer's state are in memory once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def parameter_bytes(strategy: fd.Strategy, model: nn.Module) -> int:
-    """Over the replicas of this process; memory that they share counts once."""
-
-    def storages() -> torch.Tensor:
-        found = [parameter.untyped_storage() for parameter in model.parameters()]
-        return torch.tensor([[storage.data_ptr(), storage.nbytes()] for storage in found])
-
-    sizes: dict[int, int] = {}
-    for rows in strategy.local_results(strategy.run(storages)):
-        sizes.update(rows.tolist())
-    return sum(sizes.values())
+def states(strategy: fd.Strategy, optimizer: torch.optim.Optimizer) -> int:
+    """The number of replicas that keep the optimizer's state."""
+    return int(strategy.reduce("sum", strategy.run(lambda: int(bool(optimizer.state)))))
 
 
 def main() -> None:
@@ -56,7 +48,9 @@ def main() -> None:
         ]
         progress.epoch(epoch + 1, float(torch.stack(losses).mean()), len(train[1]))
     progress.result(digits.accuracy(strategy, model, test, options.global_batch_size))
-    progress.say(f"parameters of this process's replicas: {parameter_bytes(strategy, model)} bytes")
+    replicas = strategy.num_replicas_in_sync
+    kept = states(strategy, optimizer)
+    progress.say(f"the optimizer's state is kept by {kept} of {replicas} replicas")
 
 
 if __name__ == "__main__":

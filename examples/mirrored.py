@@ -1,7 +1,7 @@
 """Trains a small network on handwritten digits, on any number of replicas.
 
-    python examples/mirrored.py --devices cpu:0 cpu:1       replicas are threads
-    fastdist run -n 2 examples/mirrored.py                  replicas are processes
+    python examples/mirrored.py --devices cpu:0 cpu:1       starts the second replica itself
+    fastdist run -n 2 examples/mirrored.py                  the launcher starts both
     python examples/mirrored.py --strategy one_device       the same without replicas
 
 The line that makes the strategy is all that differs; accuracy and loss do not.

@@ -16,14 +16,14 @@ from fastdist.cluster import ClusterSpec, SimpleClusterResolver
 from fastdist.cluster.ports import reserve_port
 from fastdist.ps import Keys
 
-_TASK = "import fastdist as fd; fd.ParameterServerStrategy(devices={!r})"
+_TASK = "import fastdist as fd; fd.ParameterServerStrategy()"
 
 
 class PsCluster:
     """Tasks that serve until they are killed, or until a coordinator ends the job."""
 
-    def __init__(self, workers: int, servers: int, devices: list[str] | None = None) -> None:
-        self._code = _TASK.format(devices)
+    def __init__(self, workers: int, servers: int) -> None:
+        self._code = _TASK
         self._ports: list[socket.socket] = []
 
         def addresses(count: int) -> list[str]:

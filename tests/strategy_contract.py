@@ -5,12 +5,14 @@ A test hands a function to `strategies.run`, which calls it with a strategy once
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import fastdist as fd
 import pytest
 import torch
 from fastdist import Strategy
+from fastdist.errors import PeerFailureError
 from strategy_pieces import (
     replica_id,
 )
@@ -143,8 +145,8 @@ class StrategyContract:
                 return id(component)
 
             ids = strategy.update(model.weight, put, args=(amount,))
-            copies = len(strategy.devices) if copies_parameters else 1
-            assert len(set(strategy.local_results(ids))) == copies
+            own = strategy.local_results(ids)
+            assert own == (id(model.weight),) or not copies_parameters
             strategy.check_in_sync()
             for total in strategy.local_results(strategy.run(lambda: model.weight.sum().item())):
                 assert total == 6.0
@@ -198,17 +200,28 @@ class StrategyContract:
         def case(strategy: Strategy) -> None:
             last = strategy.num_replicas_in_sync - 1
 
-            def failing() -> None:
+            def failing(waits: bool) -> None:
                 if replica_id() == last:
                     raise KeyError("lost")
+                if waits:
+                    fd.get_replica_context().all_reduce("sum", torch.ones(1))
 
-            if last in strategy.local_replica_ids:
-                with pytest.raises(KeyError, match="lost") as caught:
-                    strategy.run(failing)
-                assert any(entry.name == "failing" for entry in caught.traceback)
-            else:
-                strategy.run(failing)
-            assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == last + 1
+            def run(waits: bool) -> None:
+                strategy.run(failing, (waits,))
+                strategy.reduce("sum", 1.0)  # those who did not wait learn of it here
+
+            for waits in (True, False, True):
+                begin = time.monotonic()
+                if last in strategy.local_replica_ids:
+                    with pytest.raises(KeyError, match="lost") as caught:
+                        run(waits)
+                    assert any(entry.name == "failing" for entry in caught.traceback)
+                else:
+                    with pytest.raises(PeerFailureError, match=f"rank {last} has") as failure:
+                        run(waits)
+                    assert failure.value.ranks == (last,)
+                assert time.monotonic() - begin < 5
+                assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == last + 1
 
         strategies.run(case)
 
@@ -239,7 +252,7 @@ class StrategyContract:
             def run_again(given: Strategy) -> None:
                 given.run(lambda: None)
 
-            if len(strategy.devices) > 1:
+            if n > 1:
                 with pytest.raises(RuntimeError, match="run was called while the strategy runs"):
                     strategy.run(lambda: fd.get_replica_context().merge_call(run_again))
 

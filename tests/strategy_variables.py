@@ -9,7 +9,6 @@ import fastdist as fd
 import pytest
 import torch
 from fastdist import PerReplica, Strategy, VariableAggregation, VariableSynchronization
-from fastdist.replicas.per_replica import local_results
 from strategy_pieces import replica_id
 from torch import nn
 
@@ -28,7 +27,7 @@ def made(strategy: Strategy, *args: Any, **kwargs: Any) -> fd.Variable:
 
 def in_replicas(strategy: Strategy, fn: Any) -> list[Any]:
     """What fn returns on the local replicas."""
-    return [box.content for box in local_results(strategy.run(lambda: Box(fn())))]
+    return [strategy.run(lambda: Box(fn())).content]
 
 
 class Box:
@@ -170,12 +169,10 @@ class VariableContract:
             in_replicas(strategy, lambda: None)
             assert v.value == n
 
-        if strategies.runs_in_one_process:
-            strategies.run(case)
+        strategies.run(case)
 
     def test_values_of_other_kinds(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
-            n, local = strategy.num_replicas_in_sync, len(strategy.devices)
             v = made(strategy, 0, synchronization=ON_READ, aggregation=SUM)
             v.assign(2.5)
             assert v.value == 2
@@ -186,28 +183,21 @@ class VariableContract:
             v.load_state_dict({"value": 3.0})
             assert v.value == 3
             own = made(strategy, 0.0)
-            own.assign(PerReplica(tuple(strategy.local_replica_ids)) if local > 1 else n)
-            expected = list(strategy.local_replica_ids) if local > 1 else [n]
-            assert in_replicas(strategy, lambda: int(own.value)) == expected
-            outside = fd.Variable(0)
-            if local > 1:
-                with pytest.raises(ValueError, match="made outside the scope"):
-                    strategy.run(lambda: outside.assign_add(1))
+            own.assign(PerReplica(strategy.local_replica_ids))
+            assert in_replicas(strategy, lambda: int(own.value)) == list(strategy.local_replica_ids)
 
         strategies.run(case)
 
     def test_a_variable_outlives_its_strategy(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
             with strategy.scope():
                 v = fd.Variable(0, synchronization=ON_READ, aggregation=SUM)
             strategy.run(lambda: v.assign_add(1))
-            counted.append((v, strategy.num_replicas_in_sync))
-
-        if strategies.runs_in_one_process:
-            counted: list[tuple[fd.Variable, int]] = []
-            strategies.run(case)
-            v, n = counted[0]
+            del strategy
             assert v.value == n
+
+        strategies.run(case)
 
     def test_update(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -219,7 +209,7 @@ class VariableContract:
                 return x
 
             got = strategy.update(v, fn, args=(parts,))
-            assert list(local_results(got)) == list(parts.values)
+            assert strategy.local_results(got) == parts.values
             seen = in_replicas(strategy, lambda: float(v.value))
             assert seen == [1.0 + i for i in strategy.local_replica_ids]
 

@@ -19,14 +19,13 @@ import fastdist
 import numpy as np
 import pytest
 from fastdist import Communicator
-from fastdist.collectives.init import replica_group
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveTimeoutError,
     FastdistError,
     PeerFailureError,
 )
-from machines import MACHINES, WORLD, MachineRanks, Network, network, ports
+from machines import MACHINES, MachineRanks, Network, network, ports
 from ranks import TESTS, RankError
 from test_engines import check_compression_roughly, reduced_by_place
 
@@ -109,50 +108,6 @@ def test_listens_on_the_given_address_only(ranks: MachineRanks) -> None:
         expected = "".join(f"{octet:02X}" for octet in reversed(octets))
         for rank in members:
             assert set(found[rank]) == {expected}
-
-
-def replicas(comm: Communicator, local: int) -> list[tuple[int, float]]:
-    group = replica_group(comm, local)
-    results: list[Any] = [None] * local
-
-    def train(i: int) -> None:
-        x = np.full(70_001, group[i].rank + 1.0, np.float32)
-        group[i].all_reduce(x, "mean")
-        parts = group[i].all_gather(np.array([group[i].rank]))
-        assert (parts == np.arange(comm.world_size * local)).all()
-        half = group[i].split(group[i].rank % 2)
-        assert half is not None
-        assert half.all_gather(np.array([group[i].rank])).tolist() == [
-            r for r in range(comm.world_size * local) if r % 2 == group[i].rank % 2
-        ]
-        half.close()
-        results[i] = (group[i].rank, float(x[-1]))
-
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(local)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    comm.barrier()  # is still there
-    for member in group:
-        member.close()
-    return results
-
-
-def test_threads_of_processes_of_machines(ranks: MachineRanks) -> None:
-    n = WORLD * 2
-    expected = [(rank, (n + 1) / 2) for rank in range(n)]
-    assert [pair for pairs in ranks.run(replicas, 2) for pair in pairs] == expected
-
-
-def uneven_replicas(comm: Communicator) -> None:
-    with pytest.raises(ClusterConfigError, match="2 on rank 0, 1 on rank 1"):
-        replica_group(comm, 2 if comm.rank == 0 else 1)
-    comm.barrier()
-
-
-def test_processes_must_agree_on_threads(ranks: MachineRanks) -> None:
-    ranks.run(uneven_replicas)
 
 
 def die_amid_calls(comm: Communicator, doomed: int, size: int) -> None:

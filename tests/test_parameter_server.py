@@ -11,7 +11,7 @@ import pytest
 import torch
 from fastdist.ps.client.partition import FixedShards
 from ps_cluster import PsCluster
-from served_net import F, Net, adagrad, batches, make, reference, same, sgd, step
+from served_net import F, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
 
 
@@ -117,48 +117,6 @@ def test_synchronous_weights_are_examples(cluster: PsCluster) -> None:
     coordinator.join()
     step(other, other_optimizer, *batch)
     same(model, other)
-
-
-def test_workers_with_two_replicas() -> None:
-    cluster = PsCluster(workers=1, servers=2, devices=["cpu:0", "cpu:1"])
-    try:
-        strategy = cluster.strategy()
-        coordinator = cluster.coordinator(strategy)
-        torch.manual_seed(0)
-        with strategy.scope():
-            model = Net()
-            hashed = fd.nn.Embedding(None, 8, initializer=("constant", 0.5, 0.0))
-            optimizer = adagrad([*model.parameters(), *hashed.parameters()])
-        other, _ = reference(adagrad)
-        rows = nn.Embedding(40, 8)
-        nn.init.constant_(rows.weight, 0.5)
-        other_optimizer = adagrad([*other.parameters(), *rows.parameters()])
-
-        def forward(model: Any, rows: Any, words: Any, bags: Any) -> Any:
-            return model(words, bags) + rows(words).sum(1)
-
-        def replica_step(model: Any, rows: Any, optimizer: Any, *batch: Any) -> float:
-            words, bags, labels = batch
-            optimizer.zero_grad()
-            loss = F.cross_entropy(forward(model, rows, words, bags), labels)
-            loss.backward()
-            optimizer.step()
-            return float(loss.detach())
-
-        def train(words: Any, bags: Any, labels: Any) -> None:
-            arrays = tuple(tensor.numpy() for tensor in (words, bags, labels))
-            (data,) = strategy.distribute_dataset(arrays, global_batch_size=12)
-            strategy.run(lambda own: replica_step(model, hashed, optimizer, *own), (data,))
-
-        for batch in batches(6):
-            coordinator.schedule(train, batch)
-            replica_step(other, rows, other_optimizer, *batch)
-        coordinator.join()
-        same(model, other)
-        ids = torch.arange(40)
-        torch.testing.assert_close(hashed(ids).detach(), rows.weight.detach(), atol=2e-6, rtol=0)
-    finally:
-        cluster.close()
 
 
 def test_asynchronous_learns(cluster: PsCluster) -> None:

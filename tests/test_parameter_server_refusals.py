@@ -144,10 +144,7 @@ def test_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"devices": "cpu"}, TypeError, r'a sequence, such as \["cpu:0", "cpu:1"\], got \'cpu\''),
-        ({"devices": torch.device("cpu")}, TypeError, "devices must be a sequence"),
-        ({"devices": [0]}, TypeError, "names or torch.device, got 0"),
-        ({"devices": []}, ValueError, "must not be empty"),
+        ({"device": "nonsense"}, ValueError, "'nonsense' is not a device of torch"),
         ({"variable_partitioner": 3}, TypeError, r"such as fastdist.ps.FixedShards\(3\), got 3"),
         ({"wire": "float8"}, ValueError, "wire must be one of float32, bfloat16"),
         ({"max_staleness": -1}, ValueError, "max_staleness must be at least 0"),

@@ -1,18 +1,19 @@
-"""The strategies' contract: replicas as threads, as processes, and one alone."""
+"""The strategies' contract: replicas as processes, and one alone."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import fastdist as fd
 import pytest
 import torch
-from fastdist.errors import ClusterConfigError, FastdistError
-from fastdist.strategies.communicators import thread_links
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.errors import FastdistError
+from fastdist.strategies.central import CentralParameters
+from fastdist.strategies.replicated import ReplicatedStrategy
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
 from strategy_members import MembersContract
@@ -38,32 +39,43 @@ class OneProcess:
 
 
 class ManyProcesses:
-    """The same strategy in every process of a world, with so many replicas in each."""
+    """The same strategy in every process of a world."""
 
     runs_in_one_process = False
 
-    def __init__(self, size: int, local: int = 0) -> None:
+    def __init__(self, size: int, kind: str = "mirrored") -> None:
         self._ranks = ProcessRanks(size)
-        self._local = local
+        self._kind = kind
 
     def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
-        return self._ranks.run(run_case, cloudpickle.dumps(case), self._local, options)
+        return self._ranks.run(run_case, cloudpickle.dumps(case), self._kind, options)
 
     def close(self) -> None:
         self._ranks.close()
 
 
-def run_case(comm: fd.Communicator, case: bytes, local: int, options: dict[str, Any]) -> Any:
+def run_case(comm: fd.Communicator, case: bytes, kind: str, options: dict[str, Any]) -> Any:
     """In a process of `ManyProcesses`."""
     torch.set_num_threads(1)
-    chosen = fd.CommunicationOptions(**options)
-    strategy: fd.Strategy
-    if local == 0:
-        strategy = fd.MirroredStrategy(options=chosen)
-    else:
-        strategy = fd.MultiWorkerMirroredStrategy(devices=["cpu"] * local, options=chosen)
-    assert strategy.num_replicas_in_sync == comm.world_size * max(1, local)
+    strategy = KINDS[kind](fd.CommunicationOptions(**options))
+    assert strategy.num_replicas_in_sync == comm.world_size
     return pickle.loads(case)(strategy)
+
+
+def central_apart(options: fd.CommunicationOptions) -> fd.Strategy:
+    """Parameters on another device than all replicas: memory of its own stands in for it."""
+    world = fd.init()
+    cpu, home = torch.device("cpu"), torch.device("cpu:1")
+    central = CentralParameters(home, cpu, is_owner=world.rank == 0, is_shared=False)
+    return ReplicatedStrategy(cpu, world, central=central, options=options)
+
+
+KINDS: dict[str, Callable[[fd.CommunicationOptions], fd.Strategy]] = {
+    "mirrored": lambda options: fd.MirroredStrategy(options=options),
+    "multi_worker": lambda options: fd.MultiWorkerMirroredStrategy(options=options),
+    "central": lambda options: fd.CentralStorageStrategy(options=options),
+    "central_apart": central_apart,
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -96,16 +108,7 @@ class TestOneDevice(Contract):
         return OneProcess(lambda options: fd.OneDeviceStrategy("cpu"))
 
 
-class TestMirroredByThreads(Contract):
-    sizes = (2, 3)
-
-    @staticmethod
-    def make(size: int) -> OneProcess:
-        devices = [f"cpu:{i}" for i in range(size)]
-        return OneProcess(lambda options: fd.MirroredStrategy(devices, options=options))
-
-
-class TestMirroredByProcesses(Contract):
+class TestMirrored(Contract):
     sizes = (2, 3)
 
     @staticmethod
@@ -118,32 +121,36 @@ class TestMultiWorkerMirrored(Contract):
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
-        return ManyProcesses(2, local=size)
+        return ManyProcesses(size, "multi_worker")
 
 
 class TestCentralStorage(Contract):
-    sizes = (1, 3)
+    sizes = (3,)
     copies_parameters = False
 
     @staticmethod
-    def make(size: int) -> OneProcess:
-        devices = [f"cpu:{i}" for i in range(size)]
-        return OneProcess(lambda options: fd.CentralStorageStrategy(devices, options=options))
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size, "central")
 
     def test_out_of_sync_is_seen(self, strategies: Any) -> None:
-        """Parameters cannot be."""
+        """Parameters cannot be; a change by hand would be one of each replica."""
 
         def case(strategy: fd.Strategy) -> None:
             with strategy.scope():
                 model = torch.nn.Linear(2, 2)
-            pointers = strategy.run(lambda: model.weight.data_ptr())
-            assert set(strategy.local_results(pointers)) == {model.weight.data_ptr()}
+
+            def change() -> None:
+                with torch.no_grad():
+                    model.weight += 1
+
+            with pytest.raises(FastdistError, match=r"shape \(2, 2\) was changed in place in run"):
+                strategy.run(change)
+            strategy.check_in_sync()
 
         strategies.run(case)
 
     def test_the_optimizer_steps_once(self, strategies: Any) -> None:
         def case(strategy: fd.Strategy) -> None:
-            n = strategy.num_replicas_in_sync
             with strategy.scope():
                 model = torch.nn.Linear(3, 1, bias=False)
                 first = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -151,90 +158,103 @@ class TestCentralStorage(Contract):
             steps = []
             first.register_step_post_hook(lambda *_: steps.append(1))
 
-            def step(i: int) -> None:
+            def step() -> None:
                 model(torch.ones(2, 3)).sum().backward()
-                (first if i % n == 0 else second).step()
+                first.step()
 
-            strategy.run(step, args=(0,))
-            assert len(steps) == 1
-            assert len(first.state) == 1
-            assert all(not twin.state for twin in twins_of(first))
-            if n > 1:
-                ids = strategy.distribute_values_from_function(
-                    lambda context: context.replica_id_in_sync_group
-                )
-                with pytest.raises(FastdistError, match="step different optimizers"):
-                    strategy.run(step, args=(ids,))
-                with pytest.raises(ValueError, match=r"LBFGS\.step got a closure"):
-                    strategy.run(lambda: second.step(lambda: model(torch.ones(1, 3)).sum()))
+            strategy.run(step)
+            is_owner = strategy.local_replica_ids == (0,)
+            assert len(steps) == is_owner
+            assert len(first.state) == is_owner
+            with pytest.raises(ValueError, match=r"LBFGS\.step got a closure"):
+                strategy.run(lambda: second.step(lambda: model(torch.ones(1, 3)).sum()))
+
+        strategies.run(case)
+
+    def test_optimizers_that_count_in_their_groups(self, strategies: Any) -> None:
+        class Counted(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                for group in self.param_groups:
+                    group["step"] = group.get("step", 0) + 1
+                return super().step(closure)
+
+        def case(strategy: fd.Strategy) -> None:
+            with strategy.scope():
+                model = torch.nn.Linear(2, 1)
+                optimizer = Counted(model.parameters(), lr=0.1)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+            for _ in range(2):
+                strategy.run(step)
+            assert optimizer.param_groups[0]["step"] == 2
 
         strategies.run(case)
 
 
-def twins_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    found: list[torch.optim.Optimizer] = optimizer.__dict__.get("_fastdist_twins", [])
-    return found
-
-
-def test_central_storage_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(ClusterConfigError, match=r"one process; .* started 2"):
-        fd.CentralStorageStrategy()
-    with pytest.raises(ValueError, match="must not be empty"):
-        fd.CentralStorageStrategy([])
-
-
 class TestCentralStorageApart(Contract):
-    """Parameters on another device than all replicas: memory of their own stands in for it."""
-
     sizes = (2,)
     copies_parameters = False
 
     @staticmethod
-    def make(size: int) -> OneProcess:
-        cpu, other = torch.device("cpu"), torch.device("cpu:1")
-        return OneProcess(
-            lambda options: LinkedStrategy(
-                [cpu] * size,
-                lambda: thread_links(size, options),
-                parameter_device=other,
-                options=options,
-            )
-        )
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size, "central_apart")
 
-    @pytest.mark.parametrize("first_forward", ["outside"])
-    def test_lazy_modules(self, strategies: Any, first_forward: str) -> None:
-        super().test_lazy_modules(strategies, first_forward)
-
-    def test_lazy_modules_first_called_inside(self, strategies: Any) -> None:
-        with pytest.raises(FastdistError, match="call it once outside run first"):
-            super().test_lazy_modules(strategies, "inside")
+    test_out_of_sync_is_seen = TestCentralStorage.test_out_of_sync_is_seen
 
 
-class TestModulesByThreads(StrategyModules):
-    sizes = (3,)
-    make = staticmethod(TestMirroredByThreads.make)
+def test_the_parameters_of_central_storage_are_one_memory() -> None:
+    def case(strategy: fd.Strategy) -> tuple[float, int]:
+        with strategy.scope():
+            model = torch.nn.Linear(1 << 12, 1 << 10, bias=False)  # 16 MiB
+
+        def touch() -> float:
+            return float(model.weight.sum())
+
+        strategy.run(touch)
+        fd.init().barrier()
+        lines = Path("/proc/self/smaps").read_text().split("fastdist-central", 1)[1].splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        fd.init().barrier()
+        return model.weight.data_ptr() % 64, kib
+
+    ranks = ManyProcesses(2, "central")
+    try:
+        found = ranks.run(case)
+    finally:
+        ranks.close()
+    assert sum(kib for _, kib in found) == pytest.approx(16 << 10, rel=0.1)
 
 
-class TestModulesByProcesses(StrategyModules):
+def test_devices_that_are_not_there() -> None:
+    for make in (fd.MirroredStrategy, fd.CentralStorageStrategy):
+        with pytest.raises(ValueError, match="must not be empty"):
+            make([])
+        with pytest.raises(TypeError, match="must be a list, such as"):
+            make("cpu:0")
+        with pytest.raises(ValueError, match="'nonsense' is not a device of torch"):
+            make(["nonsense"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):
+            fd.MirroredStrategy(["cuda:0", "cuda:1"])
+
+
+class TestModulesMirrored(StrategyModules):
     sizes = (2,)
-    make = staticmethod(TestMirroredByProcesses.make)
+    make = staticmethod(TestMirrored.make)
 
 
-class TestModulesMultiWorker(StrategyModules):
+class TestModulesCentral(StrategyModules):
     sizes = (2,)
-    make = staticmethod(TestMultiWorkerMirrored.make)
+    make = staticmethod(TestCentralStorage.make)
 
 
-class TestCompiledByThreads(CompiledModules):
+class TestCompiled(CompiledModules):
     sizes = (2,)
-    make = staticmethod(TestMirroredByThreads.make)
-
-
-class TestCompiledMultiWorker(CompiledModules):
-    sizes = (1,)
-    make = staticmethod(TestMultiWorkerMirrored.make)
+    make = staticmethod(TestMirrored.make)
 
 
 @pytest.mark.parametrize(

@@ -20,24 +20,23 @@ pytest.importorskip("torch.distributed")
 __all__ = ["network"]  # a fixture
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["local1", "local2"])
-def strategies(network: Network, request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = OnMachines(network, request.param)
+@pytest.fixture(scope="module")
+def strategies(network: Network) -> Iterator[Any]:
+    made = OnMachines(network)
     yield made
     made.ranks.close()
 
 
 class OnMachines:
-    """MultiWorkerMirroredStrategy on two machines of two processes, with replicas in each."""
+    """MultiWorkerMirroredStrategy on two machines of two processes."""
 
     runs_in_one_process = False
 
-    def __init__(self, network: Network, local: int) -> None:
+    def __init__(self, network: Network) -> None:
         self.ranks = MachineRanks(network)
-        self._local = local
 
     def run(self, case: Callable[[Any], Any], **options: Any) -> list[Any]:
-        return self.ranks.run(run_case, cloudpickle.dumps(case), self._local, options)
+        return self.ranks.run(run_case, cloudpickle.dumps(case), "multi_worker", options)
 
 
 contract = Contract()
@@ -67,7 +66,7 @@ def test_contract(strategies: Any, test: Callable[[Any], None]) -> None:
 WORKER = """
     import torch, torch.nn.functional as F, fastdist as fd
     torch.set_num_threads(1)
-    strategy = fd.MultiWorkerMirroredStrategy()
+    strategy = fd.MultiWorkerMirroredStrategy(devices=["cpu"] * DEVICES)
     torch.manual_seed(strategy.local_replica_ids[0])
     with strategy.scope():
         model = torch.nn.Linear(3, 1)
@@ -86,12 +85,18 @@ WORKER = """
 
 
 def start(
-    prefix: list[str], cluster: dict[str, list[str]], kind: str, index: int, patience_s: int = 40
+    prefix: list[str],
+    cluster: dict[str, list[str]],
+    kind: str,
+    index: int,
+    patience_s: int = 40,
+    devices: int = 1,
 ) -> Any:
     config = {"cluster": cluster, "task": {"type": kind, "index": index}}
     env = {**os.environ, "TF_CONFIG": json.dumps(config)}
     env["FASTDIST_RENDEZVOUS_TIMEOUT_S"] = str(patience_s)
-    command = [*prefix, sys.executable, "-W", "error", "-c", textwrap.dedent(WORKER)]
+    command = [*prefix, sys.executable, "-W", "error", "-c"]
+    command.append(f"DEVICES = {devices}\n{textwrap.dedent(WORKER)}")
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=TESTS, env=env, text=True, stdout=pipe, stderr=pipe)
 
@@ -104,12 +109,14 @@ def trained(started: list[Any]) -> str:
     return out
 
 
-def on_one_machine(kinds: list[tuple[str, int]], patience_s: int = 40) -> list[Any]:
+def on_one_machine(
+    kinds: list[tuple[str, int]], patience_s: int = 40, devices: int = 1
+) -> list[Any]:
     jobs = [kind for kind, _ in kinds]
     cluster = {
         kind: [f"localhost:{next(ports)}" for _ in range(jobs.count(kind))] for kind in set(jobs)
     }
-    return [start([], cluster, kind, index, patience_s) for kind, index in kinds]
+    return [start([], cluster, kind, index, patience_s, devices) for kind, index in kinds]
 
 
 @pytest.mark.timeout(120)
@@ -121,6 +128,27 @@ def test_tf_config(network: Network) -> None:
     apart = trained([start(network.command(i), cluster, "worker", i) for i in range(2)])
     assert here.startswith("2 HostEngine")
     assert apart.replace("GlooEngine", "HostEngine") == here
+
+
+@pytest.mark.timeout(120)
+def test_workers_with_two_devices_start_their_second_replica(network: Network) -> None:
+    """Two workers of two replicas: on one machine, and on two."""
+    here = trained(on_one_machine([("worker", 0), ("worker", 1)], devices=2))
+    assert here.startswith("4 HostEngine")
+    addresses = [f"{address}:{next(ports)}" for address in network.addresses]
+    apart = trained(
+        [start(network.command(i), {"worker": addresses}, "worker", i, devices=2) for i in range(2)]
+    )
+    assert apart.startswith("4 HierarchicalEngine")
+    assert apart.split(" ", 2)[2] == here.split(" ", 2)[2]
+
+
+def test_workers_with_different_numbers_of_devices() -> None:
+    cluster = {"worker": [f"localhost:{next(ports)}" for _ in range(2)]}
+    started = [start([], cluster, "worker", i, 10, devices=1 + i) for i in range(2)]
+    errors = [process.communicate(timeout=60)[1] for process in started]
+    assert any("disagree on the number of ranks" in error for error in errors), errors
+    assert all(process.returncode != 0 for process in started)
 
 
 def test_tf_config_that_names_a_task_twice() -> None:

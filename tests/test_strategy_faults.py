@@ -19,9 +19,9 @@ from test_strategies import run_case
 from torch import nn
 
 
-@pytest.fixture(params=[0, 2], ids=["processes", "processes-and-threads"])
+@pytest.fixture(params=["mirrored", "central"])
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
-    ranks = ProcessRanks(3 if request.param == 0 else 2)
+    ranks = ProcessRanks(3)
 
     def run(case: Callable[[Strategy], Any]) -> list[Any]:
         return ranks.run(run_case, cloudpickle.dumps(case), request.param, {"timeout_s": 20.0})
@@ -48,7 +48,7 @@ def test_a_worker_that_is_killed_in_a_step(run: Callable[[Any], Any]) -> None:
         with pytest.raises(PeerFailureError) as caught:
             strategy.run(step, (True,))
         assert time.monotonic() - begin < 5
-        assert set(caught.value.ranks) & {last, last - 1}, str(caught.value)
+        assert caught.value.ranks == (last,), str(caught.value)
         with pytest.raises(FastdistError):
             strategy.run(step, (False,))
 
@@ -85,7 +85,7 @@ def test_a_worker_that_raises_in_a_step(run: Callable[[Any], Any]) -> None:
 
 
 def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) -> None:
-    """It is in another run than those who wait for it: nobody hangs, and nothing gets mixed."""
+    """The others are told who has failed, and all go on together."""
 
     def case(strategy: Strategy) -> None:
         with strategy.scope():
@@ -102,12 +102,14 @@ def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) 
         if 0 in strategy.local_replica_ids:
             with pytest.raises(KeyError):
                 strategy.run(step, (True,))
-            with pytest.raises(FastdistError, match=r"rank 0: all_reduce.* in phase|job again"):
-                strategy.run(step)
         else:
-            with pytest.raises(FastdistError, match=r"rank 0: all_reduce.* in phase|rank 0 has"):
+            with pytest.raises(PeerFailureError, match="rank 0 has"):
                 strategy.run(step, (True,))
         assert time.monotonic() - begin < 5
+        model.zero_grad()
+        strategy.run(step)
+        assert (model.weight.grad == 1).all()
+        strategy.check_in_sync()
 
     run(case)
 
@@ -174,44 +176,39 @@ def test_workers_that_run_different_collectives(run: Callable[[Any], Any]) -> No
     run(case)
 
 
-@pytest.fixture
-def threads() -> Strategy:
-    return fd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-
-
 @pytest.mark.parametrize("what", ["all_reduce", "backward", "assign"])
-def test_a_collective_that_only_some_replicas_call(threads: Strategy, what: str) -> None:
-    with threads.scope():
-        model = nn.Linear(2, 1)
-        variable = fd.Variable(0.0, aggregation=fd.VariableAggregation.SUM)
+def test_a_collective_that_only_some_replicas_call(run: Callable[[Any], Any], what: str) -> None:
+    """The replica that leaves it out calls another one next, which all are told of."""
 
-    def step(everyone: bool) -> None:
-        context = fd.get_replica_context()
-        if not everyone and context.replica_id_in_sync_group == 1:
-            return
-        if what == "all_reduce":
-            context.all_reduce("sum", torch.ones(2))
-        elif what == "backward":
-            model(torch.ones(1, 2)).sum().backward()
-        else:
-            variable.assign(1.0)
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            variable = fd.Variable(0.0, aggregation=fd.VariableAggregation.SUM)
 
-    threads.run(step, (True,))
-    begin = time.monotonic()
-    with pytest.raises(CollectiveMismatchError, match="rank 1") as caught:
-        threads.run(step, (False,))
-    assert time.monotonic() - begin < 5
-    assert "replica" in str(getattr(caught.value, "__notes__", "replica"))
-    threads.run(step, (True,))
+        def step(everyone: bool) -> None:
+            context = fd.get_replica_context()
+            if not everyone and context.replica_id_in_sync_group == 1:
+                return
+            if what == "all_reduce":
+                context.all_reduce("sum", torch.ones(2))
+            elif what == "backward":
+                model(torch.ones(1, 2)).sum().backward()
+            else:
+                variable.assign(1.0)
 
+        strategy.run(step, (True,))
+        begin = time.monotonic()
 
-def test_a_slow_replica_is_waited_for(threads: Strategy) -> None:
-    def step(slow_s: float) -> torch.Tensor:
-        context = fd.get_replica_context()
-        total = context.all_reduce("sum", torch.ones(()))
-        if context.replica_id_in_sync_group == 2:
-            time.sleep(slow_s)
-        return total
+        def leave_out() -> None:
+            strategy.run(step, (False,))
+            if what == "backward":
+                strategy.run(lambda: model(torch.ones(2, 2)).sum().backward())
+            strategy.reduce("sum", 1.0)
 
-    for slow_s in (2.5, 0.0, 1.2):
-        assert threads.reduce("mean", threads.run(step, (slow_s,))) == 3
+        with pytest.raises((CollectiveMismatchError, PeerFailureError)):
+            leave_out()
+        assert time.monotonic() - begin < 5
+        strategy.run(step, (True,))
+        strategy.check_in_sync()
+
+    run(case)

@@ -5,17 +5,19 @@ tests/strategies_on_gpus.py has the real ones.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import fastdist as fd
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastdist.errors import UnsupportedError  # noqa: E402
 from fastdist.training.graphed import GraphedStep  # noqa: E402
+from ranks import ProcessRanks  # noqa: E402
 from strategy_pieces import digits, plain, require_close, sgd  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -76,13 +78,24 @@ def test_arguments_are_copied_into_the_graph() -> None:
 
 
 def test_uneven_batches_run_as_they_are() -> None:
-    strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
-    captures = Captures()
-    graphed = GraphedStep(lambda x: x.sum(), captures)
-    data = strategy.distribute_dataset(torch.ones(50), global_batch_size=5)
-    for batch in data:  # of 3 and 2
-        assert strategy.reduce("sum", strategy.run(graphed, (batch,))) == 5
-    assert captures.replays == []
+    def case(comm: fd.Communicator) -> list[int]:
+        strategy = fd.MirroredStrategy()
+        captures = Captures()
+        graphed = GraphedStep(lambda x: x.sum(), captures)
+        data = strategy.distribute_dataset(torch.ones(50), global_batch_size=5)
+        for batch in data:  # of 3 and 2
+            assert strategy.reduce("sum", strategy.run(graphed, (batch,))) == 5
+        return captures.replays
+
+    ranks = ProcessRanks(2)
+    try:
+        assert ranks.run(call, cloudpickle.dumps(case)) == [[], []]
+    finally:
+        ranks.close()
+
+
+def call(comm: fd.Communicator, case: bytes) -> Any:
+    return pickle.loads(case)(comm)
 
 
 def test_too_many_kinds_of_arguments_warn() -> None:
@@ -111,17 +124,4 @@ def test_on_cpus_a_step_stays_as_it_is() -> None:
     def step() -> int:
         return 7
 
-    for strategy in (fd.OneDeviceStrategy("cpu"), fd.MirroredStrategy(["cpu:0", "cpu:1"])):
-        assert strategy.make_graphed(step) is step
-
-
-def test_gpus_of_one_process_need_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
-    monkeypatch.setattr(strategy, "devices", tuple(torch.device("cuda", i) for i in range(2)))
-    with pytest.raises(UnsupportedError, match="a process for each GPU"):
-        strategy.make_graphed(print)
-
-
-def test_two_replicas_of_a_process_cannot_share_a_gpu() -> None:
-    with pytest.raises(ValueError, match=r"got cuda:0 for two.*fastdist run"):
-        fd.MirroredStrategy(["cuda:0", "cuda:0"])
+    assert fd.OneDeviceStrategy("cpu").make_graphed(step) is step

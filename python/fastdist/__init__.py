@@ -62,7 +62,9 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "init",
+    "launch",
     "local_group",
+    "map",
     "nn",
     "ps",
     "recv",
@@ -82,7 +84,8 @@ if TYPE_CHECKING:
     )
     from fastdist.ps.strategy import ParameterServerStrategy
     from fastdist.replicas.context import ReplicaContext, in_cross_replica_context
-    from fastdist.replicas.per_replica import PerReplica
+    from fastdist.replicas.launch import launch
+    from fastdist.replicas.per_replica import PerReplica, map
     from fastdist.replicas.variables import Variable, VariableAggregation, VariableSynchronization
     from fastdist.strategies import (
         CentralStorageStrategy,
@@ -119,6 +122,8 @@ _LAZY = {
     "has_strategy": "fastdist.strategies",
     "in_cross_replica_context": "fastdist.replicas.context",
     "PerReplica": "fastdist.replicas.per_replica",
+    "launch": "fastdist.replicas.launch",
+    "map": "fastdist.replicas.per_replica",
     "Variable": "fastdist.replicas.variables",
     "VariableAggregation": "fastdist.replicas.variables",
     "VariableSynchronization": "fastdist.replicas.variables",

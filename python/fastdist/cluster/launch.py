@@ -82,12 +82,23 @@ def detect_launch(environ: Environ = os.environ) -> Launch | None:
         ClusterConfigError: a launcher's variables are incomplete, malformed or contradict each
             other.
     """
+    if environ is os.environ and _Noted.launch is not None:
+        return _Noted.launch
     for detect in _LAUNCHERS:
         launch = detect(environ)
         if launch is not None:
             return launch
     require_rank_of_world_size(environ)
     return None
+
+
+class _Noted:
+    launch: Launch | None = None
+
+
+def note_launch(launch: Launch) -> None:
+    """Make `detect_launch` return this: the process was not started by a launcher."""
+    _Noted.launch = launch
 
 
 def without_rank(environ: Environ) -> dict[str, str]:

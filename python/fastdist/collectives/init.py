@@ -11,12 +11,11 @@ import threading
 import time
 from typing import Any, Protocol
 
-import numpy as np
-
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.launch import Launch, detect_launch
+from fastdist.cluster.replicas import patience_s, started_replica
 from fastdist.collectives.arguments import check_timeout, to_integer
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.engine import Engine
@@ -94,12 +93,14 @@ def init(
     if bootstrap is not None and cluster is not None:
         raise ValueError("init takes bootstrap= or cluster=, got both")
     config = settings()
+    started_replica()
+    waits_s = config.rendezvous_timeout_s + patience_s()
     if bootstrap is not None:
-        engine = _from_bootstrap(bootstrap, config.rendezvous_timeout_s)
+        engine = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
-        engine = _from_cluster(cluster, config.rendezvous_timeout_s)
+        engine = _from_cluster(cluster, waits_s)
     else:
-        engine = _from_launch(config.rendezvous_timeout_s)
+        engine = _from_launch(waits_s)
     _World.meetings += 1
     communicator = _DefaultCommunicator(engine, config.timeout_s if timeout is None else timeout)
     _World.communicator = communicator
@@ -123,43 +124,6 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
 
 
-def replica_group(
-    base: Communicator | None, local: int, *, timeout: float | None = None
-) -> list[Communicator]:
-    """Communicators for threads of this process that are ranks together with other processes'.
-
-    Every rank of `base` must call, with the same `local`. Thread i of the process with rank p in
-    `base` is rank p · local + i. `base` stays usable, and may be closed before these.
-
-    Args:
-        base: the processes; None or a world of one: only this process.
-        local: threads of each process.
-        timeout: as for `init`.
-
-    Returns:
-        This process's communicators, one for each thread.
-
-    Raises:
-        ClusterConfigError: processes gave different numbers.
-    """
-    group = local_group(local, timeout=timeout)
-    if base is None or base.world_size == 1:
-        return group
-    timeout_s = settings().timeout_s if timeout is None else timeout
-    given = base.all_gather(np.array([local], np.int64), timeout=timeout).tolist()
-    if given != [local] * base.world_size:
-        raise ClusterConfigError(
-            "replica_group: every process must have as many replicas, got "
-            + ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(given))
-        )
-    from fastdist.collectives.engines.replicas import engines_over_threads
-
-    return [
-        Communicator(engine, timeout_s)
-        for engine in engines_over_threads(base.engine, local, timeout_s)
-    ]
-
-
 def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -> Communicator:
     """The same ranks, whose reductions go through groups of neighbours and their first ranks.
 
@@ -174,6 +138,11 @@ def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -
 
     timeout_s = settings().timeout_s if timeout is None else timeout
     return Communicator(engine_in_groups(flat.engine, width, timeout_s), timeout_s)
+
+
+def has_communicator() -> bool:
+    """True after `init`, until the communicator is closed."""
+    return _World.communicator is not None
 
 
 def default_communicator() -> Communicator:
@@ -226,6 +195,16 @@ def _from_launch(timeout_s: float) -> Engine:
         launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
     if launch.local_world_size == launch.world_size:
         return HostEngine.of_launch(launch, _World.meetings, timeout_s)
+    coordinator = coordinator_of_launch(launch)
+    return _on_machines(launch.rank, launch.world_size, coordinator, timeout_s)
+
+
+def coordinator_of_launch(launch: Launch) -> str:
+    """Where rank 0 of a job on several machines can be reached, "host:port".
+
+    Raises:
+        ClusterConfigError: MASTER_ADDR is not set, or makes no sense.
+    """
     if not os.environ.get("MASTER_ADDR"):
         raise ClusterConfigError(
             f"{launch.launcher} started {launch.world_size} ranks, {launch.local_world_size} of "
@@ -234,10 +213,9 @@ def _from_launch(timeout_s: float) -> Engine:
         )
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
     try:
-        coordinator = join_address(host, port)
+        return join_address(host, port)
     except ValueError as error:
         raise ClusterConfigError(f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: {error}") from None
-    return _on_machines(launch.rank, launch.world_size, coordinator, timeout_s)
 
 
 def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdist.cluster.launch import Launch
@@ -27,6 +28,21 @@ _VERDICT = struct.Struct("=I")  # bytes of the refusal that follows; 0: welcome
 _MAX_REFUSAL_BYTES = 4096
 _FDS_PER_MESSAGE = 128
 _RETRY_S = 0.01
+_CHECK_S = 0.1
+
+
+_checks: list[Callable[[], None]] = []
+
+
+def check_while_waiting(check: Callable[[], None]) -> None:
+    """From now on call this, often, while ranks are waited for; what it raises ends the wait."""
+    _checks.append(check)
+
+
+def run_checks() -> None:
+    """Call what `check_while_waiting` was given."""
+    for check in _checks:
+        check()
 
 
 def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list[int]:
@@ -59,6 +75,18 @@ class _Meeting:
     world_size: int
     timeout_s: float
     deadline: float
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        """The next connection; raises TimeoutError at the deadline."""
+        while True:
+            run_checks()
+            left_s = self.deadline - time.monotonic()
+            listener.settimeout(max(0.001, min(left_s, _CHECK_S)))
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                if left_s <= _CHECK_S:
+                    raise
 
     def arm(self, connection: socket.socket) -> None:
         """Make the next operation end by the deadline."""
@@ -93,8 +121,7 @@ def _host(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
         listener.listen(meeting.world_size)
         try:
             while len(fds) < meeting.world_size:
-                meeting.arm(listener)
-                connection = stack.enter_context(listener.accept()[0])
+                connection = stack.enter_context(meeting.accept(listener))
                 if _peer_uid(connection) != os.getuid():
                     continue
                 meeting.arm(connection)
@@ -192,6 +219,7 @@ def _join(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
 
 def _connect(meeting: _Meeting, address: str) -> socket.socket:
     while True:
+        run_checks()
         connection = socket.socket(socket.AF_UNIX)
         try:
             meeting.arm(connection)

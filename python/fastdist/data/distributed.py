@@ -11,6 +11,7 @@ from fastdist.data.devices import BatchCopy, DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
+from fastdist.replicas.context import state
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,12 +134,14 @@ class DistributedDataset:
         self._position = _Position(int(state["epoch"]), int(state["step"]))
 
     def _iterate(self, position: _Position) -> Iterator[Any]:
+        _require_outside_run()
         parts = self._parts(position.epoch, position.step)
         try:
             for part in self._agreement(parts, self._spare):
                 batch = self._copy.join(part)
                 position.step += 1
                 yield batch
+                _require_outside_run()
         finally:
             parts.close()  # here, not when the garbage collector comes: it ends the thread
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
@@ -166,3 +169,11 @@ class DistributedDataset:
             return None
         none = (0,) * len(batches)
         return self._copy.receive(self._copy.send(Part(batches, none, none))).batches
+
+
+def _require_outside_run() -> None:
+    if state.replica is not None:
+        raise RuntimeError(
+            "a distributed dataset was iterated inside run; iterate it outside, and give run the "
+            "batch as an argument: strategy.run(step, args=(batch,))"
+        )

@@ -38,16 +38,14 @@ from fastdist.ps.worker_host import (
     is_worker_of,
     strategy_here,
 )
-from fastdist.replicas.devices import every_device, physical_device
-from fastdist.strategies.communicators import thread_links
-from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.replicas.devices import every_device, usable_device
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 _END_S = 2.0
 _WIRES = ("float32", "bfloat16", "float16", "int8")
 
 
-class ParameterServerStrategy(LinkedStrategy):
+class ParameterServerStrategy(ReplicatedStrategy):
     """Variables on servers, steps on workers (tf.distribute.ParameterServerStrategy).
 
     All tasks run the same script. The chief goes on from here: it makes the model in `scope`, and
@@ -65,7 +63,8 @@ class ParameterServerStrategy(LinkedStrategy):
         cluster_resolver: says the cluster and this task: chief, worker and ps tasks with their
             addresses. By default TF_CONFIG.
         variable_partitioner: cuts variables into pieces for several servers; None: they are whole.
-        devices: of a worker's replicas, as for MirroredStrategy; by default every GPU, else a CPU.
+        device: where a worker computes; by default the GPU of its number, else the CPU. A machine
+            with several GPUs has a worker for each.
         max_staleness: a function begins when all but so many of those scheduled before it have
             ended (stale synchronous parallel; Ho et al., NIPS 2013); None: any time.
         synchronous: functions run in groups, one on each worker; their optimizer steps are taken
@@ -75,12 +74,11 @@ class ParameterServerStrategy(LinkedStrategy):
         refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing; else
             servers count them.
         keys: of the job; by default FASTDIST_PS_KEYS, which `fastdist run` sets.
-        options: how a worker's replicas communicate.
 
     Raises:
         ClusterConfigError: the cluster makes no sense for this, there are no keys, or this task is
             an evaluator.
-        TypeError: devices that are no sequence of devices, or a partitioner that is none.
+        TypeError: a partitioner that is none.
         ValueError: another argument that makes no sense.
     """
 
@@ -91,13 +89,12 @@ class ParameterServerStrategy(LinkedStrategy):
         cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
         *,
-        devices: Sequence[str | torch.device] | None = None,
+        device: str | torch.device | None = None,
         max_staleness: int | None = None,
         synchronous: bool = False,
         wire: str = "float32",
         refuse_nonfinite: bool = False,
         keys: Keys | None = None,
-        options: CommunicationOptions | None = None,
     ) -> None:
         if max_staleness is not None and (max_staleness < 0 or synchronous):
             raise ValueError(
@@ -106,7 +103,7 @@ class ParameterServerStrategy(LinkedStrategy):
             )
         if wire not in _WIRES:
             raise ValueError(f"wire must be one of {', '.join(_WIRES)}, got {wire!r}")
-        _check_devices(devices)
+        own = None if device is None else usable_device(device)  # in tasks that use none, too
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 "variable_partitioner must be a partitioner, such as fastdist.ps.FixedShards(3), "
@@ -129,12 +126,12 @@ class ParameterServerStrategy(LinkedStrategy):
         self.worker_addresses = _addresses(spec, "worker")
         self.server_addresses = _addresses(spec, "ps")
         is_worker = resolver.task_type == "worker"
-        given = (every_device() if devices is None else devices) if is_worker else ["cpu"]
-        own = [physical_device(torch.device(device)) for device in given]
-        options = options or CommunicationOptions()
-        super().__init__(own, lambda: thread_links(len(own), options), options=options)
+        if is_worker and own is None:
+            every = every_device()
+            own = every[resolver.task_id % len(every)]
+        super().__init__(own if is_worker and own is not None else torch.device("cpu"))
         self.client = Client(self.server_addresses, keys=self.keys)
-        self.client_lock = threading.RLock()  # a client is for one thread, replicas have several
+        self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)
         if is_worker:
             _serve_functions(spec.task_address(*task), self.keys, ServedWorker(self))
@@ -168,23 +165,18 @@ class ParameterServerStrategy(LinkedStrategy):
             bundle,
             initialize=True,
             lock=self.client_lock,
-            twins_of=self.twins_of,
         )
         model.rates()  # says whether it serves all parameters of the optimizers
         model.take_tables()
         for optimizer in optimizers:
             optimizer.state.clear()  # it is on the servers
-        ServedSteps(model, self.twins_of)
+        ServedSteps(model)
         self._models.append(model)
         define_bundle(self.definitions, bundle, adopt_here)
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """On a worker: modules and optimizers have come from the chief."""
         super()._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
-
-    def twins_of(self, thing: Any) -> list[Any]:
-        """What replicas of this task besides the first use in place of something from a scope."""
-        return self._members.twins_of(thing)
 
     def in_function(self) -> AbstractContextManager[None]:
         """On a worker: what functions run in, cross-replica context."""
@@ -265,19 +257,6 @@ class ParameterServerStrategy(LinkedStrategy):
         for server in range(len(self.server_addresses)):
             with contextlib.suppress(FastdistError):
                 self.client.end(server, timeout_s=_END_S)
-
-
-def _check_devices(devices: object) -> None:
-    """Also in tasks that use none: all are told the same."""
-    if devices is None:
-        return
-    if not isinstance(devices, Sequence) or isinstance(devices, str):
-        raise TypeError(f'devices must be a sequence, such as ["cpu:0", "cpu:1"], got {devices!r}')
-    if not devices:
-        raise ValueError("devices must not be empty; None takes what the machine has")
-    for device in devices:
-        if not isinstance(device, (str, torch.device)):
-            raise TypeError(f"devices must be names or torch.device, got {device!r}")
 
 
 def _serve_variables(address: str, keys: Keys) -> NoReturn:

@@ -85,9 +85,8 @@ class ServedWorker:
             bundle,
             initialize=False,
             lock=self.strategy.client_lock,
-            twins_of=self.strategy.twins_of,
         )
-        steps = ServedSteps(model, self.strategy.twins_of)
+        steps = ServedSteps(model)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)
         model.begin_pull()

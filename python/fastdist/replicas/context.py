@@ -36,7 +36,6 @@ class ReplicaContext:
         strategy: the strategy that runs.
         replica_id_in_sync_group: from 0 to num_replicas_in_sync - 1, over all processes.
         local_replica: from 0 on, among the replicas of this process.
-        twin: which of the copies of a routed object this replica uses; None: the object itself.
         device: where this replica computes.
         examples: of the batch that `run` was given, for each replica of the job; None where it
             was given no batch from `distribute_dataset`.
@@ -52,11 +51,9 @@ class ReplicaContext:
         local_replica: int = 0,
         examples: tuple[int, ...] | None = None,
         weight: float = 1.0,
-        twin: int | None = None,
     ) -> None:
         self.strategy = strategy
         self.local_replica = local_replica
-        self.twin = twin
         self.replica_id_in_sync_group: int = strategy.local_replica_ids[local_replica]
         self.device: torch.device = strategy.devices[local_replica]
         self.examples = examples

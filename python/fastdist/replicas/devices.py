@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,21 +14,6 @@ def every_device() -> list[torch.device]:
     """All GPUs; the CPU where there is none."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")]
-
-
-def require_own_gpus(devices: Sequence[torch.device]) -> None:
-    """Check that no two replicas of this process have the same GPU.
-
-    Raises:
-        ValueError: two have; NCCL needs a process for each rank of a GPU.
-    """
-    gpus = [device for device in devices if device.type == "cuda"]
-    twice = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
-    if twice is not None:
-        raise ValueError(
-            f"replicas of one process must have a GPU each, got {twice} for two; to share a GPU "
-            "start a process for each replica, by `fastdist run`"
-        )
 
 
 def working_on(devices: Sequence[torch.device]) -> Sequence[AbstractContextManager[None]]:
@@ -48,8 +34,50 @@ def _on_gpu(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
 
 
-def physical_device(device: torch.device) -> torch.device:
-    """torch has one CPU, whatever its number; a GPU without a number is the current one."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
+def usable_device(name: str | torch.device) -> torch.device:
+    """A device as torch has it: one CPU, whatever its number, and GPUs with numbers.
+
+    Raises:
+        ValueError: torch cannot use it.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name!r} is not a device of torch: {error}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not gpus:
+            build = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+            raise ValueError(f"{device} cannot be used: this torch {build}")
+        if device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
+        if device.index >= gpus:
+            raise ValueError(f"{device} cannot be used: this machine has {gpus} GPUs, from 0 on")
+        return device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"{device} cannot be used: {error}") from None
+    return device
+
+
+def usable_devices(names: Sequence[str | torch.device], argument: str) -> list[torch.device]:
+    """`usable_device` of each.
+
+    Raises:
+        TypeError: not a sequence.
+        ValueError: it is empty, or torch cannot use one of them.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise TypeError(f'{argument} must be a list, such as ["cpu:0", "cpu:1"], got {names!r}')
+    if not names:
+        raise ValueError(f"{argument} must not be empty; None takes what the machine has")
+    return [usable_device(name) for name in names]
+
+
+def use_own_cores(replicas: int) -> None:
+    """Divide this machine's cores among its replicas, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // replicas))

@@ -1,28 +1,36 @@
 """Values that differ from replica to replica, alone or inside nested structures.
 
-A structure is any nesting of tuples, named tuples, lists, dicts and dataclasses; everything else is
-a leaf. `run` takes structures whose leaves are per-replica values apart, and joins what the
-replicas return into such a structure again.
+A structure is any nesting of tuples, named tuples, lists, dicts, dataclasses and classes that are
+registered with `torch.utils._pytree` (transformers' ModelOutput); everything else is a leaf.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class PerReplica(Generic[T]):
-    """One value for each replica of this process (tf.distribute.DistributedValues).
+    """The value of each replica of this process (tf.distribute.DistributedValues).
+
+    Batches of a distributed dataset hold them, and `run` returns them where the job has several
+    replicas. `strategy.reduce` combines them over all replicas, `strategy.local_results` takes
+    them apart, and `fastdist.map` computes with them.
 
     Attributes:
-        values: in the order of the replicas.
-        examples: how many examples of the global batch each replica of the whole job has, in
-            the order of their ids; None where the values are no part of a batch.
+        values: one value per replica of this process, which is one unless the strategy traces
+            one program for all replicas (TPUStrategy).
+        examples: number of examples of the global batch that each replica of the job has, in the
+            order of replica ids; None if the values do not come from a batch.
     """
 
     values: tuple[T, ...]
@@ -31,6 +39,77 @@ class PerReplica(Generic[T]):
     def __repr__(self) -> str:
         rows = "".join(f"\n  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({rows})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"PerReplica has no attribute {name!r}: {_HINT}", name=name, obj=self)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(f"a PerReplica cannot be used as a number or array: {_HINT}")
+
+    __float__ = __int__ = __complex__ = __bool__ = __index__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __round__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __len__ = __getitem__ = __iter__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            self._refuse()
+        return repr(self)
+
+
+_HINT = (
+    "it holds one value for each replica. strategy.reduce('mean', value) combines them over all "
+    "replicas, strategy.local_results(value) gives those of this process, and "
+    "fastdist.map(fn, value) computes with each"
+)
+
+
+def map(fn: Callable[..., Any], *values: Any) -> Any:
+    """Call `fn` with each replica's own values, and return what it returns as `run` would.
+
+    What is computed from a batch's results keeps the batch's examples, so that
+    `strategy.reduce("mean", ...)` weighs replicas by them.
+
+    Args:
+        fn: called once per replica of this process.
+        values: structures; `PerReplica` leaves become the replica's own value.
+
+    Returns:
+        The result of `fn`, with tensors and numbers as `PerReplica`.
+
+    Raises:
+        ValueError: the values come from batches that were divided differently.
+    """
+    parts = [leaf for leaf in leaves(list(values)) if type(leaf) is PerReplica]
+    known = {part.examples for part in parts if part.examples is not None}
+    if len(known) > 1:
+        raise ValueError(
+            "fastdist.map: the values come from batches that were divided differently among "
+            f"replicas: {sorted(known)} examples"
+        )
+    if not parts:
+        return fn(*values)
+    local = len(parts[0].values)
+    results = [fn(*select(list(values), replica)) for replica in range(local)]
+    return wrap(results, next(iter(known), None))
+
+
+def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any:
+    """Join the results of this process's replicas; tensors and numbers become `PerReplica`.
+
+    Args:
+        results: one structure per local replica.
+        examples: as of `PerReplica`.
+
+    Raises:
+        ValueError: the structures differ.
+    """
+
+    def join(*values: Any) -> Any:
+        return PerReplica(values, examples) if isinstance(values[0], _VALUES) else values[0]
+
+    return map_structure(join, *results)
 
 
 def map_structure(fn: Callable[..., R], structure: Any, *others: Any) -> Any:
@@ -49,27 +128,13 @@ def leaves(structure: Any) -> list[Any]:
     return found
 
 
-def select(structure: Any, replica: int) -> Any:
-    """What a structure holds for the local replica: per-replica values become its own."""
+def select(structure: Any, replica: int = 0) -> Any:
+    """The structure as one local replica sees it: per-replica values become its own."""
 
     def own(leaf: Any) -> Any:
         return leaf.values[replica] if type(leaf) is PerReplica else leaf
 
     return own(structure) if type(structure) is PerReplica else map_structure(own, structure)
-
-
-def regroup(structures: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any:
-    """Join one structure per local replica into one structure of per-replica values.
-
-    Raises:
-        ValueError: the structures differ.
-    """
-    return map_structure(lambda *values: PerReplica(values, examples), *structures)
-
-
-def local_results(value: Any) -> tuple[Any, ...]:
-    """The values of this process's replicas: those of a per-replica value, else the value alone."""
-    return value.values if type(value) is PerReplica else (value,)
 
 
 def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
@@ -86,6 +151,8 @@ def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
 
 def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]) -> Any:
     kind = type(structure)
+    if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
+        return _map_registered(fn, place, structure, others)
     if isinstance(structure, (tuple, list)):
         _require_alike(place, structure, others, len)
         items = [
@@ -100,7 +167,7 @@ def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, 
             for key, item in structure.items()
         }
         return pairs if kind is dict else _dict_like(structure, pairs)
-    if dataclasses.is_dataclass(structure) and kind is not PerReplica:
+    if dataclasses.is_dataclass(structure) and kind not in (PerReplica, type):
         _require_alike(place, structure, others, lambda _: None)
         fields = [field.name for field in dataclasses.fields(structure) if field.init]
         return dataclasses.replace(
@@ -118,8 +185,28 @@ def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, 
     return fn(structure, *others)
 
 
+def _map_registered(
+    fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]
+) -> Any:
+    """`_map` of a class that is registered with torch's pytree."""
+    node = pytree.SUPPORTED_NODES[type(structure)]
+    children, context = node.flatten_fn(structure)
+    flat = []
+    for other in others:
+        same = type(other) is type(structure)
+        theirs, other_context = node.flatten_fn(other) if same else ([], None)
+        if not same or other_context != context or len(theirs) != len(children):
+            raise ValueError(_different(place, structure, other))
+        flat.append(theirs)
+    items = [
+        _map(fn, f"{place}[{i}]", item, tuple(theirs[i] for theirs in flat))
+        for i, item in enumerate(children)
+    ]
+    return node.unflatten_fn(items, context)
+
+
 def _dict_like(model: dict[Any, Any], pairs: dict[Any, Any]) -> dict[Any, Any]:
-    made = model.copy()  # keeps what subclasses carry besides: a default factory, say
+    made = model.copy()  # keeps what subclasses carry besides, such as a default factory
     made.update(pairs)
     return made
 
@@ -129,17 +216,23 @@ def _require_alike(
 ) -> None:
     for other in others:
         if type(other) is not type(structure) or shape(other) != shape(structure):
-            raise ValueError(
-                f"replicas hold different structures at {place or 'the top'}: "
-                f"{_describe(structure)} and {_describe(other)}"
-            )
+            raise ValueError(_different(place, structure, other))
+
+
+def _different(place: str, structure: Any, other: Any) -> str:
+    return (
+        f"replicas hold different structures at {place or 'the top'}: "
+        f"{_describe(structure)} and {_describe(other)}"
+    )
 
 
 def _describe(structure: Any) -> str:
     kind = type(structure).__name__
     if isinstance(structure, dict):
-        return f"{kind} with keys {sorted(map(str, structure))}"
+        return f"{kind} with keys {sorted(str(key) for key in structure)}"
     return f"{kind} of {len(structure)}" if isinstance(structure, (tuple, list)) else kind
 
 
-_LEAVES = frozenset({PerReplica, int, float, bool, str, type(None)})
+_VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)
+_LEAVES = frozenset({PerReplica, torch.Tensor, int, float, bool, str, type(None)})
+_BUILTIN = frozenset({tuple, list, dict})

@@ -161,14 +161,8 @@ class Variable(nn.Module):
             owner.note_values()
             return
         given = self._given(value, sign)
-        if context is not None:
-            if len(context.strategy.devices) > 1 and not self.__dict__.get(_IS_COMPONENT):
-                raise ValueError(
-                    "a Variable that was made outside the scope is written in run, by several "
-                    "replicas at once; make it inside `with strategy.scope():`"
-                )
-            if self.synchronization is not VariableSynchronization.ON_READ:
-                given = self._aggregated(given, context)
+        if context is not None and self.synchronization is not VariableSynchronization.ON_READ:
+            given = self._aggregated(given, context)
         self._put(given, sign)
 
     def _given(self, value: Any, sign: int | None) -> torch.Tensor:
@@ -206,7 +200,7 @@ class Variable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles know no strategy."""
-        return {k: v for k, v in self.__dict__.items() if k not in (_OWNER, _IS_COMPONENT)}
+        return {k: v for k, v in self.__dict__.items() if k != _OWNER}
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -254,7 +248,7 @@ class Variable(nn.Module):
 
 
 _ADDING = (VariableAggregation.SUM, VariableAggregation.MEAN)
-_OWNER, _IS_COMPONENT = "_fastdist_owner", "_fastdist_is_component"
+_OWNER = "_fastdist_owner"
 
 
 def own(variable: Variable, owner: Owner) -> None:
@@ -263,14 +257,7 @@ def own(variable: Variable, owner: Owner) -> None:
         return
     value = variable._value.clone()
     variable.__dict__[_OWNER] = owner
-    for component in owner.variables(variable):
-        note_component(component)
     variable.assign(value)
-
-
-def note_component(variable: Variable) -> None:
-    """Replicas of a strategy write this one in `run`, each its own."""
-    variable.__dict__[_IS_COMPONENT] = True
 
 
 def local_components(roots: Sequence[nn.Module]) -> set[int]:

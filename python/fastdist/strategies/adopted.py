@@ -1,114 +1,146 @@
-"""The modules and optimizers that belong to a strategy, kept alike on all its replicas."""
+"""The modules and optimizers that belong to a strategy, kept alike on all its replicas.
+
+They are referred to weakly: a model that the user drops is released, and takes no part in later
+steps. Replicas may notice that at different times, so nothing that they exchange depends on it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.replicas.context import state
 from fastdist.replicas.variables import Variable, local_components, own
-from fastdist.strategies.central_routing import CentralRouting
-from fastdist.strategies.communicators import Links
+from fastdist.strategies.central import CentralParameters
+from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.routing import Routing
-from fastdist.training.buffers import BufferSync
-from fastdist.training.gradients import GradientSync
+from fastdist.training.buffers import BufferSync, buffered_modules
+from fastdist.training.gradients import GradientSync, ReducedParameter
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.lazy_modules import when_initialized
-from fastdist.training.module_structure import hooks_of, structure_of
+from fastdist.training.module_structure import structure_of
 from fastdist.training.modules import (
     broadcast_state,
     named_buffers,
     named_parameters,
     require_same_structure,
-    root_of_each_parameter,
     sparse_parameters,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
 
-_living: weakref.WeakSet[Members] = weakref.WeakSet()  # of strategies with replicas
+_living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # of strategies with replicas
 
 
-class Members:
+@dataclass(slots=True, eq=False)
+class _Model:
+    """A module that is part of no other, as it was when the replicas last compared it.
+
+    Attributes:
+        number: counts the strategy's models; the same on all replicas.
+        place: of its first parameter among those of all models there ever were.
+        buffer_place: the same for modules with buffers.
+    """
+
+    number: int
+    root: weakref.ref[nn.Module]
+    place: int = 0
+    buffer_place: int = 0
+    buffered: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = field(default_factory=list)
+    tensors: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    structure: list[object] = field(default_factory=list)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while anything of it is."""
+        return self.root() is not None or any(ref() is not None for _, ref in self.parameters)
+
+
+class AdoptedModules:
     """What was made in the scope of a strategy, or passed to `mirror`.
 
     Args:
-        devices: of this process's replicas.
-        replica_ids: theirs.
-        replicas: how many there are in all.
+        device: of this process's replica.
+        replica_ids: of this process.
+        replicas: number of replicas of the job.
         options: how to communicate.
-        home: keep one copy of all parameters, on this device; None: one for each replica.
+        central: where one copy of all parameters is kept; None if every replica has its own.
 
     Attributes:
-        syncs: for each local replica, what reduces its gradients; empty where there is one in all.
+        sync: reduces the gradients; None where the job has one replica.
     """
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
+        device: torch.device,
         replica_ids: tuple[int, ...],
         replicas: int,
         options: CommunicationOptions,
-        home: torch.device | None = None,
+        central: CentralParameters | None = None,
     ) -> None:
         self.local_replica_ids = replica_ids
         self.num_replicas_in_sync = replicas
-        self._links = Links()
-        self.syncs: list[GradientSync] = []
-        self._home = home or devices[0]
-        self._devices = devices
+        self.sync: GradientSync | None = None
+        self._communicators: ReplicaCommunicators | None = None
+        self._device = device
         self._options = options
-        self._roots: list[nn.Module] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._central = central
+        self._models: list[_Model] = []
+        self._adopted = 0  # models so far
+        self._places = 0  # of their parameters
+        self._buffer_places = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
-        self._routing: Routing | None = None
-        if len(devices) > 1 or devices[0] != self._home:
-            if home is None:
-                self._routing = Routing(devices)
-            else:
-                self._routing = CentralRouting(devices, home, self._steps.require_allowed)
-        self._tensors: list[torch.Tensor] = []  # that all workers have agreed on
-        self._structure: list[object] = []
-        self._hooks: list[int] = []
+        if replicas > 1:
+            self._steps.begin()
 
-    def adopt(self, links: Links, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        """Take modules, and optimizers, schedulers and scalers. Every worker must call.
+    def adopt(
+        self,
+        communicators: ReplicaCommunicators | None,
+        roots: Sequence[nn.Module],
+        made: Sequence[Any],
+    ) -> None:
+        """Take modules, and optimizers. Every replica must call.
 
         Raises:
-            FastdistError: the modules differ between workers.
+            FastdistError: the modules differ between replicas.
             ValueError: a module belongs to another strategy.
         """
-        self._links = links
+        self._communicators = communicators
         self.refresh()
         self._require_free(roots)
         for root in roots:
-            root.to(self._home)
-        known = set(map(id, self._roots))
-        added = [root for root in roots if id(root) not in known]
+            root.to(self._device)
+        known = {id(model.root()) for model in self._models}
+        added = [
+            _Model(self._adopted + i, weakref.ref(root))
+            for i, root in enumerate(root for root in roots if id(root) not in known)
+        ]
+        self._adopted += len(added)
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
-        if roots:
-            self._set_modules([*self._roots, *added])
-        if self._routing is not None:
+        self._optimizers.update(optimizers)
+        self._models += added
+        self._compare(added)
+        if self._central is not None:
             for optimizer in optimizers:
-                self._routing.add_optimizer(optimizer)
-            for thing in made:
-                if not isinstance(thing, torch.optim.Optimizer):
-                    self._routing.add_other(thing)
-        self._optimizers += optimizers
-        self.connect(links)
+                self._central.take_optimizer(
+                    optimizer, self._steps.require_allowed, lambda: self.workers
+                )
+        self.connect(communicators)
         for root in roots:
             for module in root.modules():
                 if isinstance(module, Variable):
                     own(module, self)
 
     def _require_free(self, roots: Sequence[nn.Module]) -> None:
-        if not self._has_replicas:
+        if self.num_replicas_in_sync == 1:
             return
         if self._taken(roots) is not None:
             gc.collect()  # strategies that nobody refers to any more
@@ -121,165 +153,177 @@ class Members:
 
     def _taken(self, roots: Sequence[nn.Module]) -> str | None:
         """The name of a parameter that another strategy's replicas have."""
-        taken = {id(t) for other in _living if other is not self for t in other._tensors}
-        return next((name for name, own in named_parameters(roots) if id(own) in taken), None)
+        others = [other for other in _living if other is not self]
+        return next(
+            (name for name, p in named_parameters(roots) if any(o.has(p) for o in others)), None
+        )
 
-    @property
-    def _has_replicas(self) -> bool:
-        return self.num_replicas_in_sync > 1 or self.is_routed
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True for a parameter or buffer of these modules."""
+        found = (model.tensors.get(id(tensor)) for model in self._models)
+        return any(ref is not None and ref() is tensor for ref in found)
 
-    def _set_modules(self, roots: list[nn.Module]) -> None:
-        """Check that all workers have these modules; give what is new in them rank 0's values."""
+    def _compare(self, models: Sequence[_Model]) -> None:
+        """Check that all replicas have these models; give what is new in them rank 0's values."""
+        roots = [root for model in models if (root := model.root()) is not None]
         named = [*named_parameters(roots), *named_buffers(roots)]
-        if self.workers is not None:
+        new = [tensor for _, tensor in named if not self.has(tensor)]
+        if self.workers is not None and models:
             require_same_structure(self.workers, named)
-            known = set(map(id, self._tensors))
-            broadcast_state(self.workers, [t for _, t in named if id(t) not in known])
-        self._roots = roots
-        self._tensors = [tensor for _, tensor in named]
-        if self._routing is not None:
-            self._routing.set_modules(roots)
+            if self._central is None:
+                broadcast_state(self.workers, new)
+            else:
+                parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
+                buffers = [tensor for tensor in new if not isinstance(tensor, nn.Parameter)]
+                broadcast_state(self.workers, buffers)
+                self._central.take_parameters(self.workers, parameters)
+        for model in models:
+            root = model.root()
+            if root is None:
+                continue
+            parameters_of = named_parameters([root])
+            model.place = self._places
+            self._places += len(parameters_of)
+            model.parameters = [(name, weakref.ref(p)) for name, p in parameters_of]
+            both = [*parameters_of, *named_buffers([root])]
+            model.tensors = {id(tensor): weakref.ref(tensor) for _, tensor in both}
+            model.structure = structure_of([root])
+            buffered = buffered_modules([root])
+            model.buffer_place = self._buffer_places
+            self._buffer_places += len(buffered)
+            model.buffered = [weakref.ref(module) for module in buffered]
+        if self.workers is not None:
+            when_initialized(roots, self._share_lazy)
 
-    def connect(self, links: Links) -> None:
+    def connect(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""
-        self._links = links
-        for sync in self.syncs:
-            sync.close()
-        self.syncs = [
-            self._gradient_sync(replica, communicator)
-            for replica, communicator in enumerate(links.gradients)
-        ]
-        parameters = [
-            parameter
-            for replica in range(len(self._devices))
-            for _, parameter in named_parameters([*self._roots, *self._roots_of(replica)])
-        ]
-        if self.syncs:
-            for replica in range(len(self._devices)):
-                when_initialized(self._roots_of(replica), self._share_lazy)
-        twins = self._routing.optimizer_twins() if self._routing is not None else []
-        self._steps.watch([*self._optimizers, *twins], parameters, self.syncs)
-        self._structure = structure_of(self._roots)
-        self.note_values()
+        self._communicators = communicators
+        if self.sync is not None:
+            self.sync.close()
+            self.sync = None
+        self._models = [model for model in self._models if model.is_alive]
+        roots = list(self._roots())
+        if communicators is not None:
+            self.sync = GradientSync(
+                communicators.gradients,
+                communicators.replicas,
+                list(self._reduced()),
+                self._places,
+                self._adopted > 1,
+                sparse_parameters(roots),
+                BufferSync(list(self._buffered()), self._buffer_places),
+                reduction=self._options.gradient_reduction,
+                bucket_bytes=self._options.bucket_bytes,
+                compress=self._options.compress,
+                on_one_device=self._options.implementation == "reduce_to_one_device",
+            )
+        refs = (ref for model in self._models for _, ref in model.parameters)
+        parameters = [parameter for ref in refs if (parameter := ref()) is not None]
+        self._steps.watch(self._optimizers, parameters, self.sync)
+
+    def _reduced(self) -> Iterator[ReducedParameter]:
+        """Every parameter once, as part of the first of the models that have it."""
+        seen: set[int] = set()
+        for model in self._models:
+            for i, (name, ref) in enumerate(model.parameters):
+                parameter = ref()
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield ReducedParameter(name, ref, model.number, model.place + i)
+
+    def _buffered(self) -> Iterator[tuple[int, nn.Module]]:
+        for model in self._models:
+            for i, ref in enumerate(model.buffered):
+                if (module := ref()) is not None:
+                    yield model.buffer_place + i, module
+
+    def _roots(self) -> Iterator[nn.Module]:
+        for model in self._models:
+            root = model.root()
+            if root is not None:
+                yield root
 
     @property
     def workers(self) -> Communicator | None:
-        """All processes; None where there is only this one."""
-        return self._links.workers
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether replicas use other objects than the users' own."""
-        return self._routing is not None
-
-    @property
-    def is_central(self) -> bool:
-        """Whether there is one copy of each parameter."""
-        return isinstance(self._routing, CentralRouting)
+        """All replicas; None where there is one."""
+        return None if self._communicators is None else self._communicators.replicas
 
     def refresh(self) -> None:
-        """Bring what was changed outside `run` to all replicas. Every worker must call."""
-        if not self._has_replicas:
+        """Take what users have changed in the modules. Every replica must call."""
+        if self.num_replicas_in_sync == 1:
             return
-        changed = structure_of(self._roots) != self._structure
-        if self._routing is not None:
-            changed = changed or hooks_of(self._roots) != self._hooks
+        changed = [
+            model
+            for model in self._models
+            if (root := model.root()) is not None and structure_of([root]) != model.structure
+        ]
         if changed:
-            self._set_modules(self._roots)
-            self.connect(self._links)
-        if self._routing is not None:
-            self._routing.refresh(self._steps.taken_outside)
-        self._steps.taken_outside.clear()
+            self._compare(changed)
+        if changed or not all(model.is_alive for model in self._models):
+            self.connect(self._communicators)
 
-    def recover(self, links: Links) -> None:
-        """A run has failed in its middle: take what replica 0 holds, and connect anew."""
-        self.connect(links)
-        if self._routing is not None:
-            self._routing.distrust()
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """While it is open, the replica runs the user's function."""
+        if self._central is not None:
+            self._central.note_versions()
+        with self._steps.run():
+            yield
+            if self._central is not None:
+                self._central.require_unchanged()
 
-    def steps_by(self, fn: Any) -> bool:
-        """Whether a function is the routing's own, which brings what it changes by itself."""
-        return self._routing is not None and getattr(fn, "__self__", None) is self._routing
-
-    def require_same_rates(self) -> None:
-        """Check that the optimizers of this process's replicas have the same hyperparameters.
+    def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
+        """Call with the component of a variable. Every replica must call.
 
         Raises:
-            FastdistError: they do not.
+            ValueError: the variable is not of this strategy.
         """
-        if self._routing is not None:
-            self._routing.require_same_rates()
-
-    def note_values(self) -> None:
-        """A run has ended well: what replica 0 holds is what all replicas hold."""
-        if self._routing is not None:
-            self._routing.note_values()
-            self._hooks = hooks_of(self._roots)
-
-    def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
-        """The tensor of a member's parameter or variable, on each local replica."""
-        if isinstance(thing, Variable):
-            return [variable.component for variable in self.variables(thing)]
-        if self._routing is None or self.is_central:
-            return [thing]
-        return [thing, *self._routing.twin_tensors(thing)]
-
-    def twins_of(self, thing: Any) -> list[Any]:
-        """The copies of a module or optimizer that other replicas of this process use."""
-        return [] if self._routing is None else self._routing.twins_of(thing)
-
-    def twin_index(self, replica: int) -> int | None:
-        """Which of the twins a local replica uses; None: the users' own objects."""
-        return None if self._routing is None else self._routing.twin_index(replica)
+        component = variable.component if isinstance(variable, Variable) else variable
+        if self.workers is not None and not self.has(component):
+            raise ValueError(
+                "update: expected a parameter of a module, or a fastdist.Variable, that was made "
+                f"in the strategy's scope, got {type(variable).__name__} of shape "
+                f"{tuple(component.shape)}"
+            )
+        if self._central is None or self.workers is None or isinstance(variable, Variable):
+            return call(component)
+        return self._central.update(self.workers, component, call)
 
     def variables(self, variable: Variable) -> list[Variable]:
-        """A variable on each local replica."""
-        if self._routing is None:
-            return [variable]
-        twins = [self._routing.twin(variable, i) for i in range(len(self._devices))]
-        return cast(list[Variable], twins)
+        """The variable on each local replica."""
+        return [variable]
 
-    def require_in_sync(self, workers: Communicator | None) -> None:
-        """Check that all replicas hold the same bits. Every worker must call.
+    def note_values(self) -> None:
+        """Variables have been written outside `run`; there is nothing to bring elsewhere."""
+
+    def require_in_sync(self) -> None:
+        """Check that all replicas hold the same bits. Every replica must call.
 
         Raises:
             FastdistError: they differ.
         """
-        replicas = []
-        for replica in range(len(self._devices)):
-            roots = self._roots_of(replica)
-            apart = local_components(roots)
-            named = [*named_parameters(roots), *named_buffers(roots)]
-            replicas.append([(name, tensor) for name, tensor in named if id(tensor) not in apart])
-        require_in_sync(workers, replicas)
+        named = []
+        for model in self._models:
+            root = model.root()
+            if root is None:
+                continue
+            apart = local_components([root])
+            prefix = f"{type(root).__name__}[{model.number}]." if self._adopted > 1 else ""
+            named += [
+                (prefix + name, tensor)
+                for name, tensor in [*named_parameters([root]), *named_buffers([root])]
+                if id(tensor) not in apart
+            ]
+        require_in_sync(self.workers, [named])
 
     def _share_lazy(self, module: nn.Module) -> None:
         """A lazy module has made its parameters: all replicas take those of replica 0."""
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        replica = 0 if state.replica is None else state.replica.local_replica
-        if state.replica is not None:
-            broadcast_state(self._links.context[replica], tensors)
-        elif self.workers is not None:
-            broadcast_state(self.workers, tensors)
-        self.syncs[replica].watch()
-
-    def _gradient_sync(self, replica: int, communicator: Communicator) -> GradientSync:
-        roots = self._roots_of(replica)
-        return GradientSync(
-            communicator,
-            self._links.context[replica],
-            named_parameters(roots),
-            root_of_each_parameter(roots),
-            sparse_parameters(roots),
-            BufferSync(communicator, roots),
-            reduction=self._options.gradient_reduction,
-            bucket_bytes=self._options.bucket_bytes,
-            compress=self._options.compress,
-            on_one_device=self._options.implementation == "reduce_to_one_device",
-            in_run_only=len(self._devices) > 1,
-        )
-
-    def _roots_of(self, replica: int) -> list[nn.Module]:
-        if self._routing is None:
-            return self._roots
-        return [self._routing.twin(root, replica) for root in self._roots]
+        parameters = list(module.parameters(recurse=False))
+        buffers = list(module.buffers(recurse=False))
+        if self.workers is not None and self._central is None:
+            broadcast_state(self.workers, [*parameters, *buffers])
+        elif self.workers is not None and self._central is not None:
+            broadcast_state(self.workers, buffers)
+            self._central.take_parameters(self.workers, parameters)
+        if self.sync is not None:
+            self.sync.watch()

@@ -51,7 +51,7 @@ class Strategy(ABC):
         first = worker * len(self.devices)
         self.local_replica_ids = tuple(range(first, first + len(self.devices)))
         self._worker = worker
-        self._workers = workers
+        self._num_workers = workers
 
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.devices))
@@ -151,14 +151,15 @@ class Strategy(ABC):
             kwargs: as args.
 
         Returns:
-            What fn returns; with several local replicas, a structure of per-replica values.
+            What fn returns. Where the job has several replicas, its tensors and numbers are
+            `PerReplica` values, which carry how many examples each replica had.
 
         Raises:
-            ValueError: args is no tuple or list.
+            ValueError: args is not a tuple or list.
             RuntimeError: called inside another run, or in another strategy's scope.
-            FastdistError: replicas have called different collectives, or go on with different
-                hyperparameters.
-            BaseException: what fn raised, in the first replica that failed.
+            FastdistError: replicas have called different collectives.
+            PeerFailureError: `fn` has failed on another replica, which the error names.
+            BaseException: what fn raised on this replica.
         """
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
@@ -186,16 +187,10 @@ class Strategy(ABC):
             step: what `run` would be called with; takes and returns structures of tensors.
 
         Raises:
-            UnsupportedError: several replicas in this process are on GPUs, where CUDA has one
-                capture at a time; or variables are on parameter servers.
+            UnsupportedError: variables are on parameter servers.
         """
         if all(device.type != "cuda" for device in self.devices):
             return step
-        if len(self.devices) > 1:
-            raise UnsupportedError(
-                "make_graphed needs a process for each GPU: CUDA captures one graph of a process "
-                "at a time; start them by `fastdist run`"
-            )
         if self.has_servers:
             raise UnsupportedError(
                 "make_graphed: a CUDA graph cannot send gradients to parameter servers"
@@ -208,7 +203,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
-        """While it is open, the thread of a replica is in cross-replica context."""
+        """While it is open, the running thread is in cross-replica context."""
         replica, state.replica = state.replica, None
         state.scopes.append(self)
         try:
@@ -216,6 +211,16 @@ class Strategy(ABC):
         finally:
             state.scopes.pop()
             state.replica = replica
+
+    @final
+    def _require_cross_replica(self, call: str) -> None:
+        if state.replica is not None:
+            instead = {"reduce": "all_reduce", "gather": "all_gather"}.get(call)
+            hint = f"; use fastdist.get_replica_context().{instead}" if instead else ""
+            raise RuntimeError(
+                f"strategy.{call} was called inside run, and is for code outside of it{hint}, "
+                "or call it in merge_call"
+            )
 
     @abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -232,10 +237,15 @@ class Strategy(ABC):
 
         Args:
             op: "sum", "mean", "min" or "max". A mean of what `run` returned for a batch of
-                `distribute_dataset` weighs each replica by its examples.
+                `distribute_dataset`, or of what `fastdist.map` made of it, weighs each replica by
+                its examples.
             value: what `run` returned; a structure of it works too.
             axis: reduce along this axis of each value too; lengths there may differ.
+
+        Raises:
+            RuntimeError: called inside `run`, where `get_replica_context().all_reduce` is meant.
         """
+        self._require_cross_replica("reduce")
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'reduce: op must be "sum", "mean", "min" or "max", got {op!r}')
         return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
@@ -290,7 +300,9 @@ class Strategy(ABC):
 
         Raises:
             ValueError: a scalar, or shapes that differ elsewhere.
+            RuntimeError: called inside `run`, where `get_replica_context().all_gather` is meant.
         """
+        self._require_cross_replica("gather")
         return map_structure(lambda leaf: self._gather_leaf(leaf, axis), value)
 
     @abstractmethod

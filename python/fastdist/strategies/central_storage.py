@@ -1,4 +1,4 @@
-"""Replicas on the devices of one machine, with one copy of every variable for all of them."""
+"""Replicas on the devices of one machine, with one copy of every parameter for all of them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from fastdist.cluster import detect_launch
-from fastdist.errors import ClusterConfigError
-from fastdist.replicas.devices import every_device, physical_device
-from fastdist.strategies.communicators import thread_links
+from fastdist.replicas.devices import every_device, usable_device, usable_devices
+from fastdist.strategies.central import CentralParameters
+from fastdist.strategies.mirrored import replica_of_machine
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-class CentralStorageStrategy(LinkedStrategy):
+class CentralStorageStrategy(ReplicatedStrategy):
     """Keeps parameters and optimizer states in one place (tf.distribute's of that name).
 
-    Replicas compute on the compute devices, each in a thread of its own. Their gradients are
-    reduced, and when all of them call `optimizer.step()` it steps once, where the parameters are.
-    Replicas on the parameters' device compute with the parameters themselves, others with copies
-    that get the new values after each step. Buffers are the replicas' own, as under Mirrored. What
-    a replica does to a parameter's values by hand, all on that device see: change parameters by the
-    optimizer, outside `run`, or in `merge_call`.
+    Replicas are processes, as MirroredStrategy's are, and compute on the compute devices. Their
+    gradients are reduced, and when all of them call `optimizer.step()` the first one's optimizer
+    steps, once, where the parameters are. Replicas on the CPU map the memory of the parameters;
+    replicas on other devices have copies, which get the new values after each step. Buffers are the
+    replicas' own, as under Mirrored. Change parameters by optimizers, outside `run`, in
+    `merge_call` or with `update`: what each replica did in `run`, it would do to the one copy.
 
     Args:
         compute_devices: of the replicas; every GPU if None, else one CPU.
@@ -31,7 +30,8 @@ class CentralStorageStrategy(LinkedStrategy):
         options: how to communicate.
 
     Raises:
-        ClusterConfigError: a launcher started several processes.
+        ClusterConfigError: as for MirroredStrategy.
+        ValueError: torch cannot use a device.
     """
 
     def __init__(
@@ -42,21 +42,18 @@ class CentralStorageStrategy(LinkedStrategy):
         options: CommunicationOptions | None = None,
     ) -> None:
         options = options or CommunicationOptions()
-        if compute_devices is not None and not compute_devices:
-            raise ValueError("compute_devices must not be empty; None takes what the machine has")
-        launch = detect_launch()
-        if launch is not None and launch.world_size > 1:
-            raise ClusterConfigError(
-                f"CentralStorageStrategy is for one process; {launch.launcher} started "
-                f"{launch.world_size}. Use MirroredStrategy or MultiWorkerMirroredStrategy"
-            )
-        given = every_device() if compute_devices is None else compute_devices
-        devices = [physical_device(torch.device(device)) for device in given]
+        given = None
+        if compute_devices is not None:
+            given = usable_devices(compute_devices, "compute_devices")
+        every = given or every_device()
         if parameter_device is None:
-            parameter_device = devices[0] if len(set(devices)) == 1 else "cpu"
-        super().__init__(
-            devices,
-            lambda: thread_links(len(devices), options),
-            parameter_device=physical_device(torch.device(parameter_device)),
-            options=options,
+            parameter_device = every[0] if len(set(every)) == 1 else "cpu"
+        home = usable_device(parameter_device)
+        device, world = replica_of_machine("CentralStorageStrategy", given, options)
+        central = CentralParameters(
+            home,
+            device,
+            is_owner=world is None or world.rank == 0,
+            is_shared=home.type == "cpu" and all(one.type == "cpu" for one in every),
         )
+        super().__init__(device, world, central=central, options=options)

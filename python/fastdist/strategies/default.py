@@ -9,18 +9,17 @@ import torch
 
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.strategies.base import Strategy
-from fastdist.strategies.communicators import Links
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-class DefaultStrategy(LinkedStrategy):
+class DefaultStrategy(ReplicatedStrategy):
     """Passes everything through; what `get_strategy` gives outside a scope.
 
     It lets code that is written for strategies run without one.
     """
 
     def __init__(self) -> None:
-        super().__init__([torch.device("cpu")], Links)
+        super().__init__(torch.device("cpu"))
 
 
 @functools.cache

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from fastdist.cluster import detect_launch
+from fastdist.cluster.replicas import started_replica
+from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError
-from fastdist.replicas.devices import every_device, physical_device
-from fastdist.strategies.communicators import process_links, thread_links
+from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
+from fastdist.replicas.starting import join_replicas
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-class MirroredStrategy(LinkedStrategy):
+class MirroredStrategy(ReplicatedStrategy):
     """Trains on all devices of this machine at once (tf.distribute.MirroredStrategy).
 
-    Started by `fastdist run` or another launcher, each process is one replica. Started alone, the
-    process runs a replica on each device, in a thread of its own.
+    Every replica is a process. Started by `fastdist run` or another launcher, each process is one.
+    Started alone, with several devices, the program is started once more for each other replica:
+    these run it from its beginning, show nothing unless they fail, and end with this process.
 
     Args:
         devices: of the replicas; every GPU if None, else one CPU. `["cpu:0", "cpu:1"]` makes two
@@ -28,7 +31,9 @@ class MirroredStrategy(LinkedStrategy):
 
     Raises:
         ClusterConfigError: the launcher started another number of processes than there are
-            devices, or processes on several machines.
+            devices, or processes on several machines; or the program cannot be started again (a
+            notebook: see `fastdist.launch`), or has replicas on other devices.
+        ValueError: torch cannot use a device.
     """
 
     def __init__(
@@ -38,36 +43,43 @@ class MirroredStrategy(LinkedStrategy):
         options: CommunicationOptions | None = None,
     ) -> None:
         options = options or CommunicationOptions()
-        given = None if devices is None else [torch.device(device) for device in devices]
-        if given is not None and not given:
-            raise ValueError("devices must not be empty; None takes what the machine has")
-        launch = detect_launch()
-        if launch is None or launch.world_size == 1:
-            own = given or every_device()
-            super().__init__(
-                [physical_device(device) for device in own],
-                lambda: thread_links(len(own), options),
-                options=options,
-            )
-            return
-        if launch.local_world_size != launch.world_size:
-            raise ClusterConfigError(
-                f"MirroredStrategy is for one machine; {launch.launcher} started "
-                f"{launch.world_size} processes, {launch.local_world_size} of them here. Use "
-                "MultiWorkerMirroredStrategy"
-            )
-        if given is not None and len(given) not in (1, launch.world_size):
-            raise ClusterConfigError(
-                f"MirroredStrategy got {len(given)} devices; {launch.launcher} started "
-                f"{launch.world_size} processes, each of which is one replica: give as many "
-                "devices, or none"
-            )
-        chosen = (given or every_device())[:]
-        device = chosen[launch.local_rank % len(chosen)]
-        super().__init__(
-            [physical_device(device)],
-            lambda: process_links(init(timeout=options.timeout_s), options),
-            worker=launch.rank,
-            workers=launch.world_size,
-            options=options,
+        given = None if devices is None else usable_devices(devices, "devices")
+        device, world = replica_of_machine("MirroredStrategy", given, options)
+        super().__init__(device, world, options=options)
+
+
+def replica_of_machine(
+    strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
+) -> tuple[torch.device, Communicator | None]:
+    """This process's device, and all replicas, for a strategy on one machine.
+
+    Args:
+        strategy: its name, for messages.
+        given: devices of the replicas; None: every GPU, else one CPU.
+        options: how to communicate.
+
+    Raises:
+        ClusterConfigError: the processes do not fit the devices.
+    """
+    launch = detect_launch()
+    is_started = started_replica() is not None
+    if is_started or launch is None or launch.world_size == 1:
+        own = given or every_device()
+        if len(own) == 1 and not is_started:
+            return own[0], None
+        place = join_replicas(strategy, own)
+        use_own_cores(len(own))
+        return own[place.index], init(timeout=options.timeout_s)
+    if launch.local_world_size != launch.world_size:
+        raise ClusterConfigError(
+            f"{strategy} is for one machine; {launch.launcher} started {launch.world_size} "
+            f"processes, {launch.local_world_size} of them here. Use MultiWorkerMirroredStrategy"
         )
+    if given is not None and len(given) not in (1, launch.world_size):
+        raise ClusterConfigError(
+            f"{strategy} got {len(given)} devices; {launch.launcher} started "
+            f"{launch.world_size} processes, each of which is one replica: give as many "
+            "devices, or none"
+        )
+    chosen = given or every_device()
+    return chosen[launch.local_rank % len(chosen)], init(timeout=options.timeout_s)

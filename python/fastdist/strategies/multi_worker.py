@@ -1,27 +1,31 @@
-"""Replicas on the devices of several processes, on one machine or many."""
+"""Replicas on the devices of several workers, on one machine or many."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
+from fastdist.cluster.launch import Launch
+from fastdist.cluster.replicas import started_replica
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.init import init
+from fastdist.collectives.init import coordinator_of_launch, init
 from fastdist.errors import ClusterConfigError
-from fastdist.replicas.devices import every_device, physical_device
-from fastdist.strategies.communicators import worker_links
+from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
+from fastdist.replicas.starting import join_replicas
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-class MultiWorkerMirroredStrategy(LinkedStrategy):
+class MultiWorkerMirroredStrategy(ReplicatedStrategy):
     """Trains on all workers' devices at once (tf.distribute.MultiWorkerMirroredStrategy).
 
-    Every worker is a process that runs the same script; all must have as many devices. Initial
-    values come from the chief. Where there is no cluster it is a job of one worker.
+    Every worker is a process that runs the same script; all must have as many devices. A worker
+    with several devices starts its program once more for each other one, as MirroredStrategy does.
+    Initial values come from the chief. Where there is no cluster it is a job of one worker.
 
     Args:
         cluster_resolver: says who the workers are; by default TF_CONFIG, or what the launcher
@@ -32,7 +36,9 @@ class MultiWorkerMirroredStrategy(LinkedStrategy):
 
     Raises:
         ClusterConfigError: the cluster makes no sense, this task does not train (it is an evaluator
-            or a parameter server), or workers have different numbers of devices.
+            or a parameter server), workers have different numbers of devices, or the program
+            cannot be started again.
+        ValueError: torch cannot use a device.
     """
 
     def __init__(
@@ -43,43 +49,86 @@ class MultiWorkerMirroredStrategy(LinkedStrategy):
         options: CommunicationOptions | None = None,
     ) -> None:
         options = options or CommunicationOptions()
-        if devices is not None and not devices:
-            raise ValueError("devices must not be empty; None takes what the machine has")
-        world = _workers(cluster_resolver, options.timeout_s)
-        given = _default_devices() if devices is None else list(map(torch.device, devices))
-        own = [physical_device(device) for device in given]
-        super().__init__(
-            own,
-            lambda: worker_links(world, len(own), options),
-            worker=world.rank,
-            workers=world.world_size,
-            options=options,
-        )
+        given = None if devices is None else usable_devices(devices, "devices")
+        device, world = _join(cluster_resolver, given, options.timeout_s)
+        super().__init__(device, world, options=options)
 
 
-def _workers(resolver: ClusterResolver | None, timeout_s: float | None) -> Communicator:
-    if resolver is None:
-        if not TFConfigClusterResolver.is_available(os.environ):
-            return init(timeout=timeout_s)  # by the launcher
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """The replicas of all workers, for `init`."""
+
+    rank: int
+    world_size: int
+    coordinator_address: str
+
+
+def _join(
+    resolver: ClusterResolver | None,
+    given: Sequence[torch.device] | None,
+    timeout_s: float | None,
+) -> tuple[torch.device, Communicator]:
+    """This process's device, and all replicas."""
+    started = started_replica()
+    launch = detect_launch()
+    if resolver is None and TFConfigClusterResolver.is_available(os.environ):
         resolver = TFConfigClusterResolver()
-    if resolver.rank is None:
-        raise ClusterConfigError(
-            f"{resolver.task_type} {resolver.task_id} takes no part in training; only the chief "
-            f"and workers make a MultiWorkerMirroredStrategy, in {resolver.cluster_spec()!r}"
-        )
-    world = init(cluster=resolver, timeout=timeout_s)
-    if (world.rank, world.world_size) != (resolver.rank, resolver.world_size):
+    own = given or _default_devices(None if started or resolver else launch)
+    if started is not None:
+        worker, workers, coordinator = started.worker, started.workers, started.coordinator
+    elif resolver is not None:
+        if resolver.rank is None:
+            raise ClusterConfigError(
+                f"{resolver.task_type} {resolver.task_id} takes no part in training; only the "
+                "chief and workers make a MultiWorkerMirroredStrategy, in "
+                f"{resolver.cluster_spec()!r}"
+            )
+        worker, workers = resolver.rank, resolver.world_size
+        coordinator = resolver.coordinator_address if workers > 1 else ""
+    elif launch is None or len(own) == 1 or launch.local_world_size > 1:
+        return _under_launcher(launch, own, timeout_s)
+    else:
+        worker, workers = launch.rank, launch.world_size
+        coordinator = coordinator_of_launch(launch) if workers > 1 else ""
+    place = 0
+    if started is not None or len(own) > 1:
+        place = join_replicas(
+            "MultiWorkerMirroredStrategy", own, worker, workers, coordinator
+        ).index
+        use_own_cores(len(own))
+    rank, size = worker * len(own) + place, workers * len(own)
+    if workers == 1:
+        return own[place], init(timeout=timeout_s)
+    world = init(cluster=_Replicas(rank, size, coordinator), timeout=timeout_s)
+    if (world.rank, world.world_size) != (rank, size):
         raise ClusterConfigError(
             f"fastdist.init() was called before and found rank {world.rank} of "
-            f"{world.world_size}; the cluster has this task as rank {resolver.rank} of "
-            f"{resolver.world_size}"
+            f"{world.world_size}; the cluster has this replica as rank {rank} of {size}"
         )
-    return world
+    return own[place], world
 
 
-def _default_devices() -> list[torch.device]:
+def _under_launcher(
+    launch: Launch | None, own: Sequence[torch.device], timeout_s: float | None
+) -> tuple[torch.device, Communicator]:
+    """Each process that the launcher started is a replica."""
+    if launch is None or launch.world_size == 1:
+        place = 0
+        if len(own) > 1:
+            place = join_replicas("MultiWorkerMirroredStrategy", own).index
+            use_own_cores(len(own))
+        return own[place], init(timeout=timeout_s)
+    if len(own) not in (1, launch.local_world_size):
+        raise ClusterConfigError(
+            f"MultiWorkerMirroredStrategy got {len(own)} devices; {launch.launcher} started "
+            f"{launch.local_world_size} processes on this machine, each of which is one replica: "
+            "give as many devices, or none"
+        )
+    return own[launch.local_rank % len(own)], init(timeout=timeout_s)
+
+
+def _default_devices(launch: Launch | None) -> list[torch.device]:
     every = every_device()
-    launch = detect_launch()
     if launch is None or launch.local_world_size == 1:
         return every
     return [every[launch.local_rank % len(every)]]

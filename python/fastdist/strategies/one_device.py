@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from fastdist.strategies.communicators import Links
-from fastdist.strategies.replicated import LinkedStrategy
+from fastdist.replicas.devices import usable_device
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-class OneDeviceStrategy(LinkedStrategy):
+class OneDeviceStrategy(ReplicatedStrategy):
     """Puts modules and data on one device (tf.distribute.OneDeviceStrategy).
 
     Args:
         device: as for `torch.device`.
+
+    Raises:
+        ValueError: the device is not there.
     """
 
     def __init__(self, device: str | torch.device) -> None:
-        super().__init__([torch.device(device)], Links)
+        super().__init__(usable_device(device))

@@ -59,7 +59,8 @@ class Scope:
         state.scopes.pop()
         self._stack.close()
         if self._recorder is not None and kind is None:
-            self._adopt(self._recorder.roots(), self._made)
+            made, self._made = self._made, []
+            self._adopt(self._recorder.roots(), made)
 
     def _note(self, thing: Any) -> None:
         if not any(thing is known for known in self._made):  # a subclass calls its base's __init__

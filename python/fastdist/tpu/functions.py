@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdist.errors import UnsupportedError
-from fastdist.replicas.random_streams import RANDOM_FUNCTIONS
 from fastdist.tpu.batch_norm import batch_norm
 from fastdist.tpu.mesh import XlaMesh
 from fastdist.tpu.padding import Padding
@@ -101,7 +100,7 @@ class ReplicaFunctions(TorchFunctionMode):
     def _changed(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if name in RANDOM_FUNCTIONS and kwargs.get("generator") is None:
+        if name in _RANDOM_FUNCTIONS and kwargs.get("generator") is None:
             if name in _MAKERS and kwargs.get("device") is None and not _has_tensor(args):
                 kwargs = kwargs | {"device": self._mesh.device}
             elif not name.endswith("_"):
@@ -233,3 +232,20 @@ _LIKE = {
     **{"random": "random_", "log_normal": "log_normal_", "cauchy": "cauchy_"},
 }
 _SHAPED = {"rand": "uniform_", "randn": "normal_"}
+
+
+_RANDOM_FUNCTIONS = frozenset(
+    f"{name}{suffix}"
+    for name in (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"),
+        *("feature_alpha_dropout", "native_dropout", "rrelu", "gumbel_softmax"),
+        *("scaled_dot_product_attention", "multi_head_attention_forward"),
+        *("rnn_tanh", "rnn_relu", "lstm", "gru", "fractional_max_pool2d", "fractional_max_pool3d"),
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+        *("bernoulli", "binomial", "multinomial", "normal", "poisson", "random", "uniform"),
+        *("kaiming_normal", "kaiming_uniform", "pca_lowrank", "svd_lowrank"),
+        *("cauchy", "exponential", "geometric", "log_normal"),
+        *("_standard_gamma", "_sample_dirichlet"),
+    )
+    for suffix in ("", "_")
+)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.tpu.members import XlaMembers
 from fastdist.tpu.padding import Padding
-from fastdist.training.buffers import BufferSync
+from fastdist.training.buffers import BufferSync, buffered_modules
 from fastdist.training.gradients import GradientReduction
 
 
@@ -38,7 +39,7 @@ class XlaGradients:
         self._communicator = communicator
         self._reduction = reduction
         self._padding: Padding | None = None
-        self._buffers = BufferSync(communicator, members.roots)
+        self._buffers = _buffer_sync(members.roots)
         self._before: dict[int, torch.Tensor] = {}  # buffers, if some replicas have no examples
         self._thread = 0
         self._plain: Callable[..., Any] = _engine()
@@ -49,7 +50,7 @@ class XlaGradients:
         self._padding = padding
         self._thread = threading.get_ident()
         self._plain = _engine()
-        self._buffers = BufferSync(self._communicator, self._members.roots)
+        self._buffers = _buffer_sync(self._members.roots)
         if padding is not None:
             kept = self._buffers.floating()
             self._before = {id(buffer): buffer.detach().clone() for buffer in kept}
@@ -145,3 +146,8 @@ def _engine() -> Callable[..., Any]:
 
 def _set_engine(engine: Callable[..., Any]) -> None:
     vars(torch.autograd)["_engine_run_backward"] = engine
+
+
+def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:
+    modules = buffered_modules(roots)
+    return BufferSync(list(enumerate(modules)), len(modules))

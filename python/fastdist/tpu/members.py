@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
-from fastdist.replicas.variables import Variable, local_components, note_component, own
+from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.tpu.mesh import XlaMesh
 from fastdist.tpu.optimizer_states import make_states
 from fastdist.training.in_sync import require_in_sync
@@ -82,7 +82,6 @@ class XlaMembers:
         for root in roots:
             for module in root.modules():
                 if isinstance(module, Variable):
-                    note_component(module)
                     own(module, self)
 
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -304,11 +303,9 @@ def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def _component(variable: Variable, value: torch.Tensor) -> Variable:
-    made = Variable(
+    return Variable(
         value, synchronization=variable.synchronization, aggregation=variable.aggregation
     )
-    note_component(made)
-    return made
 
 
 def _is_on_devices(value: object) -> bool:

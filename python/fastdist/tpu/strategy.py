@@ -16,7 +16,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.data import InputLayout
 from fastdist.replicas.context import ReplicaContext
 from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduce_values
-from fastdist.replicas.per_replica import PerReplica, map_structure, regroup
+from fastdist.replicas.per_replica import PerReplica, map_structure, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
 from fastdist.tpu.devices import find_slice
@@ -118,7 +118,7 @@ class TPUStrategy(Strategy):
         return InputLayout(
             num_replicas=self.num_replicas_in_sync,
             local_replicas=self.local_replica_ids,
-            num_workers=self._workers,
+            num_workers=self._num_workers,
             worker=self._worker,
             devices=self.devices,
             all_gather_ints=self._all_gather_ints,
@@ -252,7 +252,7 @@ class TPUStrategy(Strategy):
             fn(ReplicaContext(self, None, self._runs.merge, replica))
             for replica in range(len(self.devices))
         ]
-        return made[0] if self._communicator is None else regroup(made)
+        return made[0] if self._communicator is None else wrap(made)
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are the same bits on every device."""

@@ -1,14 +1,17 @@
 """Keeps what modules write into their buffers, BatchNorm's running statistics, alike on replicas.
 
-A buffer that forward has written becomes the mean over replicas, at the end of the next backward.
-Running statistics are averages that are linear in what each replica has seen, so that averaging
-them in each step gives what averaging them once in the end would (tf.distribute: ON_READ, MEAN),
-and no reader has to communicate.
+A buffer that forward has written becomes the mean over replicas, weighted by examples, at the end
+of the next backward. Running statistics are averages that are linear in what each replica has seen,
+so that averaging them in each step gives what averaging them once in the end would
+(tf.distribute: ON_READ, MEAN), and no reader has to communicate. A replica that has not written a
+module's buffers, or had no examples, contributes nothing to them.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,21 +21,31 @@ from fastdist.replicas.variables import Variable
 from fastdist.training.modules import is_materialized
 
 
+@dataclass(slots=True)
+class _Buffered:
+    """A module with buffers, and the state of these buffers when they were last looked at."""
+
+    place: int
+    module: weakref.ref[nn.Module]
+    seen: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    is_written: bool = False
+
+
 class BufferSync:
     """The buffers of one replica's modules.
 
     Args:
-        communicator: of all replicas.
-        roots: the modules, alike on all replicas.
+        modules: modules with buffers, each with its number among all that there ever were. The
+            number is the same on all replicas; the modules that still exist may differ.
+        places: how many there were.
     """
 
-    def __init__(self, communicator: Communicator, roots: Sequence[nn.Module]) -> None:
-        self._communicator = communicator
-        modules = {id(m): m for root in roots for m in root.modules() if _has_buffers(m)}
-        self._modules = list(modules.values())
-        self._seen: list[list[tuple[torch.Tensor, int]]] = [_stamps(m) for m in self._modules]
-        self._written: set[int] = set()
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def __init__(self, modules: Sequence[tuple[int, nn.Module]], places: int) -> None:
+        self.places = places
+        self._modules = [
+            _Buffered(place, weakref.ref(module), _stamps(module)) for place, module in modules
+        ]
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def keep(self) -> None:
         """Until `restore`, what is written does not count: this replica has no examples."""
@@ -40,57 +53,111 @@ class BufferSync:
 
     def restore(self) -> None:
         """Put back what `keep` found, if it was called."""
-        if not self._kept:
+        if self._kept is None:
             return
-        self._note_written()
         with torch.no_grad():
             for buffer, kept in self._kept:
                 buffer.copy_(kept)
-        self._seen = [_stamps(module) for module in self._modules]
-        self._kept = []
+        self._kept = None
+        for buffered in self._modules:
+            module = buffered.module()
+            if module is not None:
+                buffered.seen = _stamps(module)
 
-    def send(self) -> Work | None:
-        """Start to average what was written since the last time. Every replica must call."""
-        written = self.take_written()
-        if not written:
+    def weights(self, weight: float) -> torch.Tensor:
+        """What this replica contributes to the mean of each module's buffers: 0 or `weight`.
+
+        Args:
+            weight: this replica's examples, or 1.
+
+        Returns:
+            Shape [places]; to be added up over replicas, and given to `send`.
+        """
+        result = torch.zeros(self.places)
+        self._note_written()
+        self.restore()
+        for buffered in self._modules:
+            if buffered.is_written:
+                result[buffered.place] = weight
+        return result
+
+    def send(self, communicator: Communicator, weight: float, totals: torch.Tensor) -> Work | None:
+        """Start to average what any replica has written. Every replica must call.
+
+        Args:
+            communicator: of all replicas.
+            weight: as for `weights`.
+            totals: the sum over replicas of what `weights` gave.
+        """
+        total_of = totals.tolist()
+        parts: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
+        with torch.no_grad():
+            for buffered in self._modules:
+                module, total = buffered.module(), total_of[buffered.place]
+                own = weight if buffered.is_written else 0.0
+                buffered.is_written = False
+                if module is None or not total > 0.0:
+                    continue
+                for buffer in _floating(module):
+                    if id(buffer) in parts:
+                        continue
+                    if own:
+                        buffer.mul_(own / total)
+                    else:
+                        buffer.zero_()
+                    parts[id(buffer)] = buffer
+                buffered.seen = _stamps(module)
+        if not parts:
             return None
-        work: Work = self._communicator.all_reduce(written, "mean", async_op=True)
+        work: Work = communicator.all_reduce(list(parts.values()), "sum", async_op=True)
         return work
 
     def take_written(self) -> list[torch.Tensor]:
         """What was written since the last time; it is up to the caller to make it alike."""
         self._note_written()
         self.restore()
-        written = [buffer for i in sorted(self._written) for buffer in _floating(self._modules[i])]
-        self._written.clear()
+        written = []
+        for buffered in self._modules:
+            module = buffered.module()
+            if buffered.is_written and module is not None:
+                written += _floating(module)
+            buffered.is_written = False
         return written
 
     def floating(self) -> list[torch.Tensor]:
         """All buffers that may be averaged."""
-        return [buffer for module in self._modules for buffer in _floating(module)]
+        modules = (buffered.module() for buffered in self._modules)
+        alive = [module for module in modules if module is not None]
+        return list({id(b): b for module in alive for b in _floating(module)}.values())
 
     def _note_written(self) -> None:
         # Torch's batch_norm writes its statistics without a trace; the count beside them has one.
-        for i, (module, seen) in enumerate(zip(self._modules, self._seen, strict=True)):
+        for buffered in self._modules:
+            module = buffered.module()
+            if module is None:
+                continue
             now = _stamps(module)
-            if len(now) != len(seen) or any(
-                a is not b or v != w for (a, v), (b, w) in zip(now, seen, strict=True)
+            if len(now) != len(buffered.seen) or any(
+                a() is not b() or v != w for (a, v), (b, w) in zip(now, buffered.seen, strict=True)
             ):
-                self._written.add(i)
-                self._seen[i] = now
+                buffered.is_written |= self._kept is None
+                buffered.seen = now
 
 
-def _has_buffers(module: nn.Module) -> bool:
-    return bool(module._buffers) and not isinstance(module, Variable)
+def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that have buffers of their own, each once."""
+    modules = {id(m): m for root in roots for m in root.modules() if m._buffers}
+    return [module for module in modules.values() if not isinstance(module, Variable)]
 
 
-def _stamps(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    return [
-        (buffer, buffer._version)
-        for buffer in module._buffers.values()
-        if buffer is not None and is_materialized(buffer)
-    ]
+def _stamps(module: nn.Module) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+    return [(weakref.ref(buffer), buffer._version) for buffer in _materialized(module)]
+
+
+def _materialized(module: nn.Module) -> list[torch.Tensor]:
+    buffers = module._buffers.values()
+    return [buffer for buffer in buffers if buffer is not None and is_materialized(buffer)]
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer, _ in _stamps(module) if buffer.is_floating_point()]
+    return [buffer for buffer in _materialized(module) if buffer.is_floating_point()]

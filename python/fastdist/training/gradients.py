@@ -2,19 +2,19 @@
 
 Parameters are put into buckets, the last ones first, as backward reaches them. A hook at each
 parameter notes that its gradient is there; as soon as a bucket is complete, and all before it have
-gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward what is left
-is sent too, and all is waited for: when `backward()` returns, `.grad` is what one device would have
-computed on the global batch.
+gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward the remaining
+buckets are sent too, and all are waited for: when `backward()` returns, `.grad` is what one device
+would have computed on the global batch.
 
 The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
-parameter that says how many replicas used it, so that one that nobody used keeps `grad` None. On
-GPUs the host would have to wait for that number: there replicas ask each other over their hosts, at
-the end of backward. They do so too where a strategy has several models, and leave out buckets that
-nobody has anything for: a step of a GAN's discriminator sends nothing of the generator.
+parameter that says how many replicas used it, so that a parameter that nobody used keeps `grad`
+None. On GPUs the host would have to wait for that number: there replicas ask each other over their
+hosts, at the end of backward. They do so too where a strategy has several models, and leave out
+buckets that nobody has anything for: a step of a GAN's discriminator does not send the generator's.
 
-Gradients are weighted by examples as they are sent. What `no_sync` keeps back is weighted as it
-comes instead, since the batch that it is sent with weighs otherwise.
+Gradients are weighted by examples as they are sent. Gradients that `no_sync` keeps back are
+weighted as they are made, since the batch that they are sent with has other weights.
 """
 
 from __future__ import annotations
@@ -42,6 +42,23 @@ class GradientHook(partial):  # type: ignore[type-arg]
     """A hook that this module has put at a parameter, to be told from those of users."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReducedParameter:
+    """A parameter whose gradient is reduced.
+
+    Attributes:
+        name: for messages.
+        ref: the parameter, which may be released.
+        model: number of the model that it is part of.
+        place: its number among the parameters of all models; the same on all replicas.
+    """
+
+    name: str
+    ref: weakref.ref[torch.nn.Parameter]
+    model: int
+    place: int
+
+
 @dataclass(slots=True)
 class _Bucket:
     """Parameters whose gradients travel together."""
@@ -59,24 +76,24 @@ class GradientSync:
     Args:
         communicator: of all replicas, and for nothing else.
         questions: of all replicas too, and not in use in backward.
-        parameters: name and parameter, in the same order on all replicas; each only once.
-        models: for each parameter the number of the model that it is part of.
+        parameters: in the same order on all replicas; each once.
+        places: of parameters, those included that were released.
+        has_several_models: True if parameters belong, or belonged, to several models.
         sparse: ids of the parameters whose gradients are sparse.
         buffers: of the same modules; averaged at the end of backward where they were written.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: gradients that travel together are at most so large, or a single one.
         compress: as for `Communicator.all_reduce`.
         on_one_device: reduce on the first replica, which then sends the result.
-        in_run_only: other replicas of this process take part in `run` alone, so that backward
-            outside it is an error.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         questions: Communicator,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        models: Sequence[int],
+        parameters: Sequence[ReducedParameter],
+        places: int,
+        has_several_models: bool,
         sparse: Set[int],
         buffers: BufferSync,
         *,
@@ -84,24 +101,22 @@ class GradientSync:
         bucket_bytes: int,
         compress: Compression | None = None,
         on_one_device: bool = False,
-        in_run_only: bool = False,
     ) -> None:
         self.examples: tuple[int, ...] | None = None
         self._enabled = True
         self._communicator = communicator
         self._questions = questions
-        self._models = models
-        self._has_several_models = len(set(models)) > 1
+        self._has_several_models = has_several_models
         self._is_on_gpu = False
-        self._names = [name for name, _ in parameters]
-        self._parameters = [parameter for _, parameter in parameters]
-        self._sparse = [i for i, p in enumerate(self._parameters) if id(p) in sparse]
+        self._parameters = parameters
+        self._places = places
+        self._sparse = [
+            i for i, parameter in enumerate(parameters) if id(parameter.ref()) in sparse
+        ]
         self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
         self._on_one_device = on_one_device
-        self._is_expected = not in_run_only
-        self._in_run_only = in_run_only
         self._task = -1  # backward that is under way
         self._arrived = [False] * len(self._parameters)
         self._held: set[int] = set()  # gradients that no_sync has kept back
@@ -120,8 +135,9 @@ class GradientSync:
         """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
         if len(self._hooked) == len(self._parameters):
             return
-        for i, parameter in enumerate(self._parameters):
-            if i in self._hooked or not _is_trainable(parameter):
+        for i, reduced in enumerate(self._parameters):
+            parameter = reduced.ref()
+            if i in self._hooked or parameter is None or not _is_trainable(parameter):
                 continue
             self._hooked.add(i)
             after = GradientHook(_call, weakref.WeakMethod(self._on_gradient), i)
@@ -133,7 +149,9 @@ class GradientSync:
 
     def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
         hook = GradientHook(_call, weakref.WeakMethod(method), i)
-        self._hooks.append(self._parameters[i].register_hook(hook))  # type: ignore[no-untyped-call]
+        parameter = self._parameters[i].ref()
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -157,7 +175,6 @@ class GradientSync:
                 any leaves its buffers as they were.
         """
         self.examples = examples
-        self._is_expected = True
         self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
@@ -166,7 +183,6 @@ class GradientSync:
         finally:
             self._buffer_sync.restore()
             self.examples = None
-            self._is_expected = not self._in_run_only
 
     @property
     def is_reducing(self) -> bool:
@@ -186,16 +202,26 @@ class GradientSync:
         """
         if len(self._hooked) == len(self._parameters):
             return
-        for i, parameter in enumerate(self._parameters):
-            if i not in self._hooked and parameter.grad is not None and _is_trainable(parameter):
+        for i, reduced in enumerate(self._parameters):
+            parameter = reduced.ref()
+            if i in self._hooked or parameter is None or not _is_trainable(parameter):
+                continue
+            if parameter.grad is not None:
                 raise FastdistError(
-                    f"{self._names[i]} was unfrozen in the middle of run, and its gradient is that "
+                    f"{reduced.name} was unfrozen in the middle of run, and its gradient is that "
                     "of one replica; call requires_grad_() before run"
                 )
 
+    def _parameter(self, i: int) -> torch.nn.Parameter:
+        """A parameter that backward has reached, or that is part of a bucket, and so exists."""
+        parameter = self._parameters[i].ref()
+        if parameter is None:
+            raise FastdistError(f"{self._parameters[i].name} was released during backward")
+        return parameter
+
     def _before_gradient(self, i: int, gradient: object = None) -> None:
         """A sum that is accumulated into: its parts on all replicas must add up to itself."""
-        grad = self._parameters[i].grad
+        grad = self._parameter(i).grad
         known = self._global.pop(i, None)
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
@@ -213,11 +239,6 @@ class GradientSync:
         if not self._enabled:
             self._held.add(i)
             return
-        if not self._is_expected:
-            raise FastdistError(
-                f"backward has reached {self._names[i]} outside run, where the other replicas of "
-                "this process take no part; call it in strategy.run(...)"
-            )
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
@@ -235,7 +256,10 @@ class GradientSync:
         self._task = task
         self._next = 0
         self._arrived = [False] * len(self._parameters)
-        trainable = [_is_trainable(parameter) for parameter in self._parameters]
+        trainable = [
+            (parameter := reduced.ref()) is not None and _is_trainable(parameter)
+            for reduced in self._parameters
+        ]
         if trainable != self._trainable:
             self._make_buckets(trainable)
         for bucket in self._buckets:
@@ -290,7 +314,7 @@ class GradientSync:
         return examples[self._communicator.rank] / sum(examples)
 
     def _contribution(self, i: int) -> torch.Tensor:
-        parameter = self._parameters[i]
+        parameter = self._parameter(i)
         if parameter.grad is not None:
             if self._reduction == "sum" and not self._arrived[i]:
                 self._before_gradient(i)
@@ -299,14 +323,16 @@ class GradientSync:
 
     @_disable_dynamo
     def _finish(self) -> None:
-        used = self._used_by_anyone()
+        used, written = self._ask()
         wanted = self._wanted(used)
         for at, bucket in enumerate(self._buckets[self._next :], start=self._next):
             if wanted[at]:
                 self._send(bucket)
         self._next = len(self._buckets)
         self._task = -1
-        work = self._buffer_sync.send()
+        work = None
+        if self._buffer_sync.places:
+            work = self._buffer_sync.send(self._communicator, self._own_examples(), written)
         for bucket in self._buckets:
             if bucket.work is not None:
                 self._receive(bucket, bucket.work, used)
@@ -318,16 +344,32 @@ class GradientSync:
         self._held.clear()
         self.watch()  # what was unfrozen since this run began
 
-    def _used_by_anyone(self) -> list[bool] | None:
-        """Of each parameter, whether any replica has a gradient for it; None: buckets will tell."""
-        if not (self._has_several_models or self._is_on_gpu):
-            return None
-        by_anyone = torch.tensor(
-            [arrived or i in self._held for i, arrived in enumerate(self._arrived)]
-        )
-        self._questions.all_reduce(by_anyone, "max")
-        used: list[bool] = by_anyone.tolist()
-        return used
+    def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
+        """Ask all replicas what they have used and written.
+
+        Returns:
+            Of each parameter whether any replica has a gradient for it, or None where the buckets
+            will tell; and of each module with buffers the examples of the replicas that wrote them.
+        """
+        asks = self._has_several_models or self._is_on_gpu
+        if not asks and not self._buffer_sync.places:
+            return None, torch.zeros(0)
+        used = torch.zeros(self._places if asks else 0)
+        if asks:
+            for i, arrived in enumerate(self._arrived):
+                if arrived or i in self._held:
+                    used[self._parameters[i].place] = 1.0
+        both = torch.cat([used, self._buffer_sync.weights(self._own_examples())])
+        self._questions.all_reduce(both)
+        used, written = both[: len(used)], both[len(used) :]
+        if not asks:
+            return None, written
+        by_anyone = used.tolist()
+        return [by_anyone[reduced.place] > 0.0 for reduced in self._parameters], written
+
+    def _own_examples(self) -> float:
+        """How much this replica's buffers count for."""
+        return 1.0 if self.examples is None else float(self.examples[self._communicator.rank])
 
     def _wanted(self, used: list[bool] | None) -> list[bool]:
         """Of each bucket and each sparse parameter: whether it must be reduced."""
@@ -339,7 +381,7 @@ class GradientSync:
     def _receive(self, bucket: _Bucket, work: Work, used: list[bool] | None) -> None:
         work.wait()
         for place, i in enumerate(bucket.indices):
-            parameter = self._parameters[i]
+            parameter = self._parameter(i)
             is_used = bucket.used[place] > 0 if used is None else used[i]
             if parameter.grad is None and is_used:
                 parameter.grad = bucket.sent[place]
@@ -350,7 +392,7 @@ class GradientSync:
 
     def _reduce_sparse(self, i: int) -> None:
         """All replicas' rows; equal ones are added up."""
-        parameter = self._parameters[i]
+        parameter = self._parameter(i)
         rows = None
         if parameter.grad is not None:
             if not self._arrived[i]:
@@ -377,14 +419,18 @@ class GradientSync:
 
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable
-        self._is_on_gpu = any(parameter.is_cuda for parameter in self._parameters)
+        parameters = [reduced.ref() for reduced in self._parameters]
+        self._is_on_gpu = any(
+            parameter is not None and parameter.is_cuda for parameter in parameters
+        )
         groups: list[list[int]] = []
         size = 0
         for i in reversed(range(len(self._parameters))):
-            if not trainable[i] or i in self._sparse:
+            parameter, model = parameters[i], self._parameters[i].model
+            if not trainable[i] or parameter is None or i in self._sparse:
                 continue
-            bytes_ = self._parameters[i].numel() * self._parameters[i].element_size()
-            is_other = bool(groups) and self._models[i] != self._models[groups[-1][0]]
+            bytes_ = parameter.numel() * parameter.element_size()
+            is_other = bool(groups) and model != self._parameters[groups[-1][0]].model
             if not groups or is_other or size + bytes_ > self._bucket_bytes:
                 groups.append([])
                 size = 0

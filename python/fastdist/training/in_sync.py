@@ -24,11 +24,11 @@ def require_in_sync(
         FastdistError: they differ; the message names the first tensor and who differs from
             replica 0.
     """
-    digests = [[tensor_digest(tensor) for _, tensor in named] for named in replicas]
+    digests = [{name: tensor_digest(tensor) for name, tensor in named} for named in replicas]
     if workers is not None:
         digests = [rows for worker in workers.all_gather_object(digests) for rows in worker]
-    for i, (name, _) in enumerate(replicas[0]):
-        differing = tuple(r for r, rows in enumerate(digests) if rows[i] != digests[0][i])
+    for name, digest in digests[0].items():
+        differing = tuple(r for r, rows in enumerate(digests) if rows.get(name, digest) != digest)
         if differing:
             raise FastdistError(
                 f"replicas are out of sync: {name} differs on replicas {list(differing)} from "

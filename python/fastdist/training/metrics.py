@@ -98,24 +98,9 @@ def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
 
 
-def adopt_twins(module: nn.Module, twins: Sequence[nn.Module]) -> None:
-    """Where a module is an adopted metric: the same for its copies, which begin with nothing."""
-    for twin in twins:
-        if is_adopted(module) and not is_adopted(twin):
-            _adopt(twin, module.__dict__[_STRATEGY])
-            with _alone():
-                twin.reset()  # type: ignore[operator]
-
-
 def is_adopted(module: nn.Module) -> bool:
     """Whether a module is a strategy's metric or collection of metrics."""
     return _STRATEGY in module.__dict__
-
-
-def is_state(module: nn.Module, name: str) -> bool:
-    """Whether an attribute is part of what an adopted metric counts, on each replica by itself."""
-    states = module.__dict__.get("_defaults", ())
-    return is_adopted(module) and (name.startswith("_") or name in states)
 
 
 def _adopt(metric: Any, strategy: _Strategy) -> None:
@@ -157,13 +142,11 @@ def _alone() -> Iterator[None]:
 
 
 def _everywhere(metric: Any, call: Callable[[], Any]) -> Any:
-    """Call on every replica of this process; what the first one gives."""
+    """Call on every replica, in `run`; returns what this process's replica gets."""
     results = []
 
     def step() -> None:
-        result = call()
-        if state.replica is not None and state.replica.local_replica == 0:
-            results.append(result)
+        results.append(call())
 
     with torch.random.fork_rng(devices=[]):  # a metric draws no random numbers
         metric.__dict__[_STRATEGY].run(step)
@@ -253,8 +236,7 @@ def _metric_class(plain: Any) -> type:
 
             def joined() -> Any:
                 with self.sync_context():
-                    assert state.replica is not None
-                    return make(*args, **kwargs) if state.replica.local_replica == 0 else None
+                    return make(*args, **kwargs)
 
             return _everywhere(self, joined)
 
@@ -264,8 +246,7 @@ def _metric_class(plain: Any) -> type:
             if is_held:
                 self.reset()
             super()._load_from_state_dict(state_dict, prefix, *args)
-            replicas = self.__dict__[_STRATEGY].local_replica_ids
-            if is_held and replicas[state.replica.local_replica if state.replica else 0] > 0:
+            if is_held and self.__dict__[_STRATEGY].local_replica_ids[0] > 0:
                 with _alone():
                     self.reset()
 

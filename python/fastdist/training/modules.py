@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,10 +28,14 @@ class SparseWeight:
 
 
 class ModuleRecorder:
-    """Notes the modules that are made, or copied, while it is open (a `with` statement)."""
+    """Notes the modules that this thread makes, or copies, while it is open (a `with` statement).
+
+    It keeps none of them alive: what was replaced by another module before the end does not count.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, nn.Module] = {}
+        self._seen: dict[int, weakref.ref[nn.Module]] = {}
+        self._thread = threading.get_ident()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> ModuleRecorder:
@@ -58,20 +65,28 @@ class ModuleRecorder:
 
     def note(self, module: nn.Module) -> None:
         """Note a module, whether or not it registers anything."""
-        self._seen.setdefault(id(module), module)
+        known = self._seen.get(id(module))
+        if known is None or known() is not module:
+            self._seen.pop(id(module), None)  # of a module that is gone
+            self._seen[id(module)] = weakref.ref(module)
 
     def _note(self, module: nn.Module, *_: object) -> None:  # a hook's None changes nothing
-        self.note(module)
+        if threading.get_ident() == self._thread:
+            self.note(module)
 
     def roots(self) -> list[nn.Module]:
         """The modules that are part of no other, in the order in which they were made."""
-        inner = {
-            id(child)
-            for module in self._seen.values()
-            for child in module.modules()
-            if child is not module
-        }
-        return [module for key, module in self._seen.items() if key not in inner]
+        found = self._roots()
+        if len(found) > 1:
+            del found
+            gc.collect()  # replicas must agree on what is gone
+            found = self._roots()
+        return found
+
+    def _roots(self) -> list[nn.Module]:
+        alive = [module for ref in self._seen.values() if (module := ref()) is not None]
+        inner = {id(child) for module in alive for child in module.modules() if child is not module}
+        return [module for module in alive if id(module) not in inner]
 
 
 def named_parameters(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
@@ -97,18 +112,6 @@ def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
-
-
-def root_of_each_parameter(roots: Sequence[nn.Module]) -> list[int]:
-    """For each of `named_parameters`, the number of the module that it is first found in."""
-    seen: set[int] = set()
-    numbers = []
-    for number, root in enumerate(roots):
-        for parameter in root.parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                numbers.append(number)
-    return numbers
 
 
 def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:

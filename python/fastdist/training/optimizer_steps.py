@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,47 +19,61 @@ from fastdist.training.gradients import GradientReduction, GradientSync
 class OptimizerSteps:
     """Watches steps of optimizers that hold a strategy's parameters, as long as it lives.
 
-    In `run` it refuses optimizers made outside the scope: where several replicas share a process,
-    such an optimizer would change replica 0 alone. A closure's loss becomes that of the global
-    batch, since optimizers decide by it how far to go, and replicas must decide alike.
+    A closure's loss becomes that of the global batch, since optimizers decide by it how far to go,
+    and replicas must decide alike.
 
     Args:
         reduction: of the strategy's gradients, and so of closures' losses.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
-        self.taken_outside: set[int] = set()  # ids of optimizers that have stepped outside `run`
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # those replaced too
-        self._known: dict[int, torch.optim.Optimizer] = {}
-        self._syncs: Sequence[GradientSync] = ()
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
+        self._foreign = weakref.WeakKeyDictionary()
+        self._runs = 0
+        self._is_running = False
+        self._sync: GradientSync | None = None
+
+    def begin(self) -> None:
+        """Watch from now on, in a job of several replicas."""
+        hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
+        weakref.finalize(self, hook.remove)
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """While it is open, steps are those of replicas in `run`."""
+        self._runs += 1
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def watch(
         self,
-        optimizers: Iterable[torch.optim.Optimizer],
+        optimizers: weakref.WeakSet[torch.optim.Optimizer],
         parameters: Iterable[torch.Tensor],
-        syncs: Sequence[GradientSync],
+        sync: GradientSync | None,
     ) -> None:
-        """Name the strategy's own: optimizers, the parameters that only they may change, syncs."""
-        if syncs and not self._syncs:
-            hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
-            weakref.finalize(self, hook.remove)
-        self._known = {id(optimizer): optimizer for optimizer in optimizers}
-        self._parameters |= {id(parameter): weakref.ref(parameter) for parameter in parameters}
-        self._syncs = syncs
+        """Name the strategy's optimizers, the parameters that only these may change, its sync."""
+        self._known = optimizers
+        alive = {key: ref for key, ref in self._parameters.items() if ref() is not None}
+        self._parameters = alive | {id(p): weakref.ref(p) for p in parameters}
+        self._sync = sync
 
     @_disable_dynamo
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         context = state.replica
-        if id(optimizer) not in self._known:
-            if context is not None and context.communicator is not None:
+        if optimizer not in self._known:
+            if context is not None and self._is_running:
                 self._require_foreign(optimizer)
             return None
         self.require_allowed(optimizer)
         if context is None:
-            self.taken_outside.add(id(optimizer))
             return None
         if "closure" in kwargs:
             kwargs = {**kwargs, "closure": self._global(context, kwargs["closure"])}
@@ -69,36 +84,41 @@ class OptimizerSteps:
         return args, kwargs
 
     def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that one of the strategy's optimizers may step in the running thread now.
+        """Check that one of the strategy's optimizers may step now.
 
         Raises:
             FastdistError: its gradients are not those of all replicas.
             ValueError: it holds a parameter that is not the strategy's.
         """
-        if any(sync.is_reducing for sync in self._syncs):
+        if self._sync is not None and self._sync.is_reducing:
             raise FastdistError(
                 f"{type(optimizer).__name__}.step() was called in the middle of backward, where "
                 "gradients are still those of one replica; call it when backward() has returned"
             )
-        context = state.replica
-        if context is None:
+        if state.replica is None:
             return
-        if self._syncs:
-            self._syncs[context.local_replica].require_reduced()
-        if context.local_replica == 0:  # others have copies of what is held besides
-            self._require_own(optimizer)
+        if self._sync is not None:
+            self._sync.require_reduced()
+        self._require_own(optimizer)
 
     def _is_own(self, parameter: torch.Tensor) -> bool:
         known = self._parameters.get(id(parameter))
         return known is not None and known() is parameter
 
     def _require_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let optimizers pass that a run makes for itself, and no others."""
+        name = type(optimizer).__name__
         for group in optimizer.param_groups:
             if any(map(self._is_own, group["params"])):
                 raise ValueError(
-                    f"{type(optimizer).__name__} was made outside the scope of the strategy whose "
-                    "parameters it holds; make it inside `with strategy.scope():`"
+                    f"{name} was made outside the scope of the strategy whose parameters it "
+                    "holds; make it inside `with strategy.scope():`"
                 )
+        if self._foreign.setdefault(optimizer, self._runs) != self._runs:
+            raise ValueError(
+                f"{name} and the module that it trains were made outside the scope, so each "
+                "replica trains its own: make both inside `with strategy.scope():`"
+            )
 
     def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:

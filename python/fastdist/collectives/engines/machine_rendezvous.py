@@ -23,6 +23,7 @@ from fastdist.cluster.address import split_address
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.c10d import c10d
 from fastdist.collectives.engines.links import Layout
+from fastdist.collectives.rendezvous import run_checks
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
@@ -126,6 +127,7 @@ def _meet(
                 tuple(sorted(missing)),
             )
         if missing:
+            run_checks()
             time.sleep(_POLL_S)
     places: dict[str, list[int]] = {}
     for other in range(world_size):

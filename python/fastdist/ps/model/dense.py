@@ -9,7 +9,7 @@ from fastdist.ps.client.batched import Pulled, Push
 from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.sharded import ShardedVariable
 from fastdist.ps.wire.frames import Array
-from fastdist.strategies.tensor_stamps import value_stamp
+from fastdist.training.tensor_stamps import value_stamp
 
 _COUNTABLE = 1 << 24
 _MAY_STOP = "num_batches_tracked"  # nothing hangs on how large it is then; jobs should not end

@@ -191,8 +191,7 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in modules:
         if not isinstance(module, Table):
-            # Of modules that have twins, `__class__` is what users see.
-            is_exact = module.__class__ in (*_SERVED, *_SERVED.values())
+            is_exact = type(module) in (*_SERVED, *_SERVED.values())
             if not is_exact or users[id(module.weight)] > 1:
                 continue
             if module.max_norm is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ class ServedModel:
         bundle: what was made.
         initialize: whether servers are to take the values that are here.
         lock: of the client; all models of a task share it.
-        twins_of: the copies of a module that other replicas of this task use.
 
     Attributes:
         bundle: what was made.
@@ -52,13 +51,11 @@ class ServedModel:
         *,
         initialize: bool,
         lock: threading.RLock,
-        twins_of: Callable[[nn.Module], Sequence[nn.Module]],
     ) -> None:
         self.bundle = bundle
         self.buffers = ServedBuffers(client, bundle.roots, bundle.at_once)
         self._client = client
         self._lock = lock
-        self._twins_of = twins_of
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
         self._pulling: tuple[list[ServedTensor], Pending[list[Pulled]]] | None = None
@@ -97,8 +94,7 @@ class ServedModel:
             if isinstance(module, Table) and module.num_embeddings is None:
                 padding = module.padding_idx  # whose row it may drop
             self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache, padding)
-            for one in (module, *self._twins_of(module)):
-                serve(one, self._tables[id(tensor)])
+            serve(module, self._tables[id(tensor)])
             if initialize and isinstance(module, Table) and module.padding_idx is not None:
                 rows.assign([module.padding_idx], np.zeros((1, place.spec.dim), np.float32))
 

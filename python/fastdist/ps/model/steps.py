@@ -17,7 +17,7 @@ from fastdist.ps.client.requests import Pending
 from fastdist.ps.coordinator.worker import StepAborted, Turn
 from fastdist.ps.model.model import ServedModel
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.strategies.tensor_stamps import GradientStamp
+from fastdist.training.tensor_stamps import GradientStamp
 
 _STEP_BITS, _OPTIMIZER_BITS = 20, 8
 # So many elements of small gradients are sent in one message.
@@ -41,12 +41,6 @@ def _examples(replica: ReplicaContext | None) -> float:
     return float(sum(replica.examples))
 
 
-def _merged(strategy: object, steps: ServedSteps, *args: Any) -> None:
-    """In cross-replica context, once for all replicas."""
-    del strategy
-    steps._step(*args)
-
-
 class ServedSteps:
     """Makes `step` of a model's optimizers send gradients to the servers, and fetch what they give.
 
@@ -54,12 +48,8 @@ class ServedSteps:
     step. When something changes them in between (clipping, a second backward), they are sent again
     by the step, and from then on by steps alone.
 
-    Where a task has several replicas, they have reduced their gradients; all of them call `step`,
-    which is taken once.
-
     Args:
         model: what the optimizers train.
-        twins_of: the copies of an optimizer that other replicas of this task use.
 
     Attributes:
         is_fresh: whether the model has values that are new enough for the next function: it was
@@ -69,11 +59,7 @@ class ServedSteps:
         ValueError: there are too many optimizers.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        twins_of: Callable[[torch.optim.Optimizer], Sequence[torch.optim.Optimizer]],
-    ) -> None:
+    def __init__(self, model: ServedModel) -> None:
         bundle = model.bundle
         if bundle.first_optimizer + len(bundle.optimizers) > 1 << _OPTIMIZER_BITS:
             raise ValueError(f"over {1 << _OPTIMIZER_BITS} optimizers in the scopes of a strategy")
@@ -84,13 +70,10 @@ class ServedSteps:
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
         self._unsent: dict[int, list[nn.Parameter]] = {}  # by round: those to be sent together
         self._steps = [0] * len(bundle.optimizers)  # in this turn
-        self._is_early: list[bool] = []
+        self._is_early = [True] * len(bundle.optimizers)
         for number, optimizer in enumerate(bundle.optimizers):
-            replicas = [optimizer, *twins_of(optimizer)]
-            self._is_early.append(len(replicas) == 1)
-            for one in replicas:
-                one.__dict__["step"] = self._step_of(number, optimizer, one)
-            for group in optimizer.param_groups if self._is_early[number] else ():
+            optimizer.__dict__["step"] = self._step_of(number, optimizer)
+            for group in optimizer.param_groups:
                 for parameter in filter(model.serves, group["params"]):
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
 
@@ -148,24 +131,18 @@ class ServedSteps:
 
     # --- step -----------------------------------------------------------------------------------
 
-    def _step_of(
-        self, number: int, optimizer: torch.optim.Optimizer, one: torch.optim.Optimizer
-    ) -> Callable[..., Any]:
+    def _step_of(self, number: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def step(self_: torch.optim.Optimizer, closure: Any = None) -> Any:
             self_.__dict__["_opt_called"] = True  # which schedulers look for
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            replica = state.replica
-            if replica is None or len(replica.strategy.devices) == 1:
-                self._step(number, optimizer, _examples(replica))
-            else:
-                replica.merge_call(_merged, (self, number, optimizer, _examples(replica)))
+            self._step(number, optimizer, _examples(state.replica))
             return loss
 
         step.__dict__["_wrapped_by_lr_sched"] = True
-        return types.MethodType(step, one)
+        return types.MethodType(step, optimizer)
 
     def _step(self, number: int, optimizer: torch.optim.Optimizer, weight: float) -> None:
         turn = self._turn

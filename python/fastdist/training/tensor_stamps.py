@@ -31,9 +31,3 @@ class GradientStamp:
         if grad is None or self._grad is None:
             return grad is not None or self._grad is not None
         return self._grad() is not grad or self._version != grad._version
-
-
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors begin at the same place."""
-    ready = is_materialized(one) and is_materialized(other)
-    return ready and one.data_ptr() == other.data_ptr()

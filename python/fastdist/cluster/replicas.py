@@ -1,0 +1,106 @@
+"""The place of a replica whose program a strategy has started once more, in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+
+from fastdist.cluster.environ import Environ
+from fastdist.cluster.launch import JOB_VARIABLE, Launch, note_launch, without_rank
+
+REPLICAS_VARIABLE = "FASTDIST_REPLICAS"
+"""Set by a strategy for the processes that it starts: JSON of a `StartedReplica`."""
+
+INITIAL_DIRECTORY = os.getcwd()
+"""Where `import fastdist` found this process: where its program is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedReplica:
+    """One of the processes of a program that started itself for its other local replicas.
+
+    Attributes:
+        devices: of the replicas of this machine's worker.
+        index: of this process among them; 0 started the others.
+        worker: rank of the worker, among `workers`.
+        workers: number of processes that a launcher or TF_CONFIG has named.
+        coordinator: "host:port" where rank 0 can be reached; "" where there is one worker.
+        job: random, the same in all processes that the same process has started.
+    """
+
+    devices: tuple[str, ...]
+    index: int
+    worker: int
+    workers: int
+    coordinator: str
+    job: str
+
+    @property
+    def rank(self) -> int:
+        """Among the replicas of all workers."""
+        return self.worker * len(self.devices) + self.index
+
+    @property
+    def world_size(self) -> int:
+        """Replicas of all workers."""
+        return self.workers * len(self.devices)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of this replica's process."""
+        place = (self.rank, self.world_size, self.index, len(self.devices))
+        return rank_environment(*place, self.job) | {REPLICAS_VARIABLE: json.dumps(asdict(self))}
+
+    def launch(self) -> Launch:
+        """The same as a launcher would have given it."""
+        local = len(self.devices)
+        return Launch("this program", self.rank, self.world_size, self.index, local, self.job)
+
+
+def rank_environment(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, job: str
+) -> dict[str, str]:
+    """The environment of a process that is a rank of a job, as `fastdist run` would set it."""
+    threads = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **without_rank(os.environ),
+        JOB_VARIABLE: job,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+
+
+class _Known:
+    own: StartedReplica | None = None
+
+
+def started_replica(environ: Environ = os.environ) -> StartedReplica | None:
+    """This process's place; None where no strategy has started replicas."""
+    text = environ.get(REPLICAS_VARIABLE)
+    if text is not None and _Known.own is None:
+        fields = json.loads(text)
+        _Known.own = StartedReplica(**{**fields, "devices": tuple(fields["devices"])})
+        note_launch(_Known.own.launch())
+    return _Known.own
+
+
+def patience_s() -> float:
+    """Seconds that other replicas may come later than those of a launcher.
+
+    They run the program from its beginning, which has taken this process its whole life so far.
+    """
+    if _Known.own is None:
+        return 0.0
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return 3.0 * max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+def become_first(replica: StartedReplica) -> None:
+    """This process has started the others: from now on it is replica 0 of them."""
+    _Known.own = replica
+    note_launch(replica.launch())

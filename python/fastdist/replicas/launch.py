@@ -1,0 +1,118 @@
+"""Runs a function as the replicas of a strategy, in processes of its own: for notebooks."""
+
+from __future__ import annotations
+
+import codecs
+import pickle
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastdist.cluster.replicas import rank_environment
+from fastdist.errors import FastdistError
+from fastdist.replicas.processes import Child, Children
+
+_FAILED_END_S = 3.0
+_STOP_S = 2.0
+
+
+def launch(
+    fn: Callable[..., Any],
+    *,
+    replicas: int | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call a function in one new process per replica, and return what the first one returns.
+
+    Strategies that `fn` makes have these processes as their replicas. What the first replica
+    prints is shown here. Functions that are defined in a notebook work.
+
+    Args:
+        fn: makes a strategy and trains; must be picklable by cloudpickle, as its result must be.
+        replicas: number of processes; one for each GPU if None, else one.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The result of replica 0.
+
+    Raises:
+        ImportError: cloudpickle is not installed.
+        ValueError: replicas is not positive.
+        FastdistError: a replica was killed, or has ended early.
+        BaseException: what `fn` raised on the first replica that failed, with its traceback.
+    """
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError(
+            "fastdist.launch needs cloudpickle: pip install cloudpickle", name="cloudpickle"
+        ) from None
+    if replicas is None:
+        from fastdist.replicas.devices import every_device
+
+        replicas = len(every_device())
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"launch: replicas must be a positive integer, got {replicas!r}")
+    if not callable(fn):
+        raise TypeError(f"launch: fn must be a function, got {type(fn).__name__}")
+    job = secrets.token_hex(16)
+    children = Children(_Shown())
+    with tempfile.TemporaryDirectory(prefix="fastdist-") as folder:
+        call = Path(folder, "call")
+        call.write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}), sys.path)))
+        try:
+            children.start(
+                [f"replica {i} of {replicas}" for i in range(replicas)],
+                [sys.executable, "-m", "fastdist.replicas.launched", folder],
+                [rank_environment(i, replicas, i, replicas, job) for i in range(replicas)],
+            )
+            children.wait(None, lambda: _is_over(children))
+            if any(child.popen.returncode for child in children.ended()):
+                children.wait(_FAILED_END_S)
+        finally:
+            children.stop(_STOP_S)
+        return _result(folder, children)
+
+
+def _is_over(children: Children) -> bool:
+    ended = children.ended()
+    return len(ended) == len(children.children) or any(c.popen.returncode for c in ended)
+
+
+class _Shown:
+    """Writes bytes to `sys.stdout`, which a notebook shows, as the text that they are."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def __call__(self, data: bytes) -> None:
+        sys.stdout.write(self._decoder.decode(data))
+        sys.stdout.flush()
+
+
+def _result(folder: str, children: Children) -> Any:
+    failed = [child for child in children.ended() if child.popen.returncode]
+    failed.sort(key=lambda child: (child.is_consequence, (child.popen.returncode or 0) < 0))
+    if failed:
+        raise _failure(folder, failed[0], children)
+    try:
+        return pickle.loads(Path(folder, "result.0").read_bytes())
+    except FileNotFoundError:
+        raise FastdistError(f"launch: no result; {children.children[0].describe()}", (0,)) from None
+
+
+def _failure(folder: str, child: Child, children: Children) -> BaseException:
+    replica = children.children.index(child)
+    try:
+        error = pickle.loads(Path(folder, f"error.{replica}").read_bytes())
+    except Exception:  # killed, or its error cannot be pickled
+        return FastdistError(f"launch: {child.describe()}", (replica,))
+    if not isinstance(error, BaseException):
+        return FastdistError(f"launch: {child.describe()}", (replica,))
+    error.__cause__ = FastdistError(child.describe(), (replica,))
+    return error

@@ -1,0 +1,48 @@
+"""The program of the processes that `fastdist.launch` starts: calls its function."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+
+def main(folder: Path, replica: int) -> int:
+    """Call the function that lies in the folder; leave its result or error there."""
+    import cloudpickle  # type: ignore[import-untyped]
+
+    fn, args, kwargs, path = pickle.loads((folder / "call").read_bytes())
+    sys.path[:] = path
+    try:
+        result = fn(*args, **kwargs)
+        if replica == 0:
+            _leave(folder / "result.0", cloudpickle.dumps(result))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        _leave(folder / f"error.{replica}", _pickled(error))
+        return error.code if isinstance(error, SystemExit) and type(error.code) is int else 1
+    return 0
+
+
+def _pickled(error: BaseException) -> bytes:
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(error.with_traceback(None))
+        pickle.loads(data)
+        return data
+    except Exception:  # an error with arguments of its own, say
+        return cloudpickle.dumps(None)  # type: ignore[no-any-return]
+
+
+def _leave(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(os.environ["RANK"])))

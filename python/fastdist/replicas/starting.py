@@ -1,0 +1,186 @@
+"""Starts the running program once more for each other replica of this machine.
+
+The first replica, which the user has started, owns the terminal. The others run the same command
+from its beginning, see an empty standard input, and show nothing; when one fails, the first shows
+its traceback. They end with the first, whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from fastdist.cluster.replicas import (
+    INITIAL_DIRECTORY,
+    StartedReplica,
+    become_first,
+    started_replica,
+)
+from fastdist.collectives.init import has_communicator
+from fastdist.collectives.rendezvous import check_while_waiting
+from fastdist.errors import ClusterConfigError, PeerFailureError
+from fastdist.replicas.processes import Child, Children
+
+_END_S = 30.0  # the others may take longer than the first
+_FAILED_END_S = 3.0
+_STOP_S = 2.0
+
+
+def join_replicas(
+    strategy: str,
+    devices: Sequence[object],
+    worker: int = 0,
+    workers: int = 1,
+    coordinator: str = "",
+) -> StartedReplica:
+    """This process's place among the replicas on these devices, which are started if none runs.
+
+    Args:
+        strategy: name of the strategy that wants them.
+        devices: of the replicas of this machine's worker, this process's first.
+        worker: rank of this worker among `workers`.
+        workers: number of workers that launch their replicas so.
+        coordinator: "host:port" of rank 0 where there are several workers.
+
+    Raises:
+        ClusterConfigError: the program cannot be started again, or runs with replicas on other
+            devices.
+    """
+    names = tuple(str(device) for device in devices)
+    replica = started_replica()
+    if replica is not None:
+        if replica.devices != names:
+            raise ClusterConfigError(
+                f"{strategy} got the devices {list(names)}; this program already runs with "
+                f"replicas on {list(replica.devices)}, which an earlier strategy has started. Use "
+                "these, or one device (OneDeviceStrategy)"
+            )
+        return replica
+    why_not = _why_not_again()
+    if why_not:
+        raise ClusterConfigError(
+            f"{strategy} has {len(names)} replicas, and would start the program once more for "
+            f"each other one; {why_not}. Put the training into a function and call "
+            f"fastdist.launch(fn, replicas={len(names)}), or write a script"
+        )
+    if has_communicator():
+        raise ClusterConfigError(
+            f"{strategy} has {len(names)} replicas, but fastdist.init() has made a world without "
+            "the others; make the strategy first"
+        )
+    first = StartedReplica(names, 0, worker, workers, coordinator, secrets.token_hex(16))
+    _Started.replicas = _Started(first)
+    become_first(first)
+    return first
+
+
+def _why_not_again() -> str:
+    """Why the running program cannot be started again; empty if it can."""
+    if multiprocessing.parent_process() is not None:
+        return "this is a process of multiprocessing"
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        return "this is a test of pytest"
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return "a notebook cannot be started again"
+    if sys.flags.interactive or os.environ.get("PYTHONINSPECT") or hasattr(sys, "ps1"):
+        return "an interactive Python cannot be started again"
+    if sys.argv[:1] in ([], [""], ["-"]):
+        return "a program that is read from standard input cannot be started again"
+    return ""
+
+
+class _Started:
+    """The other replicas of this process, until it ends."""
+
+    replicas: _Started | None = None
+
+    def __init__(self, first: StartedReplica) -> None:
+        self._pid = os.getpid()
+        self._error: BaseException | None = None  # that ends this process
+        self._children = Children()
+        others = [
+            StartedReplica(
+                first.devices, i, first.worker, first.workers, first.coordinator, first.job
+            )
+            for i in range(1, len(first.devices))
+        ]
+        command = [sys.executable, *sys.orig_argv[1:]]
+        atexit.register(self._end)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._note_failure
+        try:
+            self._children.start(
+                [f"replica {other.rank} of {first.world_size}" for other in others],
+                command,
+                [other.environment() for other in others],
+                cwd=INITIAL_DIRECTORY,
+            )
+        except OSError as error:
+            raise ClusterConfigError(f"cannot start {command[0]} again: {error}") from None
+        check_while_waiting(self._require_alive)
+
+    def _require_alive(self) -> None:
+        """While ranks meet: an error if a replica has ended and so will not come."""
+        ended = self._children.ended()
+        if ended and os.getpid() == self._pid:
+            first = next((child for child in ended if child.popen.returncode), ended[0])
+            ended_how = first.describe()
+            hint = ""
+            if b"EOFError" in first.tail:
+                hint = "\n(standard input is the first replica's alone)"
+            raise ClusterConfigError(
+                f"a replica has ended before it made the strategy. {ended_how}{hint}"
+            )
+
+    def _note_failure(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> Any:
+        self._error = error
+        return self._previous_hook(kind, error, trace)
+
+    def _end(self) -> None:
+        """At exit: wait for the others, say which failed first, and fail if one has."""
+        if os.getpid() != self._pid:
+            return
+        has_failed = self._error is not None
+        with contextlib.suppress(KeyboardInterrupt):
+            all_ended = self._children.wait(_FAILED_END_S if has_failed else _END_S)
+            if not all_ended and not has_failed:
+                late = [child.name for child in self._children.children if not child.has_ended]
+                _say(f"stops {', '.join(late)}, still running after {_END_S:g} s")
+        stopped = [child for child in self._children.children if not child.has_ended]
+        self._children.stop(_STOP_S)
+        failed = [c for c in self._children.ended() if c.popen.returncode and c not in stopped]
+        causes = [child for child in failed if not child.is_consequence]
+        if isinstance(self._error, PeerFailureError) and not causes:
+            causes = [child for child in self._children.ended() if child not in stopped]
+        if not has_failed or isinstance(self._error, PeerFailureError):
+            for cause in (causes or failed)[:1]:
+                _say(cause.describe())
+        if failed and not has_failed:
+            self._exit((causes or failed)[0])
+
+    def _exit(self, child: Child) -> None:
+        """End with a child's exit code, which a function that runs at exit can do only so."""
+        atexit.unregister(self._end)
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        code = child.popen.returncode
+        os._exit(code if code > 0 else 128 - code)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"fastdist: {message}\n")
+    sys.stderr.flush()

@@ -1,0 +1,285 @@
+"""Programs that start themselves once more for each other replica, and `fastdist.launch`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launcher, wait_until
+
+pytest.importorskip("torch")
+
+TRAIN = """
+    import os, sys, torch, fastdist as fd
+    strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+    rank = strategy.local_replica_ids[0]
+    def train():
+        for batch in strategy.distribute_dataset(torch.ones(7, 4), global_batch_size=4):
+            strategy.run(step, (batch,))
+"""
+END = """
+    train()
+    strategy.check_in_sync()
+    print("in", strategy.num_replicas_in_sync, [round(v, 5) for v in model.weight[0].tolist()])
+"""
+
+
+class Programs:
+    """Runs programs in a folder of their own; what they leave running is found."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self.launcher = launcher
+        self.folder = folder
+
+    def start(self, text: str, *, by: str = "script", **options: Any) -> subprocess.Popen[str]:
+        text = textwrap.dedent(text)
+        words = {
+            "script": ["train.py"],
+            "module": ["-m", "package.train"],
+            "command": ["-c", text],
+            "stdin": ["-"],
+            "interactive": ["-i", "train.py"],
+        }[by]
+        (self.folder / "package").mkdir(exist_ok=True)
+        (self.folder / "package" / "__init__.py").write_text("")
+        for path in ("train.py", "package/train.py"):
+            (self.folder / path).write_text(text)
+        environ = {k: v for k, v in self.launcher.environ.items() if k != "PYTEST_CURRENT_TEST"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env=environ | {"OMP_NUM_THREADS": "1"},
+            text=True,
+            **{"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options},
+        )
+
+    def run(self, text: str, *, by: str = "script", given: str = "") -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        process = self.start(text, by=by, stdin=subprocess.PIPE)
+        out, err = process.communicate(given, timeout=90)
+        wait_until(lambda: self.launcher.left() == [])
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def programs(launcher: Launcher, tmp_path: Path) -> Programs:
+    return Programs(launcher, tmp_path)
+
+
+def test_the_same_by_every_start(programs: Programs) -> None:
+    """Only the first replica's output is shown, and standard input is its."""
+    seen = set()
+    speaks = "\n    print('replica', rank, sys.stdin.read() if rank == 0 else '', flush=True)"
+    for by in ("script", "module", "command"):
+        code, out, err = programs.run(TRAIN + speaks + END, by=by, given="typed")
+        assert (code, err) == (0, ""), err
+        seen.add(out)
+    (out,) = seen
+    assert out.startswith("replica 0 typed\nin 2 [")
+    alone = TRAIN.replace('fd.MirroredStrategy(["cpu:0", "cpu:1"])', 'fd.OneDeviceStrategy("cpu")')
+    code, single, err = programs.run(alone + END)
+    assert code == 0, err
+    assert out.splitlines()[1][5:] == single.splitlines()[0][5:]
+
+
+def test_the_working_directory_and_a_second_strategy(programs: Programs) -> None:
+    text = "    import os, fastdist\n    os.makedirs('data', exist_ok=True)\n    os.chdir('data')"
+    again = """
+    same = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+    central = fd.CentralStorageStrategy(["cpu:0", "cpu:1"])
+    assert same.num_replicas_in_sync == central.num_replicas_in_sync == 2
+    for devices in (["cpu"], ["cpu"] * 3):
+        try:
+            fd.MirroredStrategy(devices)
+        except fd.errors.ClusterConfigError as error:
+            assert "which an earlier strategy has started" in str(error)
+        else:
+            raise AssertionError(devices)
+    """
+    code, out, err = programs.run(text + TRAIN + again + END)
+    assert code == 0, err
+    assert out.startswith("in 2 [")
+
+
+REFUSED = {
+    "stdin": "is read from standard input",
+    "interactive": "an interactive Python",
+}
+
+
+@pytest.mark.parametrize("by", REFUSED)
+def test_programs_that_cannot_be_started_again(programs: Programs, by: str) -> None:
+    text = textwrap.dedent(TRAIN)
+    _, _, err = programs.run(text, by=by, given=text if by == "stdin" else "")
+    assert f"{REFUSED[by]}" in err
+    assert "call fastdist.launch(fn, replicas=2)" in err
+
+
+ENDS = {
+    "reads stdin": ("print('asks')\ninput()", "EOFError", "standard input is the first replica's"),
+    "exits": ("if 'RANK' in os.environ: sys.exit(0)", "exit code 0; it wrote nothing", ""),
+    "raises": ("if 'RANK' in os.environ: raise KeyError('lost')", "KeyError: 'lost'", ""),
+    "is killed": ("if 'RANK' in os.environ: os.kill(os.getpid(), 9)", "signal 9 (SIGKILL)", ""),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_replica_that_ends_before_the_strategy(programs: Programs, how: str) -> None:
+    line, cause, hint = ENDS[how]
+    code, _, err = programs.run(f"import os, sys\n{line}\n{textwrap.dedent(TRAIN)}", given="x\n")
+    assert code == 1
+    assert "a replica has ended before it made the strategy. replica 1 of 2" in err
+    assert cause in err
+    assert hint in err
+
+
+LATER = {
+    "raises": ("raise KeyError('lost')", "KeyError: 'lost'", 1),
+    "exits": ("sys.exit(5)", "replica 1 of 2: exit code 5", 1),
+    "is killed": ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)", 1),
+}
+
+
+@pytest.mark.parametrize("how", LATER)
+def test_a_replica_that_ends_amid_training(programs: Programs, how: str) -> None:
+    """The first raises PeerFailureError, and shows what the other one has said."""
+    line, cause, expected = LATER[how]
+    code, _, err = programs.run(f"{TRAIN}\n    train()\n    if rank == 1: {line}\n{END}")
+    assert code == expected
+    assert "PeerFailureError" in err
+    assert cause in err
+
+
+def test_exit_codes(programs: Programs) -> None:
+    code, out, err = programs.run(TRAIN + END + "\n    sys.exit(7)")
+    assert code == 7, (out, err)
+    code, _, err = programs.run(TRAIN + END + "\n    if rank == 1: raise KeyError('in the end')")
+    assert code == 1
+    assert "fastdist: replica 1 of 2: exit code 1; its traceback:" in err
+    assert "KeyError: 'in the end'" in err
+
+
+WAITS = """
+    train()
+    print("ready", flush=True)
+    import time
+    while True:
+        train()
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_when_the_first_ends(programs: Programs, number: signal.Signals) -> None:
+    process = programs.start(TRAIN + WAITS)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    assert len(programs.launcher.left()) == 2
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == (-number if number != signal.SIGINT else 1) or (
+        process.returncode == -signal.SIGINT
+    )
+    wait_until(lambda: programs.launcher.left() == [])
+
+
+def test_a_model_that_only_the_first_makes(programs: Programs) -> None:
+    text = TRAIN.replace(
+        "    with strategy.scope():",
+        "    if 'RANK' not in os.environ:\n      with strategy.scope():",
+    )
+    text = text.replace("        model =", "          model =").replace(
+        "        optimizer = t", "          optimizer = t"
+    )
+    began = time.monotonic()
+    code, _, err = programs.run(text + END)
+    assert code == 1
+    assert "NameError" in err or "PeerFailureError" in err
+    assert time.monotonic() - began < 60
+
+
+def test_a_world_that_was_made_before(programs: Programs) -> None:
+    code, _, err = programs.run(TRAIN.replace("    strategy =", "    fd.init()\n    strategy =", 1))
+    assert code == 1
+    assert "make the strategy first" in err
+
+
+LAUNCH = """
+    import os, sys, time, torch, fastdist as fd
+    def fn(what, scale=1.0):
+        strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+        rank = strategy.local_replica_ids[0]
+        print("replica", rank, flush=True)
+        if what == "raises" and rank == 1:
+            raise KeyError("lost")
+        if what == "is killed" and rank == 1:
+            os.kill(os.getpid(), 9)
+        if what == "other devices":
+            fd.MirroredStrategy(["cpu"] * 3)
+        return strategy.reduce("sum", strategy.run(lambda: torch.ones(2) * scale))
+    print(fd.launch(fn, replicas=2, args=("returns",), kwargs={"scale": 3.0}).tolist())
+    for what in ("raises", "is killed", "other devices"):
+        began = time.monotonic()
+        try:
+            fd.launch(fn, replicas=2, args=(what,))
+        except Exception as error:
+            print(type(error).__name__, error.args, "|", error.__cause__)
+        assert time.monotonic() - began < 40
+"""
+
+
+@pytest.mark.parametrize("by", ["stdin", "interactive"])
+def test_launch(programs: Programs, by: str) -> None:
+    code, out, err = programs.run(
+        LAUNCH, by=by, given=textwrap.dedent(LAUNCH) if by == "stdin" else ""
+    )
+    assert code == 0, err
+    assert "replica 0\n[6.0, 6.0]" in out
+    assert "replica 1\n" not in out
+    assert "KeyError ('lost',) | replica 1 of 2: exit code 1; its traceback:" in out
+    assert "FastdistError ('launch: replica 1 of 2: killed by signal 9 (SIGKILL)" in out
+    assert "ClusterConfigError" in out
+    assert "started 2 processes" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"replicas": 0}, ValueError, "replicas must be a positive integer, got 0"),
+        ({"replicas": True}, ValueError, "got True"),
+        ({"fn": 3}, TypeError, "fn must be a function, got int"),
+    ],
+)
+def test_launch_is_strict(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    import fastdist
+
+    fn: Callable[[], None] = arguments.pop("fn", lambda: None)
+    with pytest.raises(error, match=message):
+        fastdist.launch(fn, **arguments)
+
+
+def test_a_test_is_not_started_again() -> None:
+    import fastdist
+
+    assert "PYTEST_CURRENT_TEST" in os.environ
+    with pytest.raises(fastdist.errors.ClusterConfigError, match=r"a test of pytest.*launch\(fn"):
+        fastdist.MirroredStrategy(["cpu:0", "cpu:1"])

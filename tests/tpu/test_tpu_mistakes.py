@@ -132,17 +132,6 @@ def test_steps_per_execution_with_a_rest() -> None:
     assert float(strategy.local_results(results[0])[0]) == 0
 
 
-@pytest.mark.filterwarnings("ignore:run of .* was compiled again")
-def test_auto_refuses_nothing_that_one_device_takes() -> None:
-    """spmd="auto": one replica that sees the global batch, whatever its size."""
-    strategy = TPUStrategy(spmd="auto")
-    seen = []
-    for one in strategy.distribute_dataset(torch.arange(4 * N + 1.0), global_batch_size=4 * N):
-        total = strategy.run(lambda x: (x.sum(), torch.tensor(float(len(x)))), (one,))
-        seen.append([float(strategy.reduce("sum", value)) for value in total])
-    assert seen == [[sum(range(4 * N)), 4 * N], [4 * N, 1]]
-
-
 def test_a_backward_on_the_cpu_came_first() -> None:
     """Before torch knew of XLA's devices."""
     script = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import fastdist as fd
@@ -199,13 +198,3 @@ def test_several_steps_in_one_program(make: Any) -> None:
     require_close(got, wanted, 4e-5)
     assert losses == pytest.approx(same, abs=1e-4)
     assert strategy.compilations.count == 1
-
-
-def test_partitioned_by_xla() -> None:
-    strategy = TPUStrategy(spmd="auto")
-    assert strategy.num_replicas_in_sync == 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "run of .* was compiled again", UserWarning)
-        got, _ = train_on_dataset(strategy, normed, 1, global_batch_size=100)
-    wanted, _ = train_on_dataset(fd.OneDeviceStrategy("cpu"), normed, 1, global_batch_size=100)
-    require_close(got, wanted, 4e-5)

@@ -18,12 +18,11 @@ import pytest
 import torch
 from fastdist import PerReplica, VariableAggregation, VariableSynchronization
 from fastdist.cluster import TPUClusterResolver
-from fastdist.collectives.engines import xla_mesh
 from fastdist.collectives.init import default_communicator
 from fastdist.data import AutoShardPolicy
 from fastdist.errors import CollectiveMismatchError, FastdistError
-from fastdist.strategies import tpu_devices
-from fastdist.tpu.mesh import XlaDevices, XlaMesh
+from fastdist.tpu import devices, mesh
+from fastdist.tpu.mesh import Mesh, RuntimeDevices
 from strategy_pieces import adam
 from torch import nn
 from tpu_pieces import normed, traced_id, train_on_dataset
@@ -33,7 +32,7 @@ DEVICES = [(0, 2), (1, 3)]
 RESOLVER = TPUClusterResolver(["127.0.0.1", "127.0.0.2"], RANK, port=int(sys.argv[2]))
 
 
-class HalfMesh(XlaMesh):
+class HalfMesh(Mesh):
     """Of which this process sees its own devices."""
 
     def _sent_rows(self, own: torch.Tensor) -> torch.Tensor:
@@ -46,8 +45,8 @@ class HalfMesh(XlaMesh):
         return [shards[number] for number in DEVICES[RANK]]
 
 
-def half_of_the_devices() -> XlaDevices:
-    return XlaDevices("CPU", 4, DEVICES[RANK])
+def half_of_the_devices() -> RuntimeDevices:
+    return RuntimeDevices("CPU", 4, DEVICES[RANK])
 
 
 def values(strategy: fd.TPUStrategy) -> dict[str, Any]:
@@ -145,8 +144,8 @@ def mistakes(strategy: fd.TPUStrategy) -> dict[str, str]:
 def main() -> None:
     with pytest.raises(fd.errors.ClusterConfigError, match="PJRT finds 4 CPU devices, of which 4"):
         fd.TPUStrategy(RESOLVER)
-    xla_mesh.start_runtime = tpu_devices.start_runtime = half_of_the_devices
-    tpu_devices.XlaMesh = HalfMesh
+    mesh.start_runtime = devices.start_runtime = half_of_the_devices
+    devices.Mesh = HalfMesh
     strategy = fd.TPUStrategy(RESOLVER)
     warnings.filterwarnings("ignore", "run of .* was compiled again")
     seen: dict[str, Any] = {"values": values(strategy)}
@@ -155,7 +154,6 @@ def main() -> None:
     seen["compiled"] = strategy.compilations.count
     seen["one example in the last"] = trained(strategy, 898)
     seen["six steps"] = trained(fd.TPUStrategy(RESOLVER, steps_per_execution=6), 100)
-    seen["auto"] = trained(fd.TPUStrategy(RESOLVER, spmd="auto"), 100)
     seen["own data"] = own_data(strategy)
     seen["metric"] = metrics(strategy)
     seen["normed"] = train_on_dataset(strategy, normed, 1, global_batch_size=600)

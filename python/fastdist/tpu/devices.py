@@ -9,7 +9,7 @@ from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError, UnsupportedError
-from fastdist.tpu.mesh import XlaDevices, XlaMesh, start_runtime
+from fastdist.tpu.mesh import Mesh, RuntimeDevices, start_runtime
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,16 +21,15 @@ class Slice:
         hosts: one rank for each host; None where there is one host.
     """
 
-    mesh: XlaMesh
+    mesh: Mesh
     hosts: Communicator | None
 
 
-def find_slice(resolver: TPUClusterResolver | None, is_manual: bool) -> Slice:
+def find_slice(resolver: TPUClusterResolver | None) -> Slice:
     """The devices that PJRT finds. Every host of a slice must call.
 
     Args:
         resolver: says who the hosts are; None asks the environment where there are several.
-        is_manual: as for `XlaMesh`.
 
     Raises:
         ImportError: torch_xla is not installed.
@@ -50,7 +49,7 @@ def find_slice(resolver: TPUClusterResolver | None, is_manual: bool) -> Slice:
     if resolver is None or resolver.num_hosts == 1:
         if not is_whole:
             raise ClusterConfigError(_other_hosts(devices, resolver))
-        return Slice(XlaMesh(is_manual), None)
+        return Slice(Mesh(), None)
     if is_whole:
         raise ClusterConfigError(_other_hosts(devices, resolver))
     hosts = init(cluster=resolver)
@@ -58,10 +57,10 @@ def find_slice(resolver: TPUClusterResolver | None, is_manual: bool) -> Slice:
     if len({len(own) for own in everyone}) > 1:
         counts = ", ".join(f"{len(own)} on host {host}" for host, own in enumerate(everyone))
         raise ClusterConfigError(f"all hosts must have as many devices, got {counts}")
-    return Slice(XlaMesh(is_manual, everyone), hosts)
+    return Slice(Mesh(everyone), hosts)
 
 
-def _other_hosts(devices: XlaDevices, resolver: TPUClusterResolver | None) -> str:
+def _other_hosts(devices: RuntimeDevices, resolver: TPUClusterResolver | None) -> str:
     named = "nothing names others" if resolver is None else f"{resolver.source} names them"
     count = 1 if resolver is None else resolver.num_hosts
     return (
@@ -77,6 +76,6 @@ def _not_found(asked: str | None, resolver: TPUClusterResolver | None, why: str)
     return (
         f"no TPU could be initialised: {why}. Looked for PJRT_DEVICE (found {asked!r}), "
         f"the device files of TPUs (found {devices or 'none'}){said}. On a TPU VM: pip install "
-        "'fastdist[tpu]' 'torch_xla[tpu]' and PJRT_DEVICE=TPU. Without a TPU use "
+        "'torch_xla[tpu]==2.9.*' and PJRT_DEVICE=TPU. Without a TPU use "
         "fd.MirroredStrategy() instead, or virtual devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=4"
     )

@@ -1,6 +1,6 @@
 """The engines for XLA tensors: collectives that become part of the program that is being traced.
 
-`SpmdEngine`: one program for all devices, each of which is a rank; for code between `XlaMesh.enter`
+`SpmdEngine`: one program for all devices, each of which is a rank; for code between `Mesh.enter`
 and `leave`. It is traced once in each process, and what the host knows (a number, a numpy array) is
 the same on all of its ranks. `ProcessEngine`: torch_xla's mode of one process for each device, by
 the functions of `torch_xla.core.xla_model`.
@@ -14,10 +14,8 @@ Lists are reduced as one: all tensors of one dtype in one all-reduce.
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -28,26 +26,29 @@ from fastdist.collectives.engines.engine import Bytes, Calls, Engine
 from fastdist.collectives.engines.signature import OPS, REDUCE_OPS
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.comparison import Comparison, dtype_of, signature_of
-from fastdist.tpu.mesh import XlaMesh, load_torch_xla
+from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
 
 
-class XlaEngine(Engine):
-    """What both modes share: arguments are checked, lists are fused. Subclasses move the data.
+@final
+class SpmdEngine(Engine):
+    """The devices of a mesh, each of them a rank, inside `Mesh.enter` and `leave`.
+
+    The program is the same on all devices: `rank` is that of this process's first device, and a
+    replica's own number is `ReplicaContext.replica_id_in_sync_group`.
 
     Args:
-        rank: of this process's first device.
-        size: how many ranks there are.
-        here: how many of them are this process's.
-        peers: all processes on the host, in the order of their ranks; with it, what they call is
-            compared before it is traced.
+        mesh: the devices.
+        peers: an engine between the mesh's processes, in the order of their devices; calls are
+            compared over it before they are traced. None if there is one process.
     """
 
-    def __init__(self, rank: int, size: int, here: int, peers: Engine | None) -> None:
-        self.rank = rank
-        self.size = size
-        self._here = here
+    def __init__(self, mesh: Mesh, peers: Engine | None = None) -> None:
+        self.rank = mesh.local[0]
+        self.size = mesh.size
+        self._here = len(mesh.local)
+        self._mesh = mesh
         self._comparison = None if peers is None else Comparison(peers)
 
     def calls(self) -> Calls:
@@ -225,39 +226,7 @@ class XlaEngine(Engine):
                 "arrays on the host go to other processes by ProcessEngine(peers), which has none"
             )
 
-    # --- what subclasses do ---------------------------------------------------------------------
-
-    @abstractmethod
-    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        """Tensors of one dtype, reduced over all ranks by one operation."""
-
-    @abstractmethod
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's XLA tensor, along axis 0."""
-
-    @abstractmethod
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part, along axis 0, of a tensor that all ranks have."""
-
-    @abstractmethod
-    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Part i of the result is this rank's part of rank i's tensor, along axis 0."""
-
-
-class SpmdEngine(XlaEngine):
-    """The devices of a mesh, inside `XlaMesh.enter` and `leave`.
-
-    Its rank is that of the process's first device, whichever runs: the program is one. Which one
-    runs, in the program, is `ReplicaContext.replica_id_in_sync_group`.
-
-    Args:
-        mesh: the devices.
-        peers: the mesh's processes; None where there is one.
-    """
-
-    def __init__(self, mesh: XlaMesh, peers: Engine | None = None) -> None:
-        super().__init__(mesh.local[0], mesh.size, len(mesh.local), peers)
-        self._mesh = mesh
+    # --- on the devices -------------------------------------------------------------------------
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         scale = 1.0 / self.size if op == "mean" else 1.0
@@ -283,43 +252,6 @@ class SpmdEngine(XlaEngine):
         table = self._mesh.leave_joined(tensor).reshape(n, n, rows, *tensor.shape[1:])
         turned = table.transpose(0, 1).reshape(n * n * rows, *tensor.shape[1:])
         return self._mesh.enter_part(turned)
-
-
-class ProcessEngine(XlaEngine):
-    """torch_xla's mode of one process for each device (`torch_xla.launch`).
-
-    Args:
-        peers: of the same processes on the host, in the same order. None: XLA itself fails, or
-            hangs, where they call different things; and arrays on the host go nowhere.
-    """
-
-    def __init__(self, peers: Engine | None = None) -> None:
-        runtime: Any = load_torch_xla().runtime
-        super().__init__(runtime.global_ordinal(), runtime.world_size(), 1, peers)
-        if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
-            raise ValueError(
-                f"peers is rank {peers.rank} of {peers.size}, this process is {self.rank} of "
-                f"{self.size}"
-            )
-        self._model: Any = import_module("torch_xla.core.xla_model")
-
-    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        copies = [tensor.clone() for tensor in tensors]  # reduced in place, all of them in one
-        scale = 1.0 / self.size if op == "mean" else 1.0
-        self._model.all_reduce("sum" if op == "mean" else op, copies, scale=scale)
-        return copies
-
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = self._model.all_gather(tensor, dim=0)
-        return gathered
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.tensor_split(self.size)[self.rank]
-
-    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        _require_xla(tensor)
-        exchanged: torch.Tensor = self._model.all_to_all(tensor, 0, 0, self.size)
-        return exchanged
 
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.random_streams import RANDOM_FUNCTIONS
 from fastdist.tpu.batch_norm import batch_norm
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.padding import Padding
 
 _MAKERS = ("rand", "randn", "randint", "randperm", "normal")
@@ -40,7 +40,7 @@ class ReplicaFunctions(TorchFunctionMode):
         is_alone: there is one replica, whose values can be read.
     """
 
-    def __init__(self, mesh: XlaMesh, padding: Padding | None, is_alone: bool) -> None:
+    def __init__(self, mesh: Mesh, padding: Padding | None, is_alone: bool) -> None:
         super().__init__()
         self._is_alone = is_alone
         self.is_suspended = False  # in cross-replica context
@@ -125,7 +125,7 @@ class ReplicaFunctions(TorchFunctionMode):
 class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the operations that draw random numbers by such that draw for all replicas."""
 
-    def __init__(self, mesh: XlaMesh) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
 

@@ -14,31 +14,31 @@ from typing import Any
 import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.tpu.members import XlaMembers
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.padding import Padding
 from fastdist.training.buffers import BufferSync
 from fastdist.training.gradients import GradientReduction
 
 
-class XlaGradients:
+class TracedGradients:
     """Stands around torch's backward while a run is traced, in the thread that traces.
 
     Args:
-        members: whose parameters and buffers are kept alike.
+        adopted: whose parameters and buffers are kept alike.
         communicator: of all replicas.
         reduction: "mean" over examples, or "sum" over replicas.
     """
 
     def __init__(
-        self, members: XlaMembers, communicator: Communicator, reduction: GradientReduction
+        self, adopted: AdoptedModules, communicator: Communicator, reduction: GradientReduction
     ) -> None:
         self.is_enabled = True  # False: gradients stay with their replica
         self.is_suspended = False  # in cross-replica context
-        self._members = members
+        self._adopted = adopted
         self._communicator = communicator
         self._reduction = reduction
         self._padding: Padding | None = None
-        self._buffers = BufferSync(communicator, members.roots)
+        self._buffers = BufferSync(communicator, adopted.roots)
         self._before: dict[int, torch.Tensor] = {}  # buffers, if some replicas have no examples
         self._thread = 0
         self._plain: Callable[..., Any] = _engine()
@@ -49,7 +49,7 @@ class XlaGradients:
         self._padding = padding
         self._thread = threading.get_ident()
         self._plain = _engine()
-        self._buffers = BufferSync(self._communicator, self._members.roots)
+        self._buffers = BufferSync(self._communicator, self._adopted.roots)
         if padding is not None:
             kept = self._buffers.floating()
             self._before = {id(buffer): buffer.detach().clone() for buffer in kept}
@@ -67,7 +67,7 @@ class XlaGradients:
         is_own = threading.get_ident() == self._thread and not self.is_suspended
         if not is_own or not kwargs.get("accumulate_grad"):
             return self._plain(*args, **kwargs)
-        parameters = [parameter for _, parameter in self._members.parameters]
+        parameters = [parameter for _, parameter in self._adopted.parameters]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -84,7 +84,7 @@ class XlaGradients:
         return result
 
     def _take(self, parameters: list[torch.nn.Parameter], fresh: list[torch.Tensor | None]) -> None:
-        held = self._members.held
+        held = self._adopted.held
         if not self.is_enabled:
             for parameter, grad in zip(parameters, fresh, strict=True):
                 if grad is not None:

@@ -38,14 +38,14 @@ def load_torch_xla() -> ModuleType:
         if error.name is None or error.name.split(".")[0] != "torch_xla":
             raise
         raise ImportError(
-            "TPUs need torch_xla: pip install 'fastdist[tpu]' (torch 2.9 and torch_xla 2.9); "
+            "TPUs need torch_xla: pip install '.[tpu]' (torch 2.9 and torch_xla 2.9); "
             "on a machine without a TPU use fd.MirroredStrategy() instead",
             name="torch_xla",
         ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class XlaDevices:
+class RuntimeDevices:
     """What the XLA runtime has.
 
     Attributes:
@@ -59,7 +59,7 @@ class XlaDevices:
     own: tuple[int, ...]
 
 
-def start_runtime() -> XlaDevices:
+def start_runtime() -> RuntimeDevices:
     """Start torch_xla's runtime, if it has not been.
 
     Raises:
@@ -73,10 +73,10 @@ def start_runtime() -> XlaDevices:
         kind: str = xla.runtime.device_type()
     except Exception as error:  # whatever a plugin of PJRT raises
         raise UnsupportedError(str(error).partition("\n")[0]) from error
-    return XlaDevices(kind, count, tuple(int(name.rpartition(":")[2]) for name in names))
+    return RuntimeDevices(kind, count, tuple(int(name.rpartition(":")[2]) for name in names))
 
 
-class XlaMesh:
+class Mesh:
     """All devices of the XLA runtime in a row, process by process.
 
     With one device nothing is partitioned, and `enter` and `leave` are no operations. Where there
@@ -84,8 +84,6 @@ class XlaMesh:
     program, brings its own devices' rows and reads them.
 
     Args:
-        is_manual: False leaves partitioning to XLA: `enter` gives the tensor as it is, and what
-            `leave` is given becomes replicated.
         processes: the numbers of each process's devices; by default there is this one alone.
 
     Attributes:
@@ -99,10 +97,7 @@ class XlaMesh:
         UnsupportedError: the runtime cannot start, or has other devices than those.
     """
 
-    def __init__(
-        self, is_manual: bool = True, processes: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self._is_manual = is_manual
+    def __init__(self, processes: Sequence[Sequence[int]] | None = None) -> None:
         devices = start_runtime()
         processes = [devices.own] if processes is None else processes
         order = [number for own in processes for number in own]
@@ -164,11 +159,6 @@ class XlaMesh:
         (sent,) = self._model.send_cpu_data_to_device([own], str(self.device), spec)
         return cast(torch.Tensor, sent)
 
-    def split(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor cut among the devices along axis 0 where they divide it, else replicated."""
-        stacked = tensor.dim() > 0 and tensor.shape[0] % self.size == 0
-        return self._placed(tensor.detach().to(self.device), stacked=stacked)
-
     def _placed(self, tensor: torch.Tensor, stacked: bool) -> torch.Tensor:
         if self.size > 1:
             self._bindings._xla_mark_sharding(tensor, self._sharding(tensor.dim(), stacked))
@@ -211,7 +201,7 @@ class XlaMesh:
 
     def enter(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
         """What each device has of a tensor: its row of a stacked one, all of another."""
-        if self.size > 1 and self._is_manual:
+        if self.size > 1:
             tensor = self._placed(tensor.detach(), stacked)
             tensor = self._bindings._spmd_full_to_shard_shape(tensor)
         return tensor.squeeze(0) if stacked else tensor
@@ -227,8 +217,6 @@ class XlaMesh:
             tensor = tensor.unsqueeze(0)
         if self.size == 1:
             return tensor
-        if not self._is_manual:
-            return self._placed(tensor, stacked=False)
         shape = list(tensor.shape)
         if stacked:
             shape[0] = self.size

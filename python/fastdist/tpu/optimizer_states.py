@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastdist.strategies.routed_class import bare_copy
-
 _WITHOUT = ("LBFGS", "SparseAdam")
 
 
@@ -74,7 +72,8 @@ def _may_begin_with_states(optimizer: torch.optim.Optimizer) -> bool:
 
 def _twin(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, nn.Parameter]]:
     originals: dict[int, nn.Parameter] = {}
-    twin = bare_copy(optimizer)
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the original
     for name in list(twin.__dict__):
         if name.endswith("_hooks"):

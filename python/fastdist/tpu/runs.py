@@ -16,11 +16,11 @@ from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from fastdist.replicas.random_streams import draw_seed
 from fastdist.strategies.base import Strategy
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.compilations import Compilations
 from fastdist.tpu.functions import ReplicaFunctions
-from fastdist.tpu.gradients import XlaGradients
-from fastdist.tpu.members import XlaMembers
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.gradients import TracedGradients
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.metrics import DeferredUpdates
 from fastdist.tpu.padding import Padding
 from fastdist.tpu.stacked import Stacked, is_stacked, stack
@@ -30,13 +30,13 @@ _turn = threading.RLock()
 _nothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class XlaRuns:
+class TracedRuns:
     """Traces functions for all devices of a mesh, and runs the programs that come of it.
 
     Args:
         strategy: whose replicas they are.
         mesh: their devices.
-        members: whose tensors stand for what each device has while a function is traced.
+        adopted: whose tensors stand for what each device has while a function is traced.
         communicator: of the replicas; None where there is one.
         gradients: what reduces them; None where there is one replica.
         steps: how many runs become one program.
@@ -50,10 +50,10 @@ class XlaRuns:
     def __init__(
         self,
         strategy: Strategy,
-        mesh: XlaMesh,
-        members: XlaMembers,
+        mesh: Mesh,
+        adopted: AdoptedModules,
         communicator: Communicator | None,
-        gradients: XlaGradients | None,
+        gradients: TracedGradients | None,
         steps: int,
         to_host: Callable[[Any], Any],
     ) -> None:
@@ -61,13 +61,13 @@ class XlaRuns:
         self.metrics = DeferredUpdates(self._outside, to_host)
         self._strategy = strategy
         self._mesh = mesh
-        self._members = members
+        self._adopted = adopted
         self._communicator = communicator
         self._gradients = gradients
         self._steps = steps
         self._ids: torch.Tensor | None = None
         if communicator is not None:
-            self._ids = mesh.stack(torch.tensor(members.local_replica_ids))
+            self._ids = mesh.stack(torch.tensor(adopted.local_replica_ids))
         self._functions: ReplicaFunctions | None = None  # of the run that is traced
         self._traced = 0  # runs that wait to be executed
         self._results: list[weakref.ref[torch.Tensor]] = []  # theirs
@@ -81,11 +81,11 @@ class XlaRuns:
             return self._run(fn, given, examples)
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        self._members.refresh()
+        self._adopted.refresh()
         filled: list[Stacked] = []
         placed = map_structure(lambda leaf: self.place(leaf, filled), given)
         _require_alike(filled, examples)
-        restore = self._members.snapshot()
+        restore = self._adopted.snapshot()
         self._mesh.seed(draw_seed())
         outputs: list[torch.Tensor] = []
 
@@ -98,11 +98,11 @@ class XlaRuns:
                 outputs.append(stacked)
             return stacked
 
-        self._members.enter()
+        self._adopted.enter()
         made: list[torch.Tensor] = []
         try:
             padding = self._padding(filled)
-            if self._communicator is not None or filled or self._members.has_batch_norm:
+            if self._communicator is not None or filled or self._adopted.has_batch_norm:
                 self._functions = ReplicaFunctions(self._mesh, padding, self._communicator is None)
             functions = self._functions
             args, kwargs = placed
@@ -115,9 +115,9 @@ class XlaRuns:
             result = collected(result) if is_one else map_structure(collected, result)
         finally:
             state.replica = None
-            made = self._members.leave()
+            made = self._adopted.leave()
             if self._functions is not None and self._gradients is not None:
-                self._functions.release(self._members.tensor_ids())
+                self._functions.release(self._adopted.tensor_ids())
             self._functions = None
             self._execute(fn, placed, [*outputs, *made], restore)
         return result
@@ -191,8 +191,8 @@ class XlaRuns:
                 if tracer is not None:
                     tracer.is_suspended = True
                     stack.callback(setattr, tracer, "is_suspended", False)
-            self._members.leave()
-            stack.callback(self._members.enter)
+            self._adopted.leave()
+            stack.callback(self._adopted.enter)
             stack.enter_context(self._strategy._cross_replica())
             result = map_structure(self.place, fn(self._strategy, *outer[0], **outer[1]))
         return map_structure(lambda leaf: self._entered(leaf, None), result)

@@ -12,7 +12,7 @@ from fastdist.data.batches import join
 from fastdist.data.devices import Shipment
 from fastdist.data.pipelines import Part
 from fastdist.replicas.per_replica import PerReplica, map_structure
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 
 
 class Stacked:
@@ -48,7 +48,7 @@ def is_stacked(value: Any) -> bool:
 
 
 def stack(
-    mesh: XlaMesh, value: PerReplica[Any], rows: int = 0, is_even: bool = False
+    mesh: Mesh, value: PerReplica[Any], rows: int = 0, is_even: bool = False
 ) -> PerReplica[Any]:
     """Per-replica tensors, arrays or numbers, brought to the devices.
 
@@ -116,16 +116,14 @@ class MeshCopy:
     Args:
         mesh: of the replicas; each has a part of every batch.
         is_even: all replicas have as many examples in all batches, and nothing will be filled up.
-        together: replicas are XLA's affair: give out the global batch as one tensor.
     """
 
     to_cpu_only = False
 
-    def __init__(self, mesh: XlaMesh, is_even: bool, together: bool) -> None:
+    def __init__(self, mesh: Mesh, is_even: bool) -> None:
         self._mesh = mesh
         self._is_even = is_even
-        self._together = together
-        self._is_ahead = mesh.is_whole or together
+        self._is_ahead = mesh.is_whole
         self._rows = 0
 
     def send(self, part: Part) -> Shipment:
@@ -151,7 +149,4 @@ class MeshCopy:
     def _place(self, value: PerReplica[Any]) -> Any:
         if not isinstance(value.values[0], (torch.Tensor, np.ndarray)):
             return value
-        if self._together:
-            (whole,) = value.values
-            return PerReplica((self._mesh.split(torch.as_tensor(whole)),), value.examples)
         return stack(self._mesh, value, 0 if self._is_even else self._rows, self._is_even)

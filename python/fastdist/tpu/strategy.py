@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduc
 from fastdist.replicas.per_replica import PerReplica, map_structure, regroup
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.devices import find_slice
 from fastdist.tpu.engine import SpmdEngine
-from fastdist.tpu.gradients import XlaGradients
-from fastdist.tpu.members import XlaMembers
-from fastdist.tpu.runs import XlaRuns
+from fastdist.tpu.gradients import TracedGradients
+from fastdist.tpu.runs import TracedRuns
 from fastdist.tpu.stacked import MeshCopy, is_stacked
 from fastdist.training.gradients import GradientReduction
 
@@ -42,9 +42,6 @@ class TPUStrategy(Strategy):
     Args:
         resolver: says who the hosts of the slice are, each of which runs the program; by default
             what PJRT finds, and the environment where there are several.
-        spmd: "manual": each core is a replica with its own part of the batch, as under any
-            other strategy. "auto": there is one replica, whose function sees the global batch,
-            and XLA's partitioner spreads over the cores what follows from the batch.
         steps_per_execution: so many runs are traced into one program, which is run with the last
             of them; results can be read then (earlier, they are computed for themselves).
         gradient_reduction: as in `CommunicationOptions`.
@@ -62,41 +59,37 @@ class TPUStrategy(Strategy):
         self,
         resolver: TPUClusterResolver | None = None,
         *,
-        spmd: Literal["manual", "auto"] = "manual",
         steps_per_execution: int = 1,
         gradient_reduction: GradientReduction = "mean",
     ) -> None:
-        if spmd not in ("manual", "auto"):
-            raise ValueError(f'spmd must be "manual" or "auto", got {spmd!r}')
         if steps_per_execution < 1:
             raise ValueError(f"steps_per_execution must be positive, got {steps_per_execution}")
         if gradient_reduction not in ("mean", "sum"):
             raise ValueError(
                 f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
             )
-        self._is_auto = spmd == "auto"
-        found = find_slice(resolver, not self._is_auto)
+        found = find_slice(resolver)
         self._mesh = found.mesh
-        self._hosts = None if self._is_auto else found.hosts  # that have replicas of their own
-        replicas = 1 if self._is_auto else self._mesh.size
+        self._hosts = found.hosts
+        replicas = self._mesh.size
         worker, workers = (0, 1)
         if self._hosts is not None:
             worker, workers = self._hosts.rank, self._hosts.world_size
         super().__init__(
             [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
         )
-        self._members = XlaMembers(self._mesh, replicas, found.hosts)
+        self._adopted = AdoptedModules(self._mesh, self._hosts)
         self._communicator: Communicator | None = None
-        self._gradients: XlaGradients | None = None
+        self._gradients: TracedGradients | None = None
         if replicas > 1:
             peers = None if self._hosts is None else self._hosts.engine
             self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
-            self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
+            self._gradients = TracedGradients(self._adopted, self._communicator, gradient_reduction)
         self._steps = steps_per_execution
-        self._runs = XlaRuns(
+        self._runs = TracedRuns(
             self,
             self._mesh,
-            self._members,
+            self._adopted,
             self._communicator,
             self._gradients,
             steps_per_execution,
@@ -112,7 +105,7 @@ class TPUStrategy(Strategy):
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         self._runs.metrics.adopt(roots, self.num_replicas_in_sync)
-        self._members.adopt(roots, made)
+        self._adopted.adopt(roots, made)
 
     def _input_layout(self) -> InputLayout:
         return InputLayout(
@@ -122,7 +115,7 @@ class TPUStrategy(Strategy):
             worker=self._worker,
             devices=self.devices,
             all_gather_ints=self._all_gather_ints,
-            make_copy=lambda is_even: MeshCopy(self._mesh, is_even, self._is_auto),
+            make_copy=lambda is_even: MeshCopy(self._mesh, is_even),
         )
 
     def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -155,7 +148,7 @@ class TPUStrategy(Strategy):
 
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
         if isinstance(value, Variable):
-            value = PerReplica(tuple(self._members.components(value)))
+            value = PerReplica(tuple(self._adopted.components(value)))
         if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
             values: list[Any] = list(self.local_results(value))
             if len(values) != len(self.devices):
@@ -220,7 +213,7 @@ class TPUStrategy(Strategy):
             value: what `run` returned, or a `fastdist.Variable` of this strategy.
         """
         if isinstance(value, Variable):
-            return tuple(self._members.components(value))
+            return tuple(self._adopted.components(value))
         if is_stacked(value):
             stacked = value.values[0]
             rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
@@ -256,4 +249,4 @@ class TPUStrategy(Strategy):
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are the same bits on every device."""
-        self._members.require_in_sync()
+        self._adopted.require_in_sync()

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.variables import Variable, local_components, note_component, own
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.optimizer_states import make_states
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.module_structure import copy_hooks
@@ -31,12 +31,11 @@ from fastdist.training.modules import (
 )
 
 
-class XlaMembers:
+class AdoptedModules:
     """What was made in the scope, or passed to `mirror`.
 
     Args:
         mesh: of the devices.
-        replicas: how many replicas there are; 1 where XLA partitions by itself.
         hosts: one rank for each process of the mesh; None where there is one.
 
     Attributes:
@@ -44,11 +43,10 @@ class XlaMembers:
         has_batch_norm: whether a module normalizes over batches.
     """
 
-    def __init__(self, mesh: XlaMesh, replicas: int, hosts: Communicator | None = None) -> None:
-        self.num_replicas_in_sync = replicas
-        self.local_replica_ids = (0,) if replicas == 1 else tuple(mesh.local)
-        self.workers = hosts if replicas > 1 else None  # that have replicas of their own
-        self._hosts = hosts
+    def __init__(self, mesh: Mesh, hosts: Communicator | None = None) -> None:
+        self.num_replicas_in_sync = mesh.size
+        self.local_replica_ids = tuple(mesh.local)
+        self.workers = hosts
         self.roots: list[nn.Module] = []
         self.held: set[int] = set()
         self._mesh = mesh
@@ -88,9 +86,9 @@ class XlaMembers:
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Turn what is new into tensors on the devices, with the first process's values."""
         new = [(name, tensor) for name, tensor in named if tensor.device.type != "xla"]
-        if self._hosts is not None:
-            require_same_structure(self._hosts, new)
-            broadcast_state(self._hosts, [tensor for _, tensor in new])
+        if self.workers is not None:
+            require_same_structure(self.workers, new)
+            broadcast_state(self.workers, [tensor for _, tensor in new])
         for _, tensor in new:
             self._replicate(tensor)
 
@@ -174,7 +172,7 @@ class XlaMembers:
             for _, parameter in self._parameters:
                 if parameter.grad is None:
                     self.held.discard(id(parameter))
-                elif id(parameter) in self.held and self.num_replicas_in_sync > 1:
+                elif id(parameter) in self.held:
                     stacked = leave(parameter.grad, True)
                     parameter.grad = self._mesh.shared(stacked[0])
                     self._local_gradients[id(parameter)] = parameter.grad, stacked
@@ -274,7 +272,7 @@ class XlaMembers:
         for name, tensor in [*self._parameters, *buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
-        require_in_sync(self._hosts, replicas)
+        require_in_sync(self.workers, replicas)
 
 
 def _ids_in(roots: Sequence[nn.Module]) -> list[int]:

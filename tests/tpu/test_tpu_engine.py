@@ -61,9 +61,9 @@ def test_signatures_tell_lists_from_arrays() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Any:
-    from fastdist.tpu.mesh import XlaMesh
+    from fastdist.tpu.mesh import Mesh
 
-    return XlaMesh()
+    return Mesh()
 
 
 @pytest.fixture
@@ -167,22 +167,3 @@ def test_refused(mesh: Any, comm: Any, call: Any, error: Any, message: str) -> N
     x = mesh.enter(mesh.stack(torch.ones(N, 4)), True)
     with pytest.raises(error, match=message):
         call(comm, x)
-
-
-@needs_xla
-@pytest.mark.xla
-def test_one_process_for_each_device() -> None:
-    """A world of one: more processes than one need a TPU."""
-    from fastdist.tpu.engine import ProcessEngine
-
-    if N > 1:
-        pytest.skip("the process's devices are one mesh here")
-    comm = fd.Communicator(ProcessEngine(fd.local_group(1)[0].engine), 60)
-    x = torch.arange(4.0).to("xla")
-    comm.all_reduce([x, x.double()], "mean")
-    assert comm.all_gather(x).tolist() == [0, 1, 2, 3]
-    assert comm.reduce_scatter(x).tolist() == [0, 1, 2, 3]
-    assert comm.broadcast(x).tolist() == [0, 1, 2, 3]
-    assert comm.all_to_all(x).tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="peers is rank 0 of 2, this process is 0 of 1"):
-        ProcessEngine(fd.local_group(2)[0].engine)

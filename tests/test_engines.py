@@ -21,7 +21,7 @@ from fastdist.collectives.engines.gloo import GlooEngine
 from fastdist.collectives.engines.groups import engine_in_groups
 from fastdist.collectives.engines.hierarchical import HierarchicalEngine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.links import Layout
+from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.machine_links import MachineLinks
 from fastdist.collectives.engines.replicas import engines_over_threads
 from fastdist.errors import CollectiveMismatchError
@@ -312,7 +312,7 @@ def check_compared_for_gpus(comm: Communicator) -> list[Any]:
 
     def agree(count: int, flag: bool) -> Any:
         words = (DTYPES.index("float32") << 8 | 1 << 7, count, 0)
-        return comm.engine.hosts.agree(words, flag, f"train.py:{count}", TIMEOUT_S)
+        return comm.engine.call_checker.agree(words, flag, f"train.py:{count}", TIMEOUT_S)
 
     found = [agree(5, True), agree(5, comm.rank != 0)]
     with pytest.raises(CollectiveMismatchError) as error:

@@ -298,11 +298,11 @@ def test_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
         fastdist.init()
 
 
-def test_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(next(ports)))
-    with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not come within 0.5 s"):
+    with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not arrive within 0.5 s"):
         fastdist.init()

@@ -81,7 +81,9 @@ class Communicator:
     def __init__(self, engine: Engine, timeout_s: float) -> None:
         self.engine: Engine = engine
         self._timeout_s = timeout_s
-        self._gpus = NcclEngine(engine) if engine.hosts is not None and is_possible() else None
+        self._gpus = (
+            NcclEngine(engine) if engine.call_checker is not None and is_possible() else None
+        )
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]

@@ -51,6 +51,11 @@ class SpmdEngine(Engine):
         self._mesh = mesh
         self._comparison = None if peers is None else Comparison(peers)
 
+    @property
+    def call_checker(self) -> None:
+        """None: NCCL does not connect XLA devices."""
+        return None
+
     def calls(self) -> Calls:
         """The collectives; their work is part of the traced program, and so never asynchronous."""
         return {op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}

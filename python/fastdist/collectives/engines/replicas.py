@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastdist.collectives.engines.departures import Cause
 from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.failure_board import Cause
 from fastdist.collectives.engines.hierarchical import HierarchicalEngine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.links import Layout, Links
+from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.place_links import PlaceLinks
 
 
 def engines_over_threads(base: Engine, local: int, timeout_s: float) -> list[Engine]:
@@ -67,7 +68,7 @@ class SharedLinks:
             engine.close()
 
 
-class ProcessLinks(Links):
+class ProcessLinks(PlaceLinks):
     """One thread's view of `SharedLinks`."""
 
     def __init__(self, shared: SharedLinks, layout: Layout, rank: int) -> None:
@@ -87,7 +88,7 @@ class ProcessLinks(Links):
 
     def subset(
         self, groups: Sequence[Sequence[int]], layouts: Sequence[Layout], timeout_s: float
-    ) -> Links | None:
+    ) -> PlaceLinks | None:
         """Further copies, of the processes that a group is in; made once per process."""
         self._subsets += 1
 

@@ -1,4 +1,4 @@
-"""What TPUStrategy says where there is no TPU, or no torch_xla."""
+"""Errors of TPUStrategy without a TPU or without torch_xla."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_hosts_that_pjrt_does_not_find() -> None:
     )
     error = said(code, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     assert (
-        "PJRT finds 2 CPU devices, of which 2 are this host's; expected such of 2 hosts, " in error
+        "PJRT finds 2 CPU devices, 2 of them on this host; expected devices of 2 hosts, " in error
     )
-    assert "worker_hostnames names them. Start the program on every host" in error
+    assert "worker_hostnames names. Start the program on every host" in error

@@ -1,4 +1,4 @@
-"""A slice of two hosts with two devices each; tpu_host.py says what stands in for one."""
+"""A slice of two hosts with two devices each, simulated as tpu_host.py describes."""
 
 from __future__ import annotations
 

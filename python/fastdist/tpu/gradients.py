@@ -1,7 +1,6 @@
-"""Reduces gradients, and what forward has written into buffers, at the end of each backward.
+"""Reduces gradients, and buffers that forward has written, at the end of each backward.
 
-A program for all devices is traced once, so there is nothing to overlap by hand: XLA schedules the
-one all-reduce (for each dtype) that is traced here among what it can run beside it.
+One all-reduce per dtype is traced; XLA overlaps it with independent computations.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from fastdist.training.gradients import GradientReduction
 
 
 class TracedGradients:
-    """Stands around torch's backward while a run is traced, in the thread that traces.
+    """Wraps torch's backward while a run is traced, in the tracing thread.
 
     Args:
-        adopted: whose parameters and buffers are kept alike.
-        communicator: of all replicas.
+        adopted: the modules whose parameters and buffers are kept in sync.
+        communicator: the communicator of all replicas.
         reduction: "mean" over examples, or "sum" over replicas.
     """
 
@@ -45,7 +44,7 @@ class TracedGradients:
 
     @contextlib.contextmanager
     def tracing(self, padding: Padding | None) -> Iterator[None]:
-        """While it is open, backward reduces."""
+        """Return a context in which backward reduces gradients."""
         self._padding = padding
         self._thread = threading.get_ident()
         self._plain = _engine()
@@ -107,14 +106,14 @@ class TracedGradients:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of all replicas; written buffers go with them, and become their mean."""
+        """Reduce gradients; written buffers travel with them and become the mean of replicas."""
         buffers = self._buffers.take_written()
         with torch.no_grad():
             for buffer in buffers:
                 if self._padding is not None:
                     has_examples = self._padding.count > 0
                     buffer.data = torch.where(has_examples, buffer, self._before[id(buffer)])
-        # One list of one op is one all-reduce for each dtype, whatever is in it.
+        # One list with one op becomes one all-reduce per dtype.
         is_mean = self._reduction == "mean"
         sent = gradients if is_mean else [grad * self._size for grad in gradients]
         reduced = [tensor.clone() for tensor in (*sent, *buffers)]

@@ -1,4 +1,4 @@
-"""Replicas on the cores of a TPU, by torch_xla: one program for all of them."""
+"""TPUStrategy: replicas on the cores of a TPU, in one program traced by torch_xla."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ _NO_TIMEOUT_S = 1e9
 class TPUStrategy(Strategy):
     """Trains on every core of a TPU (tf.distribute.TPUStrategy).
 
-    `run` calls its function once, traces what it does to tensors, and runs that as one program on
-    all cores, each with its own part of the batch. What differs between replicas is therefore a
-    tensor, `replica_id_in_sync_group` too, and Python's own `if` and `print` happen once, for all.
+    `run` calls its function once, traces its operations on tensors, and executes the trace as one
+    program on all cores, each with its own part of the batch. A value that differs between replicas
+    is therefore a tensor, including `replica_id_in_sync_group`; Python's `if` and `print` execute
+    once for all replicas.
 
-    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four of a CPU.
+    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four devices of a CPU.
 
     Args:
-        resolver: says who the hosts of the slice are, each of which runs the program; by default
-            what PJRT finds, and the environment where there are several.
-        steps_per_execution: so many runs are traced into one program, which is run with the last
-            of them; results can be read then (earlier, they are computed for themselves).
-        gradient_reduction: as in `CommunicationOptions`.
+        resolver: names the hosts of the slice, each of which runs the program; by default the
+            environment names them, if PJRT finds devices of several hosts.
+        steps_per_execution: the number of runs that are traced into one program. The program is
+            executed with the last of them; results that are read earlier are computed separately.
+        gradient_reduction: see `CommunicationOptions`.
 
     Attributes:
-        compilations: how many programs were compiled for runs, and how many of them again.
+        compilations: the number of programs compiled for runs, and of repeated compilations.
 
     Raises:
         ImportError: torch_xla is not installed.
         UnsupportedError: no TPU can be initialised.
-        ClusterConfigError: the slice has other hosts than the resolver says.
+        ClusterConfigError: the resolver names other hosts than the slice has.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class TPUStrategy(Strategy):
         return self._runs.run(fn, given, examples)
 
     def synchronize(self) -> None:
-        """Execute the runs that `steps_per_execution` keeps waiting."""
+        """Execute the runs that wait because of `steps_per_execution`."""
         self._runs.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A `with` statement: gradients of backward inside stay with their replica."""
+        """Return a context in which gradients of backward stay with their replica."""
         if self._gradients is None:
             yield
             return
@@ -178,9 +179,8 @@ class TPUStrategy(Strategy):
         if op != "mean" or axis is not None or examples is None:
             return None
         is_even = examples.count(examples[0]) == len(examples)
-        if (
-            is_even and self._steps == 1
-        ):  # else it is part of a program, of which there is to be one
+        # With several steps per execution, even and uneven batches must share one program.
+        if is_even and self._steps == 1:
             return None
         return [count / sum(examples) for count in examples]
 
@@ -192,7 +192,7 @@ class TPUStrategy(Strategy):
         return self._runs.computed(torch.cat(list(tensor), axis))
 
     def _to_host(self, given: Any) -> Any:
-        """Values of all replicas on the CPU, on every host."""
+        """Copy the values of all replicas to the CPU of every host."""
         self.synchronize()
 
         def fetched(leaf: Any) -> Any:
@@ -207,10 +207,10 @@ class TPUStrategy(Strategy):
         return map_structure(fetched, given)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this host's replicas, in order; what `run` returned comes to the CPU.
+        """Return the values of this host's replicas, in order; results of `run` are on the CPU.
 
         Args:
-            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+            value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
         if isinstance(value, Variable):
             return tuple(self._adopted.components(value))
@@ -229,7 +229,7 @@ class TPUStrategy(Strategy):
     ) -> Any:
         """Call `fn(component, *args, **kwargs)`, traced once for all replicas.
 
-        A parameter has one component, which all replicas change alike.
+        A parameter has one component, which `fn` must change equally on all replicas.
         """
 
         def call(*own_args: Any, **own_kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ class TPUStrategy(Strategy):
         return self._run(call, (tuple(args), kwargs or {}), None)
 
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Per-replica values made by `fn(context)`, called once for each replica in turn."""
+        """Make per-replica values by calling `fn(context)` once for each replica in turn."""
         made = [
             fn(ReplicaContext(self, None, self._runs.merge, replica))
             for replica in range(len(self.devices))
@@ -248,5 +248,5 @@ class TPUStrategy(Strategy):
         return made[0] if self._communicator is None else regroup(made)
 
     def check_in_sync(self) -> None:
-        """Check that parameters and buffers are the same bits on every device."""
+        """Check that parameters and buffers have the same bits on every device."""
         self._adopted.require_in_sync()

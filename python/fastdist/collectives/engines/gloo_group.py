@@ -211,7 +211,7 @@ class GlooGroup:
         try:
             self._board.post_notice("timeout" if timed_out else "closure")
             cause, missing = self._read_board(timed_out, suspect)
-        except StoreLostError:  # and with it rank 0, whose process holds the store
+        except StoreLostError:  # report rank 0, which usually holds the store
             cause, missing = None, [0 if suspect is None else suspect]
         if cause is not None:
             return cause
@@ -282,7 +282,7 @@ class GlooOperation:
                 try:
                     poll_failures()
                 except BaseException:
-                    # A reference for ever: dropping a process group waits for its operations.
+                    # Leak a reference: dropping a process group waits for its operations.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     raise
             time.sleep(min(max((now - began) / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))

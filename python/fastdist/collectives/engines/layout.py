@@ -1,4 +1,4 @@
-"""Which ranks share a place: a machine, or a group of neighbouring ranks."""
+"""The layout of ranks on machines, or in groups of neighbouring ranks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class PendingCall:
             check_timeout(timeout, may_be_zero=True)
         if not self._ended.wait(timeout):
             raise CollectiveTimeoutError(
-                f"the call has not ended after {timeout} s; it goes on, wait again"
+                f"the call has not finished after {timeout} s; it is still running, wait again"
             )
         if self._error is not None:
             raise self._error

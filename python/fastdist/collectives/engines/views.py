@@ -191,7 +191,7 @@ def check_fits(ins: Arrays, outs: Arrays) -> None:
         _check_disjoint(
             outs.views,
             others,
-            "out shares memory with the input or within itself; give it memory of its own",
+            "out shares memory with the input or within itself; pass separate memory",
         )
 
 
@@ -209,9 +209,7 @@ def check_sizes(op: str, part: Arrays, whole: Arrays, ranks: int) -> None:
 
 def check_apart(ins: Arrays, outs: Arrays) -> None:
     """Raise ValueError if `outs` shares memory with `ins` or within itself."""
-    _check_disjoint(
-        outs.views, ins.views, "out shares memory with the input; give it memory of its own"
-    )
+    _check_disjoint(outs.views, ins.views, "out shares memory with the input; pass separate memory")
 
 
 def check_reducible(op: str, views: Sequence[View]) -> None:
@@ -240,8 +238,8 @@ def _view_numpy(array: np.ndarray[Any, Any], writable: bool, argument: str) -> V
     name = array.dtype.name
     if name not in DTYPES or not array.dtype.isnative:
         raise TypeError(
-            f"{argument} has dtype {array.dtype}, which collectives do not know; expected a bool, "
-            "integer, float or complex dtype in native byte order"
+            f"{argument} has dtype {array.dtype}, which collectives do not support; expected a "
+            "bool, integer, float or complex dtype in native byte order"
         )
     if writable and not array.flags.writeable:
         raise ValueError(
@@ -266,20 +264,21 @@ def _view_torch(torch: Any, tensor: Any, argument: str) -> View:
         )
     if tensor.device.type != "cpu":
         raise UnsupportedError(
-            f"{argument} lies on a device ({tensor.device}), and no engine for it is built in; "
-            "see `fastdist doctor`"
+            f"{argument} is on a device ({tensor.device}) that this build has no engine for; see "
+            "`fastdist doctor`"
         )
     tensor = tensor.detach()
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise TypeError(f"{argument} has a dtype that collectives do not know ({tensor.dtype})")
+        raise TypeError(f"{argument} has a dtype that collectives do not support ({tensor.dtype})")
     if tensor.numel() != 0 and tensor.data_ptr() == 0:
         raise ValueError(
-            f"{argument} has no memory ({type(tensor).__name__} of {tensor.numel()} elements)"
+            f"{argument} has no memory: its data pointer is null ({type(tensor).__name__} of "
+            f"{tensor.numel()} elements)"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{argument} is a view that torch conjugates or negates when read; call "
+            f"{argument} is a lazily conjugated or negated torch view; call "
             "x.resolve_conj().resolve_neg() first"
         )
     order = 0

@@ -1,6 +1,6 @@
-"""What every communicator must do. Bound to engines in test_contract_*.py.
+"""The contract of every communicator. test_contract_*.py bind it to engines.
 
-The functions run on each rank; they check against numpy and return what the test compares.
+The functions run on each rank, check against numpy and return values for the test to compare.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reference import (
     small_complex,
 )
 
-# Empty, one, odd, a payload, one round, several rounds and a remainder.
+# Empty, one element, odd, a payload, one round, several rounds and a remainder.
 SIZES = [0, 1, 3, 17, 1000, 5_003, 70_001, 700_001]
 
 
@@ -132,7 +132,7 @@ def check_send_recv(comm: Communicator) -> None:
             assert comm.recv(out, (r - step) % n) is out
             work.wait(30)
             assert same_bits(out, inputs[(r - step) % n])
-    # Everybody sends to both neighbours before anybody receives.
+    # Each rank sends to both neighbours before any rank receives.
     left, right = (r - 1) % n, (r + 1) % n
     if n > 2:
         big = np.full(400_000, r, np.float32)
@@ -212,7 +212,7 @@ def check_compression(comm: Communicator) -> None:
     n = comm.world_size
     for dtype in ("float32", "float64"):
         for size in (0, 3, 5_000, 1_200_000):
-            # Of 24 bits, so that numpy's way to 16 bits over float32 rounds only once.
+            # Numbers of 24 bits, so that numpy's cast to 16 bits by way of float32 rounds once.
             inputs = [x.astype(dtype) for x in inputs_of(comm, "float32", size, 5)]
             for op in ("sum", "mean"):
                 exact = reduced(inputs, op)
@@ -291,14 +291,14 @@ def check_async(comm: Communicator) -> None:
     arrays = [np.full(size, r, np.float32) for size in sizes]
     works = [comm.all_reduce(x, async_op=True) for x in arrays]
     last = np.full(2, r, np.float32)
-    comm.all_reduce(last)  # runs after those before it
+    comm.all_reduce(last)  # runs after the earlier calls
     assert all(work.is_done() for work in works)
     for work, x in zip(works, arrays, strict=True):
         assert work.wait(timeout=30) is x
         assert (x == sum(range(n))).all()
     gathered = comm.all_gather([np.full(4, r), np.full(5, r)], async_op=True)
     assert [g.size for g in gathered.wait()] == [4 * n, 5 * n]
-    comm.all_reduce(np.ones(100_000), async_op=True)  # nobody holds the array or the work
+    comm.all_reduce(np.ones(100_000), async_op=True)  # neither is kept
     if n > 1:
         bad = comm.all_reduce(np.zeros(4 if r == 0 else 5), async_op=True)
         with pytest.raises(CollectiveMismatchError, match=r"contract\.py:"):
@@ -307,7 +307,7 @@ def check_async(comm: Communicator) -> None:
 
 
 def check_lists_in_flight(comm: Communicator) -> None:
-    """The caller may do with the list what it likes; arrays go when the call has ended."""
+    """The caller may change the list during the call; arrays are released when the call ends."""
     bucket = [np.full(200_000, comm.rank, np.float32) for _ in range(20)]
     alive = [weakref.ref(x) for x in bucket]
     work = comm.all_reduce(bucket, "max", async_op=True)
@@ -369,7 +369,7 @@ def check_same_bits(comm: Communicator) -> bytes:
 
 
 def check_random_calls(comm: Communicator, seed: int, calls: int) -> None:
-    """Collectives of random kinds and sizes, back to back: what is left over from one shows."""
+    """Collectives of random kinds and sizes, back to back: leftovers of a call would show."""
     rng = np.random.default_rng(seed)
     n, r = comm.world_size, comm.rank
     for call in range(calls):
@@ -412,7 +412,7 @@ def check_timeout(comm: Communicator) -> None:
 
     def two_calls() -> None:
         comm.all_reduce(np.zeros(3, np.float32), timeout=0.2 if comm.rank != late else 30)
-        comm.all_reduce(np.zeros(4, np.float32))  # the late rank learns it here at the latest
+        comm.all_reduce(np.zeros(4, np.float32))  # the late rank fails here at the latest
 
     with pytest.raises(FastdistError) as caught:
         two_calls()
@@ -440,7 +440,11 @@ def check_closed_peer(comm: Communicator) -> None:
 
 
 class CommunicatorContract:
-    """The tests; a subclass names the class that makes ranks."""
+    """The tests of the contract.
+
+    Attributes:
+        ranks_class: makes the ranks; set by subclasses.
+    """
 
     ranks_class: ClassVar[type]
 

@@ -1,4 +1,4 @@
-"""What every communicator must refuse. As contract.py, whose suite runs it."""
+"""Errors that every communicator must raise; a part of the contract (contract.py)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def check_bad_arguments(comm: Communicator) -> None:
 
 
 def check_wrong_on_one_rank(comm: Communicator) -> None:
-    """The others wait for it; once it calls with the right argument, all is well."""
+    """The other ranks wait; the call succeeds when the rank calls with the right argument."""
     last = comm.world_size - 1
     x = np.full(3, comm.rank)
     if comm.rank == last:
@@ -217,7 +217,7 @@ def check_mismatch(comm: Communicator) -> None:
 
 
 def check_mismatch_of_phases(comm: Communicator) -> None:
-    """The same call, but one rank is further on."""
+    """The same call on all ranks, but one rank is in a later phase."""
     x = np.ones(4, np.float32)
     for phase in (0, 1, 30, 100):
         comm.engine.set_phase(phase + (comm.rank == 0))

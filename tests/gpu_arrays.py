@@ -1,4 +1,4 @@
-"""The arrays that tests of the engine for GPUs use: torch's on a real GPU, else virtual ones."""
+"""Arrays for tests of the engine for GPUs: torch's on a real GPU, or virtual arrays."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "virtual_gpu"))
 
 
 class Graph(ABC):
-    """A captured piece of work."""
+    """A CUDA graph, or a virtual graph."""
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[Any]: ...
     @abstractmethod
     def launch(self) -> None:
-        """On the current stream."""
+        """Launch on the current stream."""
 
 
 class GpuArrays(ABC):
-    """An array library, as far as the tests need it. Work goes to the thread's current stream."""
+    """The functions of an array library that the tests need, on the thread's current stream."""
 
     @abstractmethod
     def device_count(self) -> int: ...
@@ -33,19 +33,19 @@ class GpuArrays(ABC):
     def set_device(self, device: int) -> None: ...
     @abstractmethod
     def synchronize(self) -> None:
-        """The host waits for the current device."""
+        """Make the host wait for the current device."""
 
     @abstractmethod
     def array(self, values: Any) -> Any:
-        """A one-dimensional copy of a numpy array."""
+        """Make a one-dimensional copy of a numpy array."""
 
     @abstractmethod
     def numpy(self, array: Any, dtype: str) -> Any:
-        """A copy as a numpy array of that dtype."""
+        """Copy to a numpy array of this dtype."""
 
     @abstractmethod
     def view(self, memory: Any, dtype: str) -> Any:
-        """What has a CUDA array interface, as an array of that dtype."""
+        """View an object with a CUDA array interface as an array of this dtype."""
 
     @abstractmethod
     def fill(self, array: Any, value: float) -> None: ...
@@ -183,7 +183,7 @@ class VirtualArrays(GpuArrays):
 
 
 def choose() -> GpuArrays:
-    """Virtual arrays where the module was built upon virtual GPUs, else torch's."""
+    """Choose virtual arrays if the module was built on virtual GPUs, else torch's."""
     from virtual_arrays import are_built
 
     return VirtualArrays() if are_built() else TorchArrays()

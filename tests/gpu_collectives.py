@@ -1,4 +1,4 @@
-"""Parts of gpu_rank.py: every collective, on every dtype, on one array and on lists."""
+"""Parts of gpu_rank.py: every collective on every dtype, on one array and on lists."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def moves(r: Rank) -> None:
 
 
 def uneven(r: Rank) -> None:
-    """all_to_all of parts of all sizes, none among them; rank k sends p + k elements to rank p."""
+    """all_to_all of parts of different sizes, some empty."""
     counts = np.array([[(p + k) % 3 * 100 for p in range(r.size)] for k in range(r.size)])
     sent = [sample("int32", int(counts[k].sum()), 5, k) for k in range(r.size)]
     out = r.arrays.full(int(counts[:, r.rank].sum()), 0, "int32")
@@ -94,7 +94,7 @@ def uneven(r: Rank) -> None:
 
 
 def pairs(r: Rank) -> None:
-    """Around the ring: even ranks send first, so that nobody waits for whom waits for it."""
+    """send and recv around the ring; even ranks send first, to avoid a deadlock."""
     after, before = (r.rank + 1) % r.size, (r.rank - 1) % r.size
     for size in (1, 100_000):
         mine = sample("float32", size, 5, r.rank)
@@ -138,11 +138,11 @@ def lists(r: Rank) -> None:
     flat = r.arrays.array(sample("float32", 50_000, 7, r.rank))
     r.call("all_reduce", [flat[:10_000], flat[10_000:10_001], flat[10_001:]], "sum", None, None, 0)
     expected = reduced([sample("float32", 50_000, 7, k) for k in range(r.size)], "sum")
-    check(r, flat, expected, "a list that lies in one piece")
+    check(r, flat, expected, "a list that is contiguous in memory")
 
 
 def grouped(r: Rank) -> None:
-    """Lists of what NCCL takes one by one, and a list with arrays that have no native reduction."""
+    """Lists for collectives that NCCL runs per array, of a dtype that it cannot reduce."""
     sizes = [5, 0, 70_000, 3]
     inputs = [[sample("int16", n, 5, k) for n in sizes] for k in range(r.size)]
     mine = [r.arrays.array(x) for x in inputs[r.rank]]

@@ -1,6 +1,9 @@
-"""One rank of a job on GPUs, real or virtual: arrays there and on the host, by `Communicator`.
+"""One rank of a job on real or virtual GPUs, which calls `Communicator` on GPU and host arrays.
 
-Started by test_communicator_gpu.py; as threads of one process by `threads`.
+Started by test_communicator_gpu.py:
+
+    gpu_communicator.py PART        this process is a rank of a job
+    gpu_communicator.py PART RANKS  the ranks are threads of this process
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ def every_op(comm: Communicator) -> None:
 
 
 def among_calls_on_the_host(comm: Communicator) -> None:
-    """One order for all calls, wherever the arrays lie and whether they are asynchronous."""
+    """Calls on host and GPU arrays, asynchronous or not, run in one order."""
     pending = []
     for i in range(30):
         host = np.full(200_000 if i % 3 else 5, 1.0)
@@ -115,7 +118,7 @@ def on_given_streams(comm: Communicator) -> None:
     comm.all_reduce(x, stream=handle)
     with arrays.use_stream(stream):
         require(x, total(comm))
-    # What only the call refers to is kept until the device is done with it.
+    # An array that only the call refers to is kept until the device has finished the call.
     out, ones = arrays.full(1000, 0), arrays.full(1000, 1)
     arrays.synchronize()
     comm.all_reduce(ones, out=out, stream=handle)
@@ -127,7 +130,7 @@ def on_given_streams(comm: Communicator) -> None:
     with pytest.raises(TypeError, match="stream must be a stream of torch"):
         comm.all_reduce(x, stream="side")
     if os.environ.get("FASTDIST_NCCL_BLOCKING") == "0":
-        with pytest.raises(ValueError, match="the per-thread default stream goes with"):
+        with pytest.raises(ValueError, match="the per-thread default stream needs"):
             comm.all_reduce(x, stream=2)
 
 
@@ -166,7 +169,7 @@ def groups(comm: Communicator) -> None:
 
 
 def shrinking(comm: Communicator) -> None:
-    """While all is well; a_killed_rank does it after a failure."""
+    """Shrink without a failure; `a_killed_rank` shrinks after a failure."""
     last = comm.world_size - 1
     comm.all_reduce(arrays.full(4, 1))
     if comm.rank == last:
@@ -178,7 +181,7 @@ def shrinking(comm: Communicator) -> None:
 
 
 def aborting(comm: Communicator) -> None:
-    """What waits on the device for another rank is ended, and the others are told."""
+    """Abort ends a call that waits on the device, and the other ranks get an error."""
     comm.all_reduce(arrays.full(4, 1))
     x = arrays.full(4, comm.rank)
     if comm.rank == 0:
@@ -217,7 +220,7 @@ def bad_arrays(comm: Communicator) -> None:
 
 
 def call_again_and_again(comm: Communicator) -> None:
-    """The first call is enqueued, and waits for others on the device."""
+    """Call until an error arrives: the first call only waits on the device."""
     for _ in range(100):
         comm.all_reduce(arrays.full(4, 1))
         time.sleep(0.05)
@@ -250,7 +253,7 @@ def a_killed_rank(comm: Communicator) -> None:
 
 
 def one_gpu_twice(comm: Communicator) -> None:
-    """Threads of one process on the same GPU: refused on all ranks, and the host goes on."""
+    """Threads of one process on the same GPU are refused; calls on the host still work."""
     arrays.set_device(0)
     with pytest.raises(UnsupportedError, match="two ranks of one process have the same GPU"):
         comm.all_reduce(arrays.full(4, 1))

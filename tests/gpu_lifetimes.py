@@ -29,7 +29,7 @@ def streams(r: Rank) -> None:
         assert a.is_full(copy, r.size)
         assert a.is_full(x, 7)
     assert work.is_done()
-    # What a call works on is kept until it has ended, also where nobody else does.
+    # A call keeps its arrays until it has ended, even if no other code refers to them.
     works = [
         r.call_async("all_reduce", a.full(1 << 16, 1), "sum", None, None, 0) for _ in range(20)
     ]
@@ -37,7 +37,7 @@ def streams(r: Rank) -> None:
 
 
 def alternating(r: Rank) -> None:
-    """Calls on two streams in turn share buckets, which must not be filled while still in use."""
+    """Calls on two streams share buckets, which must not be filled while they are in use."""
     a = r.arrays
     streams = [a.new_stream(), a.new_stream()]
     lists = []
@@ -59,7 +59,7 @@ def memory(r: Rank) -> None:
     r.arrays.fill(y, 2)
     r.call("all_reduce", y, "sum", None, None, 0)
     assert r.arrays.is_full(y, 2 * r.size)
-    # Dropped while a call is at it, which on one rank begins late.
+    # Dropped while a call uses it, which begins late on one rank.
     result = r.arrays.full(1024, 0)
     r.arrays.synchronize()
     if r.rank == r.size - 1:
@@ -73,7 +73,7 @@ def memory(r: Rank) -> None:
 
 
 def memory_of_one(r: Rank) -> None:
-    """Where NCCL waits for all ranks to make a window, it does not wait forever."""
+    """NCCL does not wait forever for all ranks to make a window."""
     if r.size == 1 or os.environ.get("VIRTUAL_NCCL_WINDOWS") == "0":
         return
     gpu = r.connect(r.new_id())
@@ -91,12 +91,12 @@ def graphs(r: Rank) -> None:
     x = a.full(1000, 0)
     parts = [a.full(n, 0) for n in (5, 300, 77)]
     many = [a.full(n, 0) for n in (9_000, 300, 9_000)]
-    # Connects: NCCL cannot do that in a capture.
+    # The first call connects, which NCCL cannot do during a capture.
     r.call("all_reduce", x, "sum", None, None, 0)
     shorts = a.full(1000, 0, "int16")
     r.call("all_reduce", shorts, "sum", None, None, 0)
     a.synchronize()
-    r.host.barrier()  # what ranks that are threads do meanwhile could spoil the capture
+    r.host.barrier()  # work of other ranks, if they are threads, could invalidate the capture
     graph = a.graph()
     with graph.capture():
         r.call("all_reduce", x, "sum", None, None, 0)
@@ -121,7 +121,7 @@ def graphs(r: Rank) -> None:
 
 
 def outlived(r: Rank) -> None:
-    """Communicators whose calls are in graphs that live on: their end is not waited for."""
+    """A communicator ends promptly although graphs with its calls are still alive."""
     a = r.arrays
     for end in ("close", "abort"):
         gpu = r.connect(r.new_id())
@@ -138,16 +138,16 @@ def outlived(r: Rank) -> None:
         assert all(a.is_full(x, r.size) for x in lists[1])
         r.host.barrier()
         start = time.monotonic()
-        gpu.close() if end == "close" else gpu.abort("enough of it")
+        gpu.close() if end == "close" else gpu.abort("test ends it")
         assert time.monotonic() - start < 20
-        with pytest.raises(errors.FastdistError, match=r"closed|enough of it"):
+        with pytest.raises(errors.FastdistError, match=r"closed|test ends it"):
             r.call("all_reduce", lists[0], "sum", None, None, 0, gpu=gpu)
         r.host.barrier()
         del gpu, graph
 
 
 def meanwhile(r: Rank) -> None:
-    """Odd ranks capture while even ones connect, grow their memory and end: nothing is spoilt."""
+    """Odd ranks capture while even ranks connect, allocate and close: captures stay valid."""
     a = r.arrays
     alone = [_core.NcclCommunicator.connect(_core.new_nccl_id(), 0, 1, r.device, True, None, 60.0)]
     x = a.full(1000, 1, "int16")
@@ -187,7 +187,7 @@ def bad_input(r: Rank) -> None:
 
 
 def late(r: Rank) -> None:
-    """A rank that never comes: nobody hangs, and the process goes on."""
+    """If a rank never arrives, no rank hangs and the process continues."""
     if r.size == 1:
         return
     a = r.arrays
@@ -211,7 +211,7 @@ def late(r: Rank) -> None:
 
 
 def absent(r: Rank) -> None:
-    """Ranks that do not all connect: an error in time, and others can connect afterwards."""
+    """If not all ranks connect, an error comes in time; the ranks can connect afterwards."""
     if r.rank == 0 and r.size > 1:
         for is_blocking in (True, False):
             with pytest.raises(errors.CollectiveTimeoutError, match=r"not connected|not all ranks"):
@@ -227,17 +227,17 @@ def absent(r: Rank) -> None:
 
 
 def aborting(r: Rank) -> None:
-    """Given up while a call runs: the call ends here, and every later one says why."""
+    """Abort ends a running call; each later call raises the reason."""
     a = r.arrays
     gpu = r.connect(r.new_id())
     x = a.full(10, 1)
     if r.rank == 0:
         work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu) if r.size > 1 else None
-        gpu.abort("enough of it")
+        gpu.abort("test ends it")
         if work is not None:
-            with pytest.raises(errors.FastdistError, match="enough of it"):
+            with pytest.raises(errors.FastdistError, match="test ends it"):
                 work.synchronize(60)
-        with pytest.raises(errors.FastdistError, match="enough of it"):
+        with pytest.raises(errors.FastdistError, match="test ends it"):
             r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
         a.synchronize()
     r.host.barrier()
@@ -245,7 +245,7 @@ def aborting(r: Rank) -> None:
 
 
 def uncompared(r: Rank) -> None:
-    """Without a checker NCCL's own report of a failure reaches the caller."""
+    """Without a checker, NCCL's own report of a failure reaches the caller."""
     if r.size == 1:
         return
     gpu = r.connect(r.new_id())

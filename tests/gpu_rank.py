@@ -1,10 +1,10 @@
-"""One rank of a job on GPUs, or all of them as threads: every collective once through.
+"""One rank of a job on GPUs, or all ranks as threads, by the compiled interface.
 
     gpu_rank.py PART...              this process is a rank of a job of `fastdist run`
     gpu_rank.py PART... --threads N  N ranks are threads of this process
 
-Ranks share GPUs where there are fewer of them than ranks. What VARIANT names (an environment
-variable) is how ranks connect: `polling` for NCCL's non-blocking calls.
+Ranks share GPUs if there are fewer GPUs than ranks. The environment variable VARIANT selects how
+ranks connect: `polling` uses NCCL's non-blocking calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IS_BLOCKING = os.environ.get("VARIANT") != "polling"
 
 
 class Rank:
-    """A rank: its communicator between hosts, and the one between GPUs."""
+    """A rank, with a communicator between hosts and one between GPUs."""
 
     def __init__(self, host: Any, arrays: GpuArrays, unique_id: bytes) -> None:
         self.host, self.arrays = host, arrays
@@ -43,38 +43,38 @@ class Rank:
         self.calls = self.gpu.calls()
 
     def checker(self) -> Any:
-        """A communicator of all hosts, to compare the calls of one between GPUs."""
+        """Make a communicator of all hosts, to compare calls of a communicator between GPUs."""
         hosts = self.host.subgroup(range(self.size))
         assert hosts is not None
         return hosts
 
     def connect(self, unique_id: bytes, checker: Any = None) -> Any:
-        host = None if checker is None else checker.engine._host
+        host = None if checker is None else checker.engine.call_checker
         return _core.NcclCommunicator.connect(
             unique_id, self.rank, self.size, self.device, IS_BLOCKING, host, TIMEOUT_S
         )
 
     def new_id(self) -> bytes:
-        """The same on all ranks."""
+        """Make an NCCL id, equal on all ranks."""
         made: bytes = self.host.broadcast_object(_core.new_nccl_id() if self.rank == 0 else b"")
         return made
 
     def call(
         self, name: str, *arguments: Any, gpu: Any = None, timeout_s: float = TIMEOUT_S
     ) -> Any:
-        """A call on the current stream."""
+        """Call on the current stream."""
         calls = self.calls if gpu is None else gpu.calls()
         return calls[name](*arguments, self.arrays.current_stream(), timeout_s, False)
 
     def call_async(
         self, name: str, *arguments: Any, gpu: Any = None, timeout_s: float = TIMEOUT_S
     ) -> Any:
-        """A call on the communicator's own stream, after what is on the current one."""
+        """Call on the communicator's own stream, after the work of the current stream."""
         calls = self.calls if gpu is None else gpu.calls()
         return calls[name](*arguments, self.arrays.current_stream(), timeout_s, True)
 
     def inputs(self, dtype: str, size: int, op: str = "sum") -> list[Any]:
-        """What each rank holds."""
+        """Return the input of each rank."""
         make = small_complex if op == "prod" and dtype.startswith("complex") else sample
         return [make(dtype, size, 3, rank) for rank in range(self.size)]
 
@@ -117,12 +117,12 @@ def main(parts: list[str], threads: int | None) -> None:
             if ended.exception() is not None:
                 traceback.print_exception(ended.exception())
                 sys.stderr.flush()
-                os._exit(1)  # the others wait for it
+                os._exit(1)  # the other ranks wait for it
 
 
 if __name__ == "__main__":
-    assert ml_dtypes is not None  # gives numpy its small floats
-    faulthandler.dump_traceback_later(160, exit=True)  # whoever hangs says where
+    assert ml_dtypes is not None  # registers small floats with numpy
+    faulthandler.dump_traceback_later(160, exit=True)  # a hanging rank reports its stack
     words = argparse.ArgumentParser()
     words.add_argument("parts", nargs="+", choices=PARTS)
     words.add_argument("--threads", type=int)

@@ -1,4 +1,4 @@
-"""Two network namespaces with a cable between them as two machines, and ranks in them."""
+"""Two machines, simulated by connected network namespaces, and ranks on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ports = itertools.count(29600)
 
 @dataclass(frozen=True)
 class Network:
-    """Two namespaces, and the address of each."""
+    """Two network namespaces and their addresses."""
 
     names: tuple[str, str]
     addresses: tuple[str, str]

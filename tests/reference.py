@@ -1,4 +1,4 @@
-"""What collectives must give, computed by numpy on one process."""
+"""Expected results of collectives, computed with numpy in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_defined(op: str, dtype: str) -> bool:
 
 @cache
 def _pool(dtype: str, size: int) -> Array:
-    """Random values to cut samples from; making them afresh took most of the tests' time."""
+    """Random values from which samples are cut; making them each time would slow the tests."""
     pool = _random(dtype, size)
     pool.setflags(write=False)
     return pool
@@ -54,9 +54,9 @@ def _random(dtype: str, size: int) -> Array:
 
 
 def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
-    """What rank `rank` holds: different on every rank, with signs and, for ints, overflow.
+    """Return the input of a rank: different on every rank, with signs and, for ints, overflow.
 
-    Read-only, being a part of the pool.
+    The array is a part of the pool and read-only.
     """
     start = (seed * 31 + rank) * 257
     length = 1 << (start + size).bit_length()
@@ -64,13 +64,13 @@ def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
 
 
 def small_complex(dtype: str, size: int, seed: int, rank: int) -> Array:
-    """Whole complex numbers, whose products are exact: numpy rounds them with fused operations."""
+    """Complex numbers with integer parts: products are exact, also by fused operations."""
     rng = np.random.default_rng([seed, rank, size])
     return (rng.integers(-2, 3, size) + 1j * rng.integers(-2, 3, size)).astype(dtype)
 
 
 def reduced(inputs: list[Array], op: str) -> Array:
-    """The reduction in rank order; small floats in float32, rounded once at the end."""
+    """Reduce in rank order; small floats in float32, rounded once at the end."""
     dtype = inputs[0].dtype
     name = dtype.name
     if name == "bool":
@@ -93,14 +93,14 @@ def reduced(inputs: list[Array], op: str) -> Array:
         for x in wide[1:]:
             result = function(result, x)
         if op == "mean":
-            # By parts: numpy divides complex numbers by multiplying with a rounded reciprocal.
+            # By parts: numpy divides complex numbers by a rounded reciprocal.
             parts = result.view(result.real.dtype)
             result = (parts / np.array(len(inputs), parts.dtype)).view(result.dtype)
         return result.astype(dtype)
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Equal bit by bit, except that any NaN equals any NaN."""
+    """Return True if arrays are equal bit by bit; any NaN equals any NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype.kind == "c":

@@ -1,6 +1,6 @@
-"""Arrays on GPUs by `Communicator`: by real GPUs, or virtual ones where the module has those.
+"""`Communicator` on GPU arrays, on real GPUs or on virtual GPUs.
 
-The CMake preset `virtual_gpu` builds that module; `.ci/run` shows how.
+The CMake preset `virtual_gpu` builds the module for virtual GPUs; see `.ci/run`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
 LIMIT_S = 150
 
-# What needs no other rank, what does, and what ends with the loss of one.
+# Parts that need no other rank, parts that need one, and parts that lose a rank.
 ALONE = ["every_op", "among_calls_on_the_host", "on_given_streams", "bad_arrays"]
 TOGETHER = ["disagreement", "groups", "shrinking", "aborting"]
 LOSING = ["a_late_rank", "a_killed_rank"]
@@ -56,7 +56,7 @@ def gpus_for(ranks: int) -> int:
 @pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_processes(ranks: int, part: str) -> None:
-    """That share a GPU."""
+    """Processes share a GPU."""
     if ranks == 1 and part in TOGETHER:
         pytest.skip("needs two ranks")
     passes(start(["-m", "fastdist", "run", "-n", str(ranks), "gpu_communicator.py", part], 1))
@@ -79,7 +79,7 @@ def test_threads_with_the_same_gpu_are_refused() -> None:
 
 
 def test_ranks_that_see_one_gpu_each_share_none(tmp_path: Path) -> None:
-    """A launcher gave them those: what NCCL needs where GPUs are shared would slow it down."""
+    """The settings that let ranks share a GPU, which slow NCCL down, are not set."""
     script = tmp_path / "rank.py"
     script.write_text("""
 import os
@@ -98,7 +98,7 @@ print("passed")
 @pytest.mark.parametrize("part", LOSING)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_lost(ranks: int, part: str) -> None:
-    """Without a launcher, which would end the others."""
+    """Ranks are lost; no launcher ends the other ranks."""
     job = {"FASTDIST_JOB": uuid.uuid4().hex, "WORLD_SIZE": str(ranks)}
     job["LOCAL_WORLD_SIZE"] = str(ranks)
     started = [
@@ -113,7 +113,7 @@ def test_ranks_are_lost(ranks: int, part: str) -> None:
             passes(process)
 
 
-@pytest.mark.skipif(IS_VIRTUAL, reason="virtual GPUs do not mind a fork")
+@pytest.mark.skipif(IS_VIRTUAL, reason="virtual GPUs survive a fork")
 def test_calls_on_the_host_leave_gpus_to_children() -> None:
     script = """
 import os, fastdist as fd, numpy as np, torch

@@ -1,4 +1,4 @@
-"""The contract, ranks being processes that share memory."""
+"""The contract of communicators, with ranks as processes that share memory."""
 
 from contract import CommunicatorContract
 from ranks import ProcessRanks

@@ -1,4 +1,4 @@
-"""The contract, ranks being threads of one process."""
+"""The contract of communicators, with ranks as threads of one process."""
 
 from contract import CommunicatorContract
 from ranks import ThreadRanks

@@ -1,4 +1,4 @@
-"""The contract, bound to the engines that connect machines; ranks are threads of this process."""
+"""The contract of communicators, for engines between machines; ranks are threads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from fastdist.collectives.engines.gloo import GlooEngine
 from fastdist.collectives.engines.groups import engine_in_groups
 from fastdist.collectives.engines.hierarchical import HierarchicalEngine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.links import Layout
+from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.machine_links import MachineLinks
-from fastdist.collectives.engines.replicas import engines_over_threads
 from fastdist.errors import CollectiveMismatchError
 from ranks import RankError
 from reference import SMALL_FLOATS, reduced
@@ -32,7 +31,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 TIMEOUT_S = 60.0
-# Which ranks share a machine, by size of the world; not contiguous where possible.
+# The ranks of each machine, by world size; not contiguous if possible.
 MACHINES = {2: ((0,), (1,)), 3: ((0, 2), (1,)), 4: ((0, 3), (1, 2))}
 _names = itertools.count()
 _store = torch.distributed.HashStore()
@@ -43,13 +42,13 @@ def new_store() -> Any:
 
 
 class EngineThreads:
-    """Ranks as threads, each with an engine of its own; fresh for every call."""
+    """Ranks as threads, each with an engine of its own; made anew for every call."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def makers(self) -> list[Callable[[], Engine]]:
-        """What makes each rank's engine, in that rank's thread."""
+        """Return functions that make each rank's engine, to be called in the rank's thread."""
         raise NotImplementedError
 
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
@@ -103,7 +102,7 @@ class GlooThreads(EngineThreads):
 
 
 class MachineThreads(EngineThreads):
-    """Several ranks per machine; machines only in name."""
+    """Several ranks per machine; the machines are simulated."""
 
     def makers(self) -> list[Callable[[], Engine]]:
         layout = Layout(MACHINES[self.size])
@@ -122,28 +121,8 @@ class MachineThreads(EngineThreads):
         return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
 
 
-class ReplicaThreads(EngineThreads):
-    """Threads of two processes; the processes are threads, too."""
-
-    def makers(self) -> list[Callable[[], Engine]]:
-        local = self.size // 2
-        bases = HostEngine.of_threads(2)
-        made: dict[int, list[Engine]] = {}
-
-        def begin(process: int) -> None:
-            made[process] = engines_over_threads(bases[process], local, TIMEOUT_S)
-
-        threads = [threading.Thread(target=begin, args=(p,)) for p in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-        engines = [*made[0], *made[1]]
-        return [lambda engine=engine: engine for engine in engines]  # type: ignore[misc]
-
-
 class GroupThreads(EngineThreads):
-    """Threads in two groups of neighbours."""
+    """Threads in two groups of neighbouring ranks."""
 
     def makers(self) -> list[Callable[[], Engine]]:
         width = (self.size + 1) // 2
@@ -155,7 +134,7 @@ class GroupThreads(EngineThreads):
 
 
 def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
-    """What a hierarchy gives: each place in order, then the places in order; a mean at the end."""
+    """Reduce like a hierarchy: each place in order, then the places; a mean divides last."""
 
     def in_two_levels(inputs: list[np.ndarray], op: str) -> np.ndarray:
         dtype = inputs[0].dtype
@@ -173,7 +152,7 @@ def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
 
 
 class HierarchyContract(CommunicatorContract):
-    """The contract, with the sums of a hierarchy: floats are added in another order."""
+    """The contract, with the sums of a hierarchy, which adds floats in another order."""
 
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:
@@ -186,7 +165,7 @@ class HierarchyContract(CommunicatorContract):
         monkeypatch.setattr(contract, "reduced", reduced_by_place(self.places(size)))
 
     def test_compression(self, ranks: Any) -> None:
-        """What crosses between places is narrow, hence not bit by bit what the contract says."""
+        """Totals are compressed between places, so that bits differ from the contract's."""
         ranks.run(check_compression_roughly)
 
 
@@ -211,7 +190,7 @@ def check_compression_roughly(comm: Communicator) -> None:
 
 @pytest.fixture(autouse=True)
 def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One per path: nothing, with the signature, one step, slices, several chunks and buckets."""
+    """One size per path: empty, with the signature, one step, slices, chunks, buckets."""
     monkeypatch.setattr(contract, "SIZES", [0, 1, 17, 1_000, 5_003, 90_001])
     monkeypatch.setattr(gloo, "_CHUNK_BYTES", 100_000)
     monkeypatch.setattr(gloo, "_LEAST_SLICE_BYTES", 1_000)
@@ -253,19 +232,13 @@ class TestMachines(HierarchyContract):
     places = staticmethod(MACHINES.__getitem__)
 
 
-class TestReplicas(HierarchyContract):
-    ranks_class = ReplicaThreads
+class TestGroups(HierarchyContract):
+    ranks_class = GroupThreads
     worlds = (4,)
 
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(range(p * size // 2, (p + 1) * size // 2)) for p in range(2))
-
-
-class TestGroups(HierarchyContract):
-    ranks_class = GroupThreads
-    worlds = (4,)
-    places = staticmethod(TestReplicas.places)
 
 
 def round_once(comm: Communicator) -> None:
@@ -284,13 +257,13 @@ def mean_of_many(comm: Communicator) -> bytes:
     comm.all_reduce(arrays, "mean")
     comm.all_reduce(arrays[0], "mean")
     one = np.full(3, comm.rank + 0.1, np.float32)
-    comm.all_reduce(one, "mean")  # by another way than in a list
+    comm.all_reduce(one, "mean")  # by another path than a list
     assert (one == arrays[1][:3]).all()
     return b"".join(x.tobytes() for x in arrays)
 
 
 @pytest.mark.parametrize("kind", [GlooThreads, MachineThreads])
-def test_every_way_gives_the_same_bits(kind: type[EngineThreads]) -> None:
+def test_every_path_gives_the_same_bits(kind: type[EngineThreads]) -> None:
     assert len(set(kind(3).run(mean_of_many))) == 1
 
 
@@ -304,15 +277,15 @@ def test_ranks_must_agree_on_compression() -> None:
     GlooThreads(2).run(other_compression)
 
 
-# --- what the engine for GPUs asks of engines between machines -------------------------------
+# --- calls on GPUs are compared by engines between machines ---------------------------------
 
 
 def check_compared_for_gpus(comm: Communicator) -> list[Any]:
-    """`all_reduce` of `count` float32 numbers on GPUs, in the compiled module's words."""
+    """Compare an all_reduce of `count` float32 numbers on GPUs, encoded by the compiled module."""
 
     def agree(count: int, flag: bool) -> Any:
         words = (DTYPES.index("float32") << 8 | 1 << 7, count, 0)
-        return comm.engine.hosts.agree(words, flag, f"train.py:{count}", TIMEOUT_S)
+        return comm.engine.call_checker.agree(words, flag, f"train.py:{count}", TIMEOUT_S)
 
     found = [agree(5, True), agree(5, comm.rank != 0)]
     with pytest.raises(CollectiveMismatchError) as error:
@@ -325,6 +298,6 @@ def check_compared_for_gpus(comm: Communicator) -> list[Any]:
     return [*found, int(comm.all_reduce(np.ones(1))[0])]
 
 
-@pytest.mark.parametrize("kind", [GlooThreads, MachineThreads, ReplicaThreads])
+@pytest.mark.parametrize("kind", [GlooThreads, MachineThreads])
 def test_calls_on_gpus_are_compared_in_order_with_others(kind: type[EngineThreads]) -> None:
     assert kind(2).run(check_compared_for_gpus) == [[True, False, 2]] * 2

@@ -1,4 +1,4 @@
-"""Ranks that die, ranks that do not come, and what is left behind."""
+"""Ranks that die, ranks that never arrive, and resources that must be released."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def processes(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
 
 
 def die_amid_calls(comm: Communicator, size: int, asleep: bool) -> float:
-    """The last rank is killed while the others are in collectives; returns how long they took."""
+    """Kill the last rank while the others are in collectives; return the seconds they took."""
     x = np.ones(size, np.float32)
     comm.all_reduce(x)
     if comm.rank == comm.world_size - 1:
@@ -251,7 +251,7 @@ def test_stranger_at_the_socket_is_ignored(job: str) -> None:
 
 
 def listening_address(pid: int) -> str | None:
-    """The abstract socket on which a process listens, from the kernel's table."""
+    """Find the abstract socket on which a process listens, in the kernel's table."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -337,7 +337,7 @@ if child == 0:
     try: comm.barrier()
     except fd.errors.FastdistError as e: assert "parent process" in str(e)
     del x, comm
-    sys.exit(9)  # with everything that runs at exit
+    sys.exit(9)  # runs the exit handlers
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 comm.all_reduce(x); assert (x == 2).all(); print("met")
 """
@@ -400,7 +400,7 @@ print("met")
 
 
 def many_threads(comm: Communicator) -> None:
-    """Several threads of each rank, each with its own communicator, at once."""
+    """Run several threads per rank, each with its own communicator."""
     groups = [comm.split(0) for _ in range(4)]
     failures: list[BaseException] = []
 

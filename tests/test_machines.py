@@ -1,4 +1,4 @@
-"""Ranks on two machines: two network namespaces with a cable between them, two ranks in each."""
+"""Ranks on two machines: two connected network namespaces with two ranks in each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def doomed_ranks(network: Network) -> Iterator[MachineRanks]:
 
 
 def by_machine(comm: Communicator, function: Callable[..., Any], *args: Any) -> Any:
-    """A function of the contract, with the sums of a hierarchy."""
+    """Run a function of the contract, with the sums of a hierarchy."""
     usual = contract.reduced, contract.SIZES
     contract.reduced = reduced_by_place(MACHINES)
     contract.SIZES = [0, 1, 17, 5_003, 150_001]
@@ -90,7 +90,7 @@ def test_same_bits_everywhere(ranks: MachineRanks) -> None:
 
 
 def listening(comm: Communicator) -> list[str]:
-    """The addresses that anything in this namespace listens on."""
+    """Return the addresses on which processes of this namespace listen."""
     del comm
     lines = [
         line
@@ -137,7 +137,7 @@ def test_killed_rank(doomed_ranks: MachineRanks, doomed: int, size: int) -> None
 
 
 def come_late(world: Communicator, late: int) -> None:
-    comm = world.split(0)  # is lost, and the world is not
+    comm = world.split(0)  # will be lost; the world stays usable
     assert comm is not None
     comm.barrier()
     if comm.rank == late:
@@ -146,7 +146,7 @@ def come_late(world: Communicator, late: int) -> None:
 
     def two_calls() -> None:
         comm.all_reduce(np.zeros(3, np.float32), timeout=0.3)
-        comm.barrier()  # the late rank learns it here at the latest
+        comm.barrier()  # the late rank fails here at the latest
 
     with pytest.raises(FastdistError) as caught:
         two_calls()
@@ -165,7 +165,7 @@ def test_late_rank(ranks: MachineRanks, late: int) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """What `init` needs of a resolver."""
+    """The attributes of a resolver that `init` reads."""
 
     rank: int | None
     world_size: int
@@ -196,7 +196,7 @@ def test_ranks_from_a_resolver(network: Network) -> None:
 
 BOOTSTRAPPED = """
     import os, pickle, sys, time, fastdist as fd, numpy as np
-    class Bootstrap:  # as mpi4py's, by way of files
+    class Bootstrap:  # like an mpi4py communicator, but by files
         calls = 0
         Get_rank, Get_size = (lambda self: int(sys.argv[1])), (lambda self: int(sys.argv[2]))
         def bcast(self, obj, root=0):
@@ -245,7 +245,7 @@ def test_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ClusterConfigError, match="expected MASTER_ADDR and MASTER_PORT"):
         fastdist.init()
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")  # of documentation: nobody has it
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")  # reserved for documentation: no machine has it
     with pytest.raises(ClusterConfigError, match=r"cannot listen at 192\.0\.2\.77"):
         fastdist.init()
     monkeypatch.setenv("MASTER_PORT", "0x50")
@@ -253,11 +253,11 @@ def test_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
         fastdist.init()
 
 
-def test_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(next(ports)))
-    with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not come within 0.5 s"):
+    with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not arrive within 0.5 s"):
         fastdist.init()

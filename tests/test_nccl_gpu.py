@@ -1,4 +1,4 @@
-"""The engine for GPUs by its compiled interface: ranks that share a GPU, or have one each."""
+"""The engine for GPUs by its compiled interface: ranks share a GPU or have one each."""
 
 import importlib.util
 import subprocess

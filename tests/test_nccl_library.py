@@ -1,4 +1,4 @@
-"""libnccl as it is found at run time. Needs a libnccl, and no GPU."""
+"""Finding libnccl at run time. The tests need a libnccl, but no GPU."""
 
 import importlib.util
 import json
@@ -16,8 +16,7 @@ from fastdist.collectives.engines import nccl_library
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What the process of a test does and prints; each has a process of its own, since a library that
-# was loaded stays.
+# The program of a test's process. Each load needs a process, since a loaded library stays loaded.
 LOAD = """
 import ctypes, json, sys
 import fastdist._core as _core
@@ -62,7 +61,7 @@ def test_the_candidate_is_loaded(nccl: Path) -> None:
 
 
 def test_optional_functions_follow_the_version(nccl: Path) -> None:
-    """As NCCL's release notes have them."""
+    """The versions are those of NCCL's release notes."""
     found = load(nccl)
     since = {
         "ncclCommWindowRegister": 22700,
@@ -108,7 +107,7 @@ def test_doctor_says_which_library_and_why_no_gpu() -> None:
 
 
 def test_what_the_process_has_loaded_comes_first(nccl: Path, tmp_path: Path) -> None:
-    """As with torch, which brings its own; another one is left alone."""
+    """torch, for example, loads its own libnccl; fastdist loads no second one."""
     found = load(tmp_path / "libnccl.so.2", loaded=(nccl,))
     assert found["path"] == str(nccl)
 

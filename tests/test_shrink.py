@@ -1,4 +1,4 @@
-"""Communicators that go on without some of their ranks."""
+"""Communicators that continue without some of their ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def total(comm: Communicator, value: int) -> int:
     return int(comm.all_reduce(np.array([value]))[0])
 
 
-def test_threads_go_on_without_one() -> None:
+def test_threads_continue_without_one_rank() -> None:
     def body(comm: Communicator) -> Any:
         old = comm.rank
         if old == 1:
@@ -38,7 +38,7 @@ def test_threads_go_on_without_one() -> None:
             total(comm, 1)
         comm = comm.shrink(error.value.ranks)
         found = comm.rank, comm.world_size, total(comm, old)
-        comm = comm.shrink([1])  # old rank 2, which takes part in what it is left out of
+        comm = comm.shrink([1])  # old rank 2, which calls shrink too and must be refused
         return (*found, comm.rank, total(comm, old))
 
     def but_excluded(comm: Communicator) -> Any:
@@ -67,14 +67,14 @@ def test_groups_shrink_too() -> None:
 
 
 @pytest.mark.parametrize("exclude", [[], [0], [4], [-1], [0, 1, 2, 3]])
-def test_senseless_ranks_are_refused(exclude: list[int]) -> None:
+def test_invalid_ranks_are_refused(exclude: list[int]) -> None:
     comm = fd.local_group(4)[0]
     with pytest.raises(ValueError, match=r"exclude must be some of the ranks 0 to 3"):
         comm.shrink(exclude)
     comm.close()
 
 
-def test_a_closed_communicator_says_so_to_those_left_out() -> None:
+def test_excluded_ranks_get_an_error() -> None:
     first, second = fd.local_group(2, timeout=LIMIT_S)
     alone = first.shrink([1])
     assert total(alone, 7) == 7
@@ -85,7 +85,7 @@ def test_a_closed_communicator_says_so_to_those_left_out() -> None:
 
 
 def run_ranks(script: str, size: int) -> list[tuple[int, str]]:
-    """Exit status and output of each rank; none of them is ended because another has failed."""
+    """Return exit status and output of each rank; no rank is ended because another failed."""
     job = uuid.uuid4().hex
     ranks = [
         subprocess.Popen(
@@ -104,7 +104,7 @@ def run_ranks(script: str, size: int) -> list[tuple[int, str]]:
     return [(rank.returncode, text) for rank, text in zip(ranks, out, strict=True)]
 
 
-def test_survivors_of_a_killed_process_go_on() -> None:
+def test_survivors_of_a_killed_process_continue() -> None:
     script = """
 import os, signal, fastdist as fd, numpy as np
 comm = fd.init()
@@ -130,11 +130,11 @@ try:
 except fd.errors.ClusterConfigError as error:
     print("refused")
 """
-    # Rank 2 and rank 1 agree; rank 0 waits for rank 1 in vain.
+    # Ranks 1 and 2 agree; rank 0 waits for rank 1 in vain.
     assert run_ranks(script, 3)[0] == (0, "refused")
 
 
-def test_machines_cannot_go_on_without_others() -> None:
+def test_machines_cannot_shrink() -> None:
     from test_engines import GlooThreads
 
     def body(comm: Communicator) -> str:

@@ -1,6 +1,6 @@
-"""The engine for GPUs upon virtual ones: gpu_rank.py by ranks of all kinds, NCCLs of all ages.
+"""The engine for GPUs on virtual GPUs: gpu_rank.py by threads and processes, with old NCCLs too.
 
-Needs the package that the CMake preset `virtual_gpu` builds, on PYTHONPATH: `.ci/run` shows how.
+Needs the package that the CMake preset `virtual_gpu` builds on PYTHONPATH; see `.ci/run`.
 """
 
 import os
@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 BUILT = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
 
 pytestmark = pytest.mark.skipif(
-    not BUILT, reason="the module was not built upon virtual GPUs (CMake preset virtual_gpu)"
+    not BUILT, reason="the module was not built on virtual GPUs (CMake preset virtual_gpu)"
 )
 
 COLLECTIVES = [part.__name__ for part in gpu_collectives.PARTS]
@@ -58,7 +58,7 @@ def test_processes_with_a_gpu_each() -> None:
 
 @pytest.mark.parametrize("version", ["22703", "22809"])
 def test_older_libraries(version: str) -> None:
-    """Without all_to_all, gather and scatter; ranks share a GPU as if on several hosts."""
+    """NCCL has no all_to_all, gather and scatter; ranks share a GPU as if on several hosts."""
     parts = ["moves", "uneven", *LIFETIMES]
     as_processes(2, 1, parts, VIRTUAL_NCCL_VERSION=version, VIRTUAL_NCCL_WINDOWS="0")
 
@@ -69,11 +69,11 @@ def test_calls_that_do_not_block(version: str) -> None:
 
 
 def test_slow_streams() -> None:
-    """Whatever does not wait for what it depends on comes too early."""
+    """Slow streams reveal work that does not wait for its inputs."""
     as_threads(2, ["lists", "grouped", *LIFETIMES], VIRTUAL_GPU_DELAY_US="2000")
 
 
-# One rank, on the second GPU; argv: whether calls block.
+# One rank, on the second GPU; argv: blocking or polling.
 ALONE_ON_THE_SECOND = """
 import ctypes, sys
 sys.path.insert(0, "virtual_gpu")
@@ -103,7 +103,7 @@ def test_no_memory_is_taken_of_other_gpus(way: str) -> None:
     assert result.stdout == "[0, 1]\n"
 
 
-# Two ranks are threads; argv: the device of the second, and whether calls block.
+# Two ranks as threads; argv: the device of the second rank, blocking or polling.
 CONNECT = """
 import sys, time
 sys.path.insert(0, "virtual_gpu")

@@ -1,4 +1,4 @@
-"""What TPUStrategy says where there is no TPU, or no torch_xla."""
+"""Errors of TPUStrategy without a TPU or without torch_xla."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_fastdist_does_not_load_torch_xla() -> None:
 @pytest.mark.skipif(HAS_XLA, reason="torch_xla is installed")
 def test_no_torch_xla() -> None:
     error = said("import fastdist as fd; fd.TPUStrategy()")
-    assert "ImportError: TPUs need torch_xla: pip install 'fastdist[tpu]'" in error
+    assert "ImportError: TPUs need torch_xla: pip install '.[tpu]'" in error
     assert "use fd.MirroredStrategy() instead" in error
 
 
@@ -60,6 +60,6 @@ def test_hosts_that_pjrt_does_not_find() -> None:
     )
     error = said(code, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     assert (
-        "PJRT finds 2 CPU devices, of which 2 are this host's; expected such of 2 hosts, " in error
+        "PJRT finds 2 CPU devices, 2 of them on this host; expected devices of 2 hosts, " in error
     )
-    assert "worker_hostnames names them. Start the program on every host" in error
+    assert "worker_hostnames names. Start the program on every host" in error

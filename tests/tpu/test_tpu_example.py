@@ -1,4 +1,4 @@
-"""The example for TPUs, run as a user would on virtual devices."""
+"""The example for TPUs, run on virtual devices as a user would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*options: str) -> tuple[float, float, str]:
-    """The last epoch's loss, the accuracy, and all that it prints."""
+    """Return the loss of the last epoch, the accuracy and the output."""
     done = subprocess.run(
         [sys.executable, "examples/tpu.py", "--epochs", "5", *options],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""TPUStrategy: what users do wrong; what is said, and that training goes on right."""
+"""TPUStrategy: wrong use, its errors, and training that continues correctly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_uneven_batches_of_different_datasets_in_one_run(strategy: TPUStrategy) 
 
 
 def test_replicas_without_examples_change_nothing(strategy: TPUStrategy) -> None:
-    """And a batch without any."""
+    """Including a batch without examples."""
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,7 +60,7 @@ def test_replicas_without_examples_change_nothing(strategy: TPUStrategy) -> None
 
 
 def test_an_exception_after_the_optimizer_has_stepped(strategy: TPUStrategy) -> None:
-    """What was done before it stays done, on all replicas alike."""
+    """Changes made before the exception remain, equally on all replicas."""
     with strategy.scope():
         model = nn.Linear(2, 1, bias=False)
         model.weight.data.fill_(1.0)
@@ -120,7 +120,7 @@ def test_a_model_of_another_strategy(strategy: TPUStrategy) -> None:
 
 @pytest.mark.filterwarnings("ignore:run of .* was compiled again")
 def test_steps_per_execution_with_a_rest() -> None:
-    """Seven runs, three in a program; what is read earlier is computed for itself."""
+    """Seven runs, three per program; results that are read early are computed separately."""
     strategy = TPUStrategy(steps_per_execution=3)
     with strategy.scope():
         v = fd.Variable(0.0, aggregation=fd.VariableAggregation.SUM)
@@ -132,19 +132,8 @@ def test_steps_per_execution_with_a_rest() -> None:
     assert float(strategy.local_results(results[0])[0]) == 0
 
 
-@pytest.mark.filterwarnings("ignore:run of .* was compiled again")
-def test_auto_refuses_nothing_that_one_device_takes() -> None:
-    """spmd="auto": one replica that sees the global batch, whatever its size."""
-    strategy = TPUStrategy(spmd="auto")
-    seen = []
-    for one in strategy.distribute_dataset(torch.arange(4 * N + 1.0), global_batch_size=4 * N):
-        total = strategy.run(lambda x: (x.sum(), torch.tensor(float(len(x)))), (one,))
-        seen.append([float(strategy.reduce("sum", value)) for value in total])
-    assert seen == [[sum(range(4 * N)), 4 * N], [4 * N, 1]]
-
-
 def test_a_backward_on_the_cpu_came_first() -> None:
-    """Before torch knew of XLA's devices."""
+    """The first backward of the process ran before torch knew XLA's devices."""
     script = """
 import torch
 (torch.ones(2, requires_grad=True) * 2).sum().backward()

@@ -1,4 +1,4 @@
-"""TPUStrategy: what is compiled, how often, and the collectives in it."""
+"""TPUStrategy: the number of compilations, and the collectives in programs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ assert len(losses) == 6 and strategy.compilations.count == 1
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_one_all_reduce_for_each_dtype(tmp_path: Path, steps: int) -> None:
-    """In the one module that XLA has made of all steps, even and uneven, when it is optimized."""
+    """Checks the one optimized module that XLA made of all steps, even and uneven."""
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     done = subprocess.run(
         [sys.executable, "-c", STEP, str(steps)],

@@ -193,7 +193,6 @@ def test_merge_call(strategy: TPUStrategy) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"spmd": "some"}, 'spmd must be "manual" or "auto", got \'some\''),
         ({"steps_per_execution": 0}, "steps_per_execution must be positive, got 0"),
         ({"gradient_reduction": "max"}, 'gradient_reduction must be "mean" or "sum"'),
     ],

@@ -1,8 +1,7 @@
-"""TPUStrategy: batches, gradients and optimizers, random numbers; the same as on one device."""
+"""TPUStrategy: batches, gradients, optimizers and random numbers agree with one device."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import fastdist as fd
@@ -38,7 +37,7 @@ def test_batches_are_cut_among_replicas(strategy: TPUStrategy) -> None:
     position = halves.state_dict()
     iterator = iter(halves)
     next(iterator)
-    assert halves.state_dict()["step"] == position["step"] + 1  # what is read ahead counts not
+    assert halves.state_dict()["step"] == position["step"] + 1  # prefetched batches do not count
 
 
 def test_datasets_from_function(strategy: TPUStrategy) -> None:
@@ -50,7 +49,7 @@ def test_datasets_from_function(strategy: TPUStrategy) -> None:
 
 
 def test_summed_gradients_of_two_replicas() -> None:
-    """[1, 1] and [2, 2]; with more replicas so on."""
+    """Batches are [1, 1] and [2, 2], and so on for more replicas."""
     strategy = TPUStrategy(gradient_reduction="sum")
     with strategy.scope():
         model = nn.Linear(2, 1, bias=False)
@@ -95,7 +94,7 @@ def test_summed_gradients() -> None:
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("size", [100, 898])
 def test_digits_train_as_on_one_device(make: Any, size: int) -> None:
-    """The last of 898 has one example: some replicas have none."""
+    """With batches of 898, the last batch has one example: some replicas have none."""
     strategy = TPUStrategy()
     got, losses = train_on_dataset(strategy, make, 3, global_batch_size=size)
     wanted, same = train_on_dataset(fd.OneDeviceStrategy("cpu"), make, 3, global_batch_size=size)
@@ -110,7 +109,7 @@ def test_batches_made_by_hand(strategy: TPUStrategy) -> None:
 
 @pytest.mark.parametrize("size", [100, 600])
 def test_batch_norm_is_that_of_each_replica(size: int) -> None:
-    """Statistics of each replica's examples; the moving ones are the mean over replicas."""
+    """Each replica normalizes its examples; running statistics are the mean over replicas."""
     devices = [f"cpu:{i}" for i in range(N)]
     got, _ = train_on_dataset(TPUStrategy(), normed, 1, global_batch_size=size)
     wanted, _ = train_on_dataset(fd.MirroredStrategy(devices), normed, 1, global_batch_size=size)
@@ -199,13 +198,3 @@ def test_several_steps_in_one_program(make: Any) -> None:
     require_close(got, wanted, 4e-5)
     assert losses == pytest.approx(same, abs=1e-4)
     assert strategy.compilations.count == 1
-
-
-def test_partitioned_by_xla() -> None:
-    strategy = TPUStrategy(spmd="auto")
-    assert strategy.num_replicas_in_sync == 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "run of .* was compiled again", UserWarning)
-        got, _ = train_on_dataset(strategy, normed, 1, global_batch_size=100)
-    wanted, _ = train_on_dataset(fd.OneDeviceStrategy("cpu"), normed, 1, global_batch_size=100)
-    require_close(got, wanted, 4e-5)

@@ -1,4 +1,4 @@
-"""TPUStrategy: uneven batches, whose filling counts in no loss, statistic or metric."""
+"""TPUStrategy: losses, statistics and metrics of uneven batches exclude padding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_joining_uneven_batches_otherwise_is_refused(strategy: TPUStrategy) -> N
     ],
 )
 def test_losses_of_uneven_batches(strategy: TPUStrategy, loss: Any) -> None:
-    """As on one device: what each replica has, weighted by its examples."""
+    """Losses weighted by each replica's examples agree with one device."""
 
     def gradient(strategy: fd.Strategy) -> tuple[torch.Tensor, float]:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_losses_of_uneven_batches(strategy: TPUStrategy, loss: Any) -> None:
 
 
 def test_sync_batch_norm(strategy: TPUStrategy) -> None:
-    """Statistics of the global batch, of which 7 or 6 of 10 rows are filling."""
+    """Statistics are those of the global batch, in which 7 or 6 of 10 rows are padding."""
 
     def trained(strategy: fd.Strategy, norm: type[nn.Module]) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_metrics_are_those_of_all_examples(steps: int) -> None:
             error.update(scores[:, 0], scores[:, 1])
             mean.update(scores[:, 0])
             if N > 1 and isinstance(strategy, TPUStrategy):
-                with pytest.raises(UnsupportedError, match="a metric can be updated, and no more"):
+                with pytest.raises(UnsupportedError, match="a metric supports update only"):
                     mean.compute()
 
         found: dict[str, Any] = {}

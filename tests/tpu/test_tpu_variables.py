@@ -54,7 +54,7 @@ def test_only_first_replica_and_each_its_own(strategy: TPUStrategy) -> None:
     assert [int(v) for v in strategy.local_results(own)] == list(range(N))
     own.assign(PerReplica(tuple(10.0 + i for i in range(N))) if N > 1 else 10.0)
     assert values_of(strategy, lambda: own.value.clone()) == [10.0 + i for i in range(N)]
-    strategy.check_in_sync()  # of what is to be in sync
+    strategy.check_in_sync()  # ignores variables that may differ
 
 
 def test_aggregated_on_read(strategy: TPUStrategy) -> None:

@@ -1,10 +1,9 @@
-"""One host of a slice: host RANK of two, with two of four devices. Writes what it saw to a file.
+"""Host RANK of a slice of two hosts, with two of four devices. Writes its results to a file.
 
-torch_xla's runtime for CPUs knows no other process, so something stands in for a runtime that spans
-two: each process here has all four devices and runs the whole program, of which it is to see its
-own half. It gives the rows of its own devices (the others' come by the hosts' communicator) and
-reads those alone. Everything above is what runs on a TPU. The numbers of a host's devices are
-not consecutive, as on some TPUs.
+torch_xla's runtime for CPUs does not span processes, so it is simulated: each process has all four
+devices and runs the whole program, but writes and reads only the rows of its own devices (rows of
+the other devices come by the hosts' communicator). All code above the mesh is the code that runs on
+a TPU. The numbers of a host's devices are not consecutive, as on some TPUs.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import pytest
 import torch
 from fastdist import PerReplica, VariableAggregation, VariableSynchronization
 from fastdist.cluster import TPUClusterResolver
-from fastdist.collectives.engines import xla_mesh
 from fastdist.collectives.init import default_communicator
 from fastdist.data import AutoShardPolicy
 from fastdist.errors import CollectiveMismatchError, FastdistError
-from fastdist.strategies import tpu_devices
-from fastdist.tpu.mesh import XlaDevices, XlaMesh
+from fastdist.tpu import devices, mesh
+from fastdist.tpu.mesh import Mesh, RuntimeDevices
 from strategy_pieces import adam
 from torch import nn
 from tpu_pieces import normed, traced_id, train_on_dataset
@@ -33,8 +31,8 @@ DEVICES = [(0, 2), (1, 3)]
 RESOLVER = TPUClusterResolver(["127.0.0.1", "127.0.0.2"], RANK, port=int(sys.argv[2]))
 
 
-class HalfMesh(XlaMesh):
-    """Of which this process sees its own devices."""
+class HalfMesh(Mesh):
+    """A mesh of which this process sees its own devices only."""
 
     def _sent_rows(self, own: torch.Tensor) -> torch.Tensor:
         rows = default_communicator().all_gather(own)
@@ -46,12 +44,12 @@ class HalfMesh(XlaMesh):
         return [shards[number] for number in DEVICES[RANK]]
 
 
-def half_of_the_devices() -> XlaDevices:
-    return XlaDevices("CPU", 4, DEVICES[RANK])
+def half_of_the_devices() -> RuntimeDevices:
+    return RuntimeDevices("CPU", 4, DEVICES[RANK])
 
 
 def values(strategy: fd.TPUStrategy) -> dict[str, Any]:
-    """Contexts, reductions, gathers, collectives, variables."""
+    """Return the results of contexts, reductions, gathers, collectives and variables."""
     ids = strategy.run(traced_id)
     ragged = strategy.distribute_values_from_function(
         lambda c: torch.full((c.replica_id_in_sync_group + 1, 1), c.replica_id_in_sync_group)
@@ -71,7 +69,7 @@ def values(strategy: fd.TPUStrategy) -> dict[str, Any]:
         own.assign(traced_id() * 10.0)
         return (
             context.all_reduce("sum", traced_id()),
-            context.all_reduce("sum", float(RANK)),  # the host's, the same on its devices
+            context.all_reduce("sum", float(RANK)),  # equal on a host's devices
             context.all_reduce("max", {"rank": RANK}),
             context.all_gather(traced_id()[None]),
         )
@@ -96,7 +94,7 @@ def values(strategy: fd.TPUStrategy) -> dict[str, Any]:
 
 
 def trained(strategy: fd.TPUStrategy, size: int, epochs: int = 1) -> Any:
-    """Weights and losses; hosts would begin with other weights."""
+    """Return weights and losses; without the strategy, hosts would begin with other weights."""
     torch.manual_seed(1 + RANK)
     with strategy.scope():
         model, optimizer = adam()
@@ -124,7 +122,7 @@ def metrics(strategy: fd.TPUStrategy) -> float:
 
 
 def mistakes(strategy: fd.TPUStrategy) -> dict[str, str]:
-    """What is said where hosts do different things, and that the strategy goes on."""
+    """Return the errors for hosts that differ; the strategy stays usable."""
     said = {}
 
     def differs() -> Any:
@@ -143,10 +141,10 @@ def mistakes(strategy: fd.TPUStrategy) -> dict[str, str]:
 
 
 def main() -> None:
-    with pytest.raises(fd.errors.ClusterConfigError, match="PJRT finds 4 CPU devices, of which 4"):
+    with pytest.raises(fd.errors.ClusterConfigError, match="4 CPU devices, 4 of them on this host"):
         fd.TPUStrategy(RESOLVER)
-    xla_mesh.start_runtime = tpu_devices.start_runtime = half_of_the_devices
-    tpu_devices.XlaMesh = HalfMesh
+    mesh.start_runtime = devices.start_runtime = half_of_the_devices
+    devices.Mesh = HalfMesh
     strategy = fd.TPUStrategy(RESOLVER)
     warnings.filterwarnings("ignore", "run of .* was compiled again")
     seen: dict[str, Any] = {"values": values(strategy)}
@@ -155,7 +153,6 @@ def main() -> None:
     seen["compiled"] = strategy.compilations.count
     seen["one example in the last"] = trained(strategy, 898)
     seen["six steps"] = trained(fd.TPUStrategy(RESOLVER, steps_per_execution=6), 100)
-    seen["auto"] = trained(fd.TPUStrategy(RESOLVER, spmd="auto"), 100)
     seen["own data"] = own_data(strategy)
     seen["metric"] = metrics(strategy)
     seen["normed"] = train_on_dataset(strategy, normed, 1, global_batch_size=600)

@@ -1,4 +1,4 @@
-"""What tests of TPUStrategy share: how many virtual devices there are, and training on them."""
+"""Shared parts of the tests of TPUStrategy: the virtual devices, and training on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_CPU = HAS_XLA and os.environ.get("PJRT_DEVICE") == "CPU"
 on_devices = [
     pytest.mark.xla,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla: pip install 'fastdist[tpu]'"),
+    pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla: pip install '.[tpu]'"),
     pytest.mark.skipif(HAS_XLA and not ON_CPU, reason="needs PJRT_DEVICE=CPU"),
 ]
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
@@ -33,14 +33,14 @@ def traced_id() -> torch.Tensor:
 
 
 def values_of(strategy: TPUStrategy, fn: Any, *args: Any) -> list[Any]:
-    """What fn returns on each replica, as lists and numbers."""
+    """Return the result of `fn` on each replica, as lists and numbers."""
     results = strategy.local_results(strategy.run(fn, args))
     made = [r.tolist() if isinstance(r, torch.Tensor) else r for r in results]
     return made if len(made) == N else made * N
 
 
 def train_on_dataset(strategy: fd.Strategy, make: Any, epochs: int, **options: Any) -> Any:
-    """Shuffled digits, of which the last batch has 97 examples of 100."""
+    """Train on shuffled digits; with batches of 100, the last batch has 97 examples."""
     torch.manual_seed(1)
     with strategy.scope():
         model, optimizer = make()

@@ -1,1 +1,1 @@
-"""Collectives on arrays: communicators, how ranks meet, and what moves the bytes."""
+"""Collectives on arrays: communicators, rendezvous of ranks, and engines that move bytes."""

@@ -1,4 +1,4 @@
-"""Numbers as users pass them; errors name the argument."""
+"""Checks of numbers that users pass; errors name the argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def to_integer(value: Any, argument: str) -> int:
-    """An integer."""
+    """Convert to an integer."""
     try:
         return index(value)
     except TypeError:
@@ -15,7 +15,7 @@ def to_integer(value: Any, argument: str) -> int:
 
 
 def to_integers(values: Any, argument: str) -> list[int]:
-    """Several integers."""
+    """Convert to a list of integers."""
     try:
         return [index(value) for value in values]
     except TypeError:
@@ -23,7 +23,7 @@ def to_integers(values: Any, argument: str) -> list[int]:
 
 
 def to_rank(value: Any, argument: str, size: int, this: int | None = None) -> int:
-    """A rank of `size`; with `this`, another one than that."""
+    """Convert to a rank below `size`, which must differ from `this` if that is given."""
     expected = f"{argument} must be an integer from 0 to {size - 1}"
     if this is not None:
         expected += f", but not this rank, {this}"
@@ -37,7 +37,7 @@ def to_rank(value: Any, argument: str, size: int, this: int | None = None) -> in
 
 
 def check_timeout(timeout: Any, may_be_zero: bool = False) -> None:
-    """Raise unless it is seconds to wait."""
+    """Raise unless `timeout` is a valid number of seconds to wait."""
     expected = "timeout must be a positive number of seconds"
     if may_be_zero:
         expected = "timeout must be a number of seconds, 0 or more"

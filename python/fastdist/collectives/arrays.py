@@ -1,4 +1,4 @@
-"""New arrays of the caller's own library: what collectives return when no `out=` is given."""
+"""New arrays of the caller's own library, for collectives without `out=`, and their dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 def new_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """An uninitialised array of `shape` with the library and dtype of `array`."""
+    """Make an uninitialised array of `shape` with the library and dtype of `array`."""
     if isinstance(array, np.ndarray):
         return np.empty(shape, array.dtype)
     new_empty = getattr(array, "new_empty", None)
@@ -42,14 +42,14 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
         with array.device:
             return sys.modules["cupy"].empty(shape, array.dtype)
     if hasattr(array, "__cuda_array_interface__"):
-        raise TypeError(f"out= must be given: no new {type(array).__name__} can be made here")
+        raise TypeError(f"out= must be given: fastdist cannot make a new {type(array).__name__}")
     if hasattr(array, "__dlpack__"):
         return np.empty(shape, np.from_dlpack(array).dtype)
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
-    """The shape of any array that collectives take."""
+    """Return the shape of any array that collectives take."""
     shape = getattr(array, "shape", None)
     if shape is not None:
         return tuple(shape)
@@ -64,7 +64,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 def view_bytes(
     data: np.ndarray[Any, np.dtype[np.uint8]], shape: tuple[int, ...], dtype: Any
 ) -> Any:
-    """`data` seen as an array of `shape`, of the library whose dtype it is."""
+    """View `data` as an array of `shape`, of the library of `dtype`."""
     if isinstance(dtype, np.dtype):
         return data.view(dtype).reshape(shape)
     import torch
@@ -73,7 +73,7 @@ def view_bytes(
 
 
 def view_gpu_bytes(memory: Any, nbytes: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The first bytes of a GPU's memory as an array of `shape`: torch's, or cupy's for others."""
+    """View the first bytes of GPU memory as a torch tensor, or a cupy array for a numpy dtype."""
     if not isinstance(dtype, np.dtype):
         import torch
 
@@ -83,20 +83,20 @@ def view_gpu_bytes(memory: Any, nbytes: int, shape: tuple[int, ...], dtype: Any)
         import cupy  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise ImportError(
-            "arrays on GPUs with a dtype of numpy are cupy's: pip install cupy-cuda13x (or "
-            "cupy-cuda12x); or give a dtype of torch"
+            "an array on a GPU with a numpy dtype needs cupy: pip install cupy-cuda13x (or "
+            "cupy-cuda12x); or pass a torch dtype"
         ) from None
     with cupy.cuda.Device(memory.device):
         return cupy.asarray(memory)[:nbytes].view(dtype).reshape(shape)
 
 
 def to_gpu(device: Any) -> int:
-    """The number of a GPU that is given as "cuda", "cuda:1", torch's device or a number."""
+    """Return the number of a GPU given as "cuda", "cuda:1", a torch device or a number."""
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
     found = re.fullmatch(r"cuda(?::(\d+))?", str(device))
     if found is None:
-        raise ValueError(f'device must be a GPU, as "cuda:0", got {device!r}')
+        raise ValueError(f'device must be a GPU such as "cuda:0", got {device!r}')
     if found[1] is not None:
         return int(found[1])
     torch = sys.modules.get("torch")
@@ -104,9 +104,9 @@ def to_gpu(device: Any) -> int:
 
 
 def to_dtype(dtype: Any) -> Any:
-    """A dtype that collectives take: torch's as it is, else numpy's.
+    """Convert to a dtype that collectives take: a torch dtype unchanged, others to numpy.
 
-    The names that numpy lacks (bfloat16, float8_…) come from ml_dtypes.
+    Names that numpy lacks (bfloat16, float8_…) come from ml_dtypes.
     """
     made: Any = None
     if type(dtype).__module__ == "torch":

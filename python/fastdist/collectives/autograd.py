@@ -1,4 +1,4 @@
-"""Collectives on tensors that make new tensors and that autograd can pass through."""
+"""Differentiable collectives, which return new tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fastdist.collectives.communicator import Communicator, ReduceOp
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Numbers and arrays as tensors; tensors as they are."""
+    """Convert a number or array to a tensor; return a tensor unchanged."""
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
 
 
 def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> torch.Tensor:
-    """The reduction over all ranks, in a new tensor; None stands for a world of one."""
+    """Reduce over all ranks into a new tensor; None stands for a world of one."""
     tensor = as_tensor(value)
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.get_default_dtype())
@@ -25,10 +25,10 @@ def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> t
 
 
 def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torch.Tensor:
-    """All ranks' tensors joined along `axis`, which alone may differ in size.
+    """Join the tensors of all ranks along `axis`, the only axis that may differ in size.
 
     Raises:
-        ValueError: a scalar, or other dimensions that differ; the message shows the shapes.
+        ValueError: a tensor is a scalar, or other axes differ; the message shows the shapes.
     """
     tensor = as_tensor(value)
     shapes = [tuple(tensor.shape)]
@@ -42,10 +42,10 @@ def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torc
 
 
 def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
-    """Whether tensors of these shapes can be joined along `axis`; returns it as not negative.
+    """Check that tensors of these shapes can be joined along `axis`; return it as non-negative.
 
     Raises:
-        ValueError: they cannot; the message shows the shapes.
+        ValueError: the shapes cannot be joined; the message shows them.
     """
     n_axes = len(shapes[0])
     if any(len(shape) == 0 for shape in shapes):
@@ -69,7 +69,7 @@ def _reduced(communicator: Communicator | None, op: ReduceOp, tensor: torch.Tens
 def _gathered(
     communicator: Communicator, tensor: torch.Tensor, axis: int, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """Ranks with fewer rows fill up: every rank sends as much as the largest has."""
+    """Gather tensors of different sizes: each rank pads its tensor to the largest size."""
     rows = tensor.detach().movedim(axis, 0)
     most = max(sizes)
     padded = rows.new_zeros((most, *rows.shape[1:]))

@@ -32,56 +32,57 @@ T = TypeVar("T")
 
 
 class Work(Protocol):
-    """A call in flight."""
+    """An asynchronous call."""
 
     def is_done(self) -> bool:
-        """True when the call has ended, well or not."""
+        """Return True if the call has ended, successfully or not."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end of the call and return what it would have returned.
+        """Wait for the end of the call and return its result.
 
         Raises:
-            CollectiveTimeoutError: `timeout` seconds have passed; the call goes on.
-            Exception: what the call raised.
+            CollectiveTimeoutError: `timeout` seconds have passed; the call continues.
+            Exception: the call failed; its error is raised here.
         """
 
 
 class Communicator:
     """The ranks of a job, and the collectives between them.
 
-    Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy's,
-    torch's, cupy's, or anything with DLPack, the CUDA array interface or the buffer protocol, dense
-    and of one of the dtypes bool,
-    int8 to int64, uint8 to uint64, float16, bfloat16, float8_e4m3fn, float8_e5m2, float32,
-    float64, complex64, complex128. Where a list of arrays is given, the call works on all of them
-    as if they were one.
+    Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy
+    arrays, torch tensors, cupy arrays, or objects with DLPack, the CUDA array interface or the
+    buffer protocol. They must be dense, with a dtype of bool, int8 to int64, uint8 to uint64,
+    float16, bfloat16, float8_e4m3fn, float8_e5m2, float32, float64, complex64 or complex128. A list
+    of arrays is treated as one array.
 
-    Every collective must be called by every rank, in the same order, with arguments that agree.
-    All take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`) and
-    `async_op` (return a `Work` at once; calls still run in the order in which they were made).
-    They raise `CollectiveMismatchError` where ranks disagree (nothing has moved then),
-    `PeerFailureError` where a rank has died, TypeError and ValueError for wrong arguments.
+    Every rank must call every collective, in the same order, with matching arguments. Collectives
+    take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`) and `async_op`
+    (return a `Work` at once; calls still run in the order in which they were made). They raise
+    `CollectiveMismatchError` if ranks disagree (no data has moved then), `PeerFailureError` if a
+    rank has died, and TypeError or ValueError for wrong arguments.
 
-    Calls on arrays on GPUs are enqueued on the array library's current stream, or on `stream`, and
-    return at once. With `async_op` they go to a stream of the communicator's, which first waits for
-    that one; `work.wait()` makes the then current stream wait, and not the host. A rank keeps to
-    one GPU. Calls may be captured in CUDA graphs.
+    Calls on GPU arrays are enqueued on the array library's current stream, or on `stream`, and
+    return at once. With `async_op` they run on a stream of the communicator, which first waits for
+    the current stream; `work.wait()` makes the stream that is current then wait, not the host. A
+    rank uses one GPU only. Calls can be captured in CUDA graphs.
 
-    A communicator is for one thread at a time; threads that work at once need one each (`split`).
+    A communicator must be used by one thread at a time; give each thread its own (`split`).
 
-    Autograd takes no notice of what a collective writes into a torch tensor: do not write into
-    one that a backward to come still needs.
+    Autograd does not record that a collective writes into a torch tensor. Do not write into a
+    tensor that a later backward needs.
 
     Attributes:
         rank: this rank, from 0.
         world_size: the number of ranks.
-        engine: what moves the bytes; for other parts of fastdist.
+        engine: the engine that moves the bytes; for other parts of fastdist.
     """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
         self.engine: Engine = engine
         self._timeout_s = timeout_s
-        self._gpus = NcclEngine(engine) if engine.hosts is not None and is_possible() else None
+        self._gpus = (
+            NcclEngine(engine) if engine.call_checker is not None and is_possible() else None
+        )
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]
@@ -112,13 +113,13 @@ class Communicator:
         self.close()
 
     def close(self) -> None:
-        """Leave. Ranks that still wait for this one get `PeerFailureError`."""
+        """Leave. Ranks that still wait for this rank get `PeerFailureError`."""
         if self._gpus is not None:
             self._gpus.close()
         self.engine.close()
 
     def abort(self) -> None:
-        """Leave at once: what was enqueued on GPUs is ended instead of waited for."""
+        """Leave at once: end the calls that are enqueued on GPUs instead of waiting for them."""
         if self._gpus is not None:
             self._gpus.abort(f"rank {self.rank} has called abort")
         self.close()
@@ -126,7 +127,7 @@ class Communicator:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Communicator cannot be copied or pickled: it is one rank of a job; make another "
-            "one by split(), or call fastdist.init() where it is needed"
+            "communicator by split(), or call fastdist.init() in the other process"
         )
 
     def all_reduce(
@@ -143,26 +144,26 @@ class Communicator:
     ) -> Any:
         """Reduce element by element over all ranks; every rank gets the result.
 
-        Every rank must call. The result is the same bits on every rank, whatever the sizes.
+        Every rank must call. The result has the same bits on every rank, for all sizes.
 
         Args:
-            array: what to reduce, in place unless `out` is given; the same sizes on all ranks.
-            op: the reduction. mean is for floats and complex numbers; and, or, xor for integers
-                and bools; min and max not for complex. 16-bit and 8-bit floats are accumulated
-                in float32.
-            out: where to put the result; as `array` in sizes, dtypes and axis order.
-            compress: send float32 and float64 in fewer bits; op sum and mean only. Values and sums
-                that the format cannot hold come out as inf or NaN: beyond 65504 for fp16, beyond
-                float32's range for bf16 and fp8, also where the array is float64.
-            bucket_bytes: bytes that are sent at a time; "auto" fits the engine. The host engine
-                never copies into buckets and pays no attention to it.
-            stream: for arrays on GPUs: the CUDA stream of any library, or its handle, on which the
-                arrays are ready and the call is enqueued; the library's current one if None.
+            array: the input, and the output unless `out` is given; the same size on all ranks.
+            op: the reduction. mean is defined for floats and complex numbers; and, or, xor for
+                integers and bools; min and max for all but complex numbers. 16-bit and 8-bit floats
+                are accumulated in float32.
+            out: the output, with the sizes, dtypes and axis order of `array`.
+            compress: send float32 and float64 in fewer bits; for op sum and mean only. Values and
+                sums outside the format's range become inf or NaN: above 65504 for fp16, above
+                float32's range for bf16 and fp8, for float64 arrays too.
+            bucket_bytes: bytes to send at a time; "auto" lets the engine choose. Ignored by the
+                host engine, which never copies into buckets.
+            stream: for GPU arrays, the CUDA stream of any library, or its handle, on which the
+                arrays are ready and the call is enqueued; the library's current stream if None.
             async_op: return a `Work` at once.
-            timeout: seconds to wait for other ranks; default of the communicator if None.
+            timeout: seconds to wait for other ranks; the communicator's default if None.
 
         Returns:
-            `array`, or `out` where it is given.
+            `out` if it is given, else `array`.
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None or bucket_bytes != "auto":
@@ -184,9 +185,9 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Reduce as `all_reduce` does; only the root gets the result. Every rank must call.
+        """Reduce like `all_reduce`, but only the root gets the result. Every rank must call.
 
-        On other ranks `array` is not changed, and `out` not written.
+        On other ranks, `array` is not changed and `out` is not written.
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
@@ -203,9 +204,10 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Copy the root's array into every other rank's, in place. Every rank must call.
+        """Copy the root's array into the array of every other rank. Every rank must call.
 
-        With `out`, the copy goes there, on every rank, and `array` is read on the root only.
+        If `out` is given, the copy goes to `out` on every rank, and `array` is read on the root
+        only.
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
@@ -221,7 +223,7 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Join every rank's array along axis 0, in rank order. Every rank must call.
+        """Join the arrays of all ranks along axis 0, in rank order. Every rank must call.
 
         Args:
             array: shape (rows, …), the same on all ranks; a scalar counts as one row.
@@ -249,7 +251,7 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Join every rank's array on the root, as `all_gather` does. Every rank must call.
+        """Join the arrays of all ranks on the root, like `all_gather`. Every rank must call.
 
         Returns:
             `out` or a new array on the root, None on the other ranks.
@@ -276,9 +278,9 @@ class Communicator:
         """Cut the root's array along axis 0 and give each rank its part. Every rank must call.
 
         Args:
-            array: shape (world_size · rows, …) on the root; ignored on the others, pass None.
+            array: shape (world_size · rows, …) on the root; ignored on other ranks, pass None.
             root: the rank that has the array.
-            out: shape (rows, …); must be given on the other ranks, may be left out on the root.
+            out: shape (rows, …); required on all ranks but the root.
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 
@@ -343,7 +345,7 @@ class Communicator:
         Args:
             array: shape (rows, …).
             splits: rows for each rank; may differ from rank to rank. Equal parts if None.
-            out: what comes from all ranks, in rank order; shape (rows received, …).
+            out: the parts from all ranks, in rank order; shape (rows received, …).
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 
@@ -376,9 +378,9 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Send to one rank, which must call `recv`. Returns when the data has been taken.
+        """Send to one rank, which must call `recv`. Return when the data has been received.
 
-        Calls with the same peer and direction pair up in order; with `async_op`, calls with
+        Calls with the same peer and direction are matched in order. With `async_op`, calls with
         different peers or directions do not wait for each other.
         """
         seconds = self._timeout_s if timeout is None else timeout
@@ -395,23 +397,23 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Receive into `array` what rank `src` sends. Returns `array`."""
+        """Receive from rank `src`, which must call `send`, into `array`. Return `array`."""
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("recv", (array, src), seconds, async_op, stream)
         return self._recv(array, src, seconds, async_op)
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Return when every rank has called."""
+        """Wait until every rank has called."""
         return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
 
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
-        """Give every rank the root's object, by pickle. Every rank must call."""
+        """Return the root's object on every rank, by pickle. Every rank must call."""
         data, failure = b"", None
         if self.rank == root:
             try:
                 data = pickle.dumps(value)
-            except Exception as error:  # raised below, once the others know
+            except Exception as error:  # raised below, after the other ranks know
                 failure = error
         size = np.array([-1 if failure else len(data)], np.int64)
         self.broadcast(size, root, timeout=timeout)
@@ -424,7 +426,7 @@ class Communicator:
         return value if self.rank == root else pickle.loads(buffer.data)
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
-        """Every rank's object, in rank order, by pickle. Every rank must call."""
+        """Return the objects of all ranks, in rank order, by pickle. Every rank must call."""
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
         padded = np.zeros(int(sizes.max()), np.uint8)
@@ -435,15 +437,15 @@ class Communicator:
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> Communicator | None:
-        """A communicator for each color. Every rank must call.
+        """Make a communicator for each color. Every rank must call.
 
         Args:
-            color: ranks with the same color come together; None: this rank gets none.
-            key: orders the ranks of a color; equal keys by old rank.
+            color: ranks with equal colors share a communicator; None makes none for this rank.
+            key: orders the ranks of a color; ranks with equal keys keep their order.
             timeout: seconds to wait for other ranks.
 
         Returns:
-            The new communicator, or None where `color` is None.
+            The new communicator, or None if `color` is None.
         """
         color = None if color is None else to_integer(color, "color")
         if color is not None and color < 0:
@@ -459,7 +461,7 @@ class Communicator:
     def subgroup(
         self, ranks: Sequence[int], *, timeout: float | None = None
     ) -> Communicator | None:
-        """A communicator of these ranks, in this order. Every rank of this one must call.
+        """Make a communicator of these ranks, in this order. Every rank must call, in it or not.
 
         Returns:
             The new communicator, or None on ranks that are not in it.
@@ -479,20 +481,20 @@ class Communicator:
         return self._make([ranks], timeout)
 
     def shrink(self, exclude: Sequence[int], *, timeout: float | None = None) -> Communicator:
-        """Go on without some ranks, which may have failed.
+        """Continue without some ranks, which may have failed.
 
-        Every other rank must call, with the same ranks; on one machine only. The result takes the
-        place of this communicator, which may have been lost and is closed.
+        Every remaining rank must call, with the same `exclude`. Works on one machine only. The
+        result replaces this communicator, which may be lost already and is closed.
 
         Args:
-            exclude: the ranks to leave out, as `PeerFailureError.ranks` has them.
-            timeout: seconds to wait for the other ranks.
+            exclude: the ranks to leave out, for example `PeerFailureError.ranks`.
+            timeout: seconds to wait for the remaining ranks.
 
         Returns:
-            A communicator of the others, in the same order.
+            A communicator of the remaining ranks, in the same order.
 
         Raises:
-            ClusterConfigError: one of the others has not come, or excludes other ranks.
+            ClusterConfigError: a remaining rank did not arrive, or excludes other ranks.
             UnsupportedError: the ranks are on several machines.
         """
         excluded = set(to_integers(exclude, "exclude"))
@@ -517,15 +519,16 @@ class Communicator:
         *,
         timeout: float | None = None,
     ) -> Any:
-        """An uninitialised array in memory that collectives use without a copy.
+        """Make an uninitialised array in memory that collectives use without a copy.
 
         Args:
-            shape: its shape.
-            dtype: of numpy, or of torch, which makes it a torch tensor; one that collectives take.
-            device: a GPU, as "cuda:0"; every rank must call then, for its own GPU. The array is
-                torch's or, with a dtype of numpy, cupy's. Calls use the same part of it on all
-                ranks. None: the machine's memory.
-            timeout: seconds to wait for other ranks, where every rank must call.
+            shape: the shape.
+            dtype: a dtype of the collectives; a numpy dtype makes a numpy array, a torch dtype
+                makes a torch tensor.
+            device: None for host memory, or a GPU such as "cuda:0". For a GPU, every rank must
+                call, for its own GPU; the array is a torch tensor, or a cupy array for a numpy
+                dtype; and calls must use the same part of it on all ranks.
+            timeout: seconds to wait for other ranks, for a GPU.
         """
         shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
         dtype = to_dtype(dtype)
@@ -555,7 +558,7 @@ class Communicator:
         stream: Any,
         bucket_bytes: int = 0,
     ) -> Any:
-        """A call with what only the engine for GPUs knows."""
+        """Make a call with arguments that only the engine for GPUs takes."""
         if stream is None and self._gpus is None:
             return getattr(self, f"_{op}")(*given, timeout_s, async_op)
         return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
@@ -565,12 +568,12 @@ class Communicator:
         return None if engine is None else Communicator(engine, self._timeout_s)
 
     def _joined(self, array: Array) -> Array:
-        """An array for every rank's."""
+        """Make an array for the joined arrays of all ranks."""
         shape = shape_of(array) or (1,)
         return new_like(array, (self.world_size * shape[0], *shape[1:]))
 
     def _part(self, array: Array) -> Array:
-        """An array for one rank's part."""
+        """Make an array for one rank's part."""
         shape = shape_of(array)
         return new_like(array, (shape[0] // self.world_size, *shape[1:]))
 
@@ -602,5 +605,5 @@ def _as_list(arrays: Arrays) -> Sequence[Array]:
 
 
 def _for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:
-    """What a call gives for one array, or for each of a list."""
+    """Call for one array, or for each array of a list."""
     return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)

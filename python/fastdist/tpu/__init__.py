@@ -1,1 +1,1 @@
-"""TPUs: one traced program over all cores, through torch_xla."""
+"""Training on TPUs: one traced program for all cores, by torch_xla."""

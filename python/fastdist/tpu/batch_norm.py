@@ -1,6 +1,7 @@
-"""Batch normalization in training, as torch has it on other devices.
+"""Batch normalization in training, with torch's results on other devices.
 
-torch_xla's own moves the running variance towards the biased one, and knows nothing of filling.
+torch_xla's own batch norm updates the running variance by the biased variance, and would include
+padding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "
 def batch_norm(
     padding: Padding | None, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """`torch.nn.functional.batch_norm` with these arguments, over the rows that are examples."""
+    """Compute `torch.nn.functional.batch_norm` over the rows that are examples."""
     given: dict[str, Any] = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     value: torch.Tensor = given["input"]
     place = None if padding is None else padding.place_in(value)

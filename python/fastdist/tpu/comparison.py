@@ -1,4 +1,4 @@
-"""Processes that trace tell each other, on the host, what they call."""
+"""Comparison of calls between processes that trace, on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastdist.collectives.engines.signature import (
 
 
 class Comparison:
-    """Lets processes that trace say what they call; `peers` connects them on the host."""
+    """Compares calls between processes that trace; `peers` connects them on the host."""
 
     def __init__(self, peers: Engine) -> None:
         self._peers = peers
@@ -29,10 +29,10 @@ class Comparison:
         self._sequence = 0
 
     def require_same(self, signature: Signature, site: str, timeout_s: float = 600.0) -> None:
-        """Check a call against that of every other process, which must call this too.
+        """Compare a call with the calls of all processes. Every process must call.
 
         Raises:
-            CollectiveMismatchError: they differ; with every process's call and line.
+            CollectiveMismatchError: the calls differ; the message shows each call and its line.
         """
         self._sequence += 1
         record = signature.pack(self._sequence)
@@ -43,7 +43,7 @@ class Comparison:
             raise mismatch(self._peers.rank, records, [unpack_site(text) for text in sites])
 
     def joined(self, own: torch.Tensor, timeout_s: float = 600.0) -> torch.Tensor:
-        """The tensors of all processes, along axis 0; of the same shape on all."""
+        """Join the tensors of all processes along axis 0; shapes must be equal."""
         everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
         self._gather(own.contiguous(), everyone, timeout_s, False)
         return everyone
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def signature_of(name: str, tensors: Sequence[torch.Tensor], op: str, root: int) -> Signature:
-    """The signature of a call on XLA tensors, whose memory nobody sees."""
+    """Make the signature of a call on XLA tensors, without their memory."""
     words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
     count = sum(word[0] for word in words)
     dtype = dtype_of(tensors[0]) if tensors else "bool"
@@ -64,5 +64,5 @@ def signature_of(name: str, tensors: Sequence[torch.Tensor], op: str, root: int)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """Its name, as in the table of dtypes."""
+    """Return the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Counts the programs that XLA compiles for a strategy's runs, and says why where it does so again.
+"""Counts the programs that XLA compiles for a strategy's runs, and explains repeated compilations.
 
-A program is compiled when something new is traced. That takes seconds to minutes, and should happen
-once for each function that `run` is given.
+A trace that differs from earlier traces is compiled, which takes seconds to minutes and should
+happen once for each function that is given to `run`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fastdist.tpu.stacked import is_stacked
 
 
 class Compilations:
-    """What was compiled for which function and which shapes.
+    """The compilations of each function, with the shapes of its arguments.
 
     Attributes:
-        count: programs that were compiled.
-        repeated: of them, how many for a function that had one already.
+        count: the number of compiled programs.
+        repeated: the number of programs compiled for a function that had a program already.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class Compilations:
         self._shapes: dict[object, list[str]] = {}
 
     def note(self, fn: Callable[..., Any], given: Any, compiled: int) -> None:
-        """A run of `fn` has compiled so many programs; warns where it had one already.
+        """Record the programs that a run of `fn` compiled; warn if it had a program already.
 
-        The warning is about the line that called `run`, six calls up.
+        The warning points at the line that called `run`, six calls up.
         """
         if not compiled:
             return
@@ -46,7 +46,7 @@ class Compilations:
 
 
 def shapes_of(given: Any) -> str:
-    """The shapes and dtypes of what `run` is given, one after the other."""
+    """Describe the shapes and dtypes of the arguments of `run`."""
     return ", ".join(filter(None, map(_shape_of, leaves(given)))) or "nothing"
 
 
@@ -63,10 +63,10 @@ def _why(fn: Callable[..., Any], shapes: str, known: list[str]) -> str:
     if shapes not in known:
         return (
             f"run of {name} was compiled again, for arguments of new shapes: {shapes} for each "
-            f"replica; before it was given {'; '.join(known)}. Let batches have one size, or use "
-            "distribute_dataset, which fills them up"
+            f"replica; earlier shapes: {'; '.join(known)}. Use batches of one size, or "
+            "distribute_dataset, which pads them"
         )
     return (
-        f"run of {name} was compiled again for the shapes that it had before, {shapes}: it did "
-        "something else, by a Python value that changed or by state that it made the first time"
+        f"run of {name} was compiled again for the shapes that it had before, {shapes}: its trace "
+        "differed, because a Python value changed or because it made state the first time"
     )

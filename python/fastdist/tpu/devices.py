@@ -1,4 +1,4 @@
-"""Finds the devices of a TPU and the hosts of its slice; or says what was looked for."""
+"""Finds the devices of a TPU and the hosts of its slice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError, UnsupportedError
-from fastdist.tpu.mesh import XlaDevices, XlaMesh, start_runtime
+from fastdist.tpu.mesh import Mesh, RuntimeDevices, start_runtime
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,25 +17,24 @@ class Slice:
     """The devices of a TPU slice.
 
     Attributes:
-        mesh: all of them.
-        hosts: one rank for each host; None where there is one host.
+        mesh: all devices.
+        hosts: a communicator with one rank per host; None if there is one host.
     """
 
-    mesh: XlaMesh
+    mesh: Mesh
     hosts: Communicator | None
 
 
-def find_slice(resolver: TPUClusterResolver | None, is_manual: bool) -> Slice:
-    """The devices that PJRT finds. Every host of a slice must call.
+def find_slice(resolver: TPUClusterResolver | None) -> Slice:
+    """Find the devices of PJRT. Every host of a slice must call.
 
     Args:
-        resolver: says who the hosts are; None asks the environment where there are several.
-        is_manual: as for `XlaMesh`.
+        resolver: names the hosts; None reads the environment if there are several hosts.
 
     Raises:
         ImportError: torch_xla is not installed.
         UnsupportedError: no TPU can be initialised.
-        ClusterConfigError: the hosts that are named are not those whose devices PJRT finds.
+        ClusterConfigError: the resolver names other hosts than PJRT finds.
     """
     asked = os.environ.get("PJRT_DEVICE")
     try:
@@ -45,29 +44,27 @@ def find_slice(resolver: TPUClusterResolver | None, is_manual: bool) -> Slice:
     if devices.kind == "CPU" and not asked:
         raise UnsupportedError(_not_found(asked, resolver, "PJRT fell back to the CPU"))
     is_whole = len(devices.own) == devices.count
-    if resolver is None and not is_whole:
+    if resolver is None and is_whole:
+        return Slice(Mesh(), None)
+    if resolver is None:
         resolver = TPUClusterResolver()
-    if resolver is None or resolver.num_hosts == 1:
-        if not is_whole:
-            raise ClusterConfigError(_other_hosts(devices, resolver))
-        return Slice(XlaMesh(is_manual), None)
-    if is_whole:
+    if is_whole != (resolver.num_hosts == 1):
         raise ClusterConfigError(_other_hosts(devices, resolver))
+    if is_whole:
+        return Slice(Mesh(), None)
     hosts = init(cluster=resolver)
     everyone: list[tuple[int, ...]] = hosts.all_gather_object(devices.own)
     if len({len(own) for own in everyone}) > 1:
         counts = ", ".join(f"{len(own)} on host {host}" for host, own in enumerate(everyone))
-        raise ClusterConfigError(f"all hosts must have as many devices, got {counts}")
-    return Slice(XlaMesh(is_manual, everyone), hosts)
+        raise ClusterConfigError(f"all hosts must have equally many devices, got {counts}")
+    return Slice(Mesh(everyone), hosts)
 
 
-def _other_hosts(devices: XlaDevices, resolver: TPUClusterResolver | None) -> str:
-    named = "nothing names others" if resolver is None else f"{resolver.source} names them"
-    count = 1 if resolver is None else resolver.num_hosts
+def _other_hosts(devices: RuntimeDevices, resolver: TPUClusterResolver) -> str:
     return (
-        f"PJRT finds {devices.count} {devices.kind} devices, of which {len(devices.own)} are this "
-        f"host's; expected such of {count} hosts, {named}. Start the program on every host of the "
-        "slice, with the environment that its TPU VM has"
+        f"PJRT finds {devices.count} {devices.kind} devices, {len(devices.own)} of them on this "
+        f"host; expected devices of {resolver.num_hosts} hosts, which {resolver.source} names. "
+        "Start the program on every host of the slice, in the environment of its TPU VM"
     )
 
 
@@ -77,6 +74,6 @@ def _not_found(asked: str | None, resolver: TPUClusterResolver | None, why: str)
     return (
         f"no TPU could be initialised: {why}. Looked for PJRT_DEVICE (found {asked!r}), "
         f"the device files of TPUs (found {devices or 'none'}){said}. On a TPU VM: pip install "
-        "'fastdist[tpu]' 'torch_xla[tpu]' and PJRT_DEVICE=TPU. Without a TPU use "
+        "'torch_xla[tpu]==2.9.*' and PJRT_DEVICE=TPU. Without a TPU use "
         "fd.MirroredStrategy() instead, or virtual devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=4"
     )

@@ -1,23 +1,19 @@
-"""The engines for XLA tensors: collectives that become part of the program that is being traced.
+"""The engine for XLA tensors: collectives become part of the program that is being traced.
 
-`SpmdEngine`: one program for all devices, each of which is a rank; for code between `XlaMesh.enter`
-and `leave`. It is traced once in each process, and what the host knows (a number, a numpy array) is
-the same on all of its ranks. `ProcessEngine`: torch_xla's mode of one process for each device, by
-the functions of `torch_xla.core.xla_model`.
+Each device is a rank. The program is traced once in each process, so that a value of the host (a
+number, a numpy array) is equal on all ranks of a process.
 
-Processes compare what they call, on the host and while they trace, where they can reach each other:
-programs that differ would hang, or worse, on the devices.
+Processes compare their calls on the host while they trace: programs that differ would hang on the
+devices.
 
-Lists are reduced as one: all tensors of one dtype in one all-reduce.
+All tensors of one dtype in a list are reduced by one all-reduce.
 """
 
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -28,79 +24,88 @@ from fastdist.collectives.engines.engine import Bytes, Calls, Engine
 from fastdist.collectives.engines.signature import OPS, REDUCE_OPS
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.comparison import Comparison, dtype_of, signature_of
-from fastdist.tpu.mesh import XlaMesh, load_torch_xla
+from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
 
 
-class XlaEngine(Engine):
-    """What both modes share: arguments are checked, lists are fused. Subclasses move the data.
+@final
+class SpmdEngine(Engine):
+    """Collectives between the devices of a mesh, for code between `Mesh.enter` and `leave`.
+
+    The program is the same on all devices: `rank` is that of this process's first device, and a
+    replica's own number is `ReplicaContext.replica_id_in_sync_group`.
 
     Args:
-        rank: of this process's first device.
-        size: how many ranks there are.
-        here: how many of them are this process's.
-        peers: all processes on the host, in the order of their ranks; with it, what they call is
-            compared before it is traced.
+        mesh: the devices.
+        peers: an engine between the mesh's processes, in the order of their devices; calls are
+            compared over it before they are traced. None if there is one process.
     """
 
-    def __init__(self, rank: int, size: int, here: int, peers: Engine | None) -> None:
-        self.rank = rank
-        self.size = size
-        self._here = here
+    def __init__(self, mesh: Mesh, peers: Engine | None = None) -> None:
+        self.rank = mesh.local[0]
+        self.size = mesh.size
+        self._here = len(mesh.local)
+        self._mesh = mesh
         self._comparison = None if peers is None else Comparison(peers)
 
+    @property
+    def call_checker(self) -> None:
+        """None: NCCL does not connect XLA devices."""
+        return None
+
     def calls(self) -> Calls:
-        """The collectives; their work is part of the traced program, and so never asynchronous."""
+        """Return the collectives, which are part of the traced program and never asynchronous."""
         return {op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
 
     def trusted_calls(self) -> Calls:
-        """The same."""
+        """Return the same collectives."""
         return self.calls()
 
     def empty(self, nbytes: int) -> Bytes:
-        """Memory of the host: that of the devices is XLA's own affair."""
+        """Allocate host memory; XLA manages the memory of the devices."""
         return np.empty(nbytes, np.uint8)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
-        """Not there.
+        """Return this engine for the group of all ranks in order.
 
         Raises:
-            UnsupportedError: always, but for a group of all ranks in order.
+            UnsupportedError: the groups are any others.
         """
         if [list(group) for group in groups] == [list(range(self.size))]:
             return self
         raise UnsupportedError(
-            f"XLA engines have no groups, got {list(map(list, groups))} of {self.size} ranks"
+            f"the XLA engine does not support groups of ranks, got {list(map(list, groups))} of "
+            f"{self.size} ranks"
         )
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
-        """Not here: the program is compiled for all devices."""
+        """Raise UnsupportedError: programs are compiled for all devices."""
         del ranks, timeout_s
-        raise UnsupportedError("shrink does not work between XLA devices; start the job again")
+        raise UnsupportedError("shrink does not work between XLA devices; restart the job")
 
     def set_phase(self, phase: int) -> None:
-        """Nothing to do: what is traced has an order already."""
+        """Do nothing: a trace orders its calls already."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: the engine holds no resources."""
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         *own, _, async_op = args
         if async_op:
             raise UnsupportedError(
-                f"{name}: async_op=True has no meaning for XLA tensors; XLA runs the collectives "
-                "of a traced program beside its computations by itself"
+                f"{name}: async_op=True is not supported for XLA tensors; XLA itself overlaps the "
+                "collectives of a program with its computations"
             )
         return method(*own)
 
-    # --- what is called -------------------------------------------------------------------------
+    # --- the collectives ------------------------------------------------------------------------
 
     def _all_reduce(self, arrays: Any, op: str, out: Any, compress: str | None) -> Any:
         if compress is not None:
             raise UnsupportedError(
-                f"compress={compress!r} is not there for XLA tensors; convert them, as in "
-                "x.to(torch.bfloat16)"
+                f"compress={compress!r} is not supported for XLA tensors; convert them, for "
+                "example by x.to(torch.bfloat16)"
             )
         sources = _tensors(arrays)
         targets = sources if out is None else _tensors(out)
@@ -113,7 +118,7 @@ class XlaEngine(Engine):
 
     def _reduce(self, arrays: Any, op: str, root: int, out: Any) -> Any:
         to_rank(root, "root", self.size)
-        return self._all_reduce(arrays, op, out, None)  # others' result is one more copy
+        return self._all_reduce(arrays, op, out, None)  # other ranks get the result too
 
     def _broadcast(self, arrays: Any, root: int, out: Any) -> Any:
         to_rank(root, "root", self.size)
@@ -157,7 +162,7 @@ class XlaEngine(Engine):
 
     def _all_to_all(self, arrays: Any, out: Any, counts: Sequence[int]) -> Any:
         if len(counts):
-            raise UnsupportedError("all_to_all: XLA has equal parts alone; leave splits out")
+            raise UnsupportedError("all_to_all: XLA supports equal parts only; omit splits")
         sources, targets = _tensors(arrays), _tensors(out)
         self._agree("all_to_all", sources)
         for source, target in zip(sources, targets, strict=True):
@@ -165,10 +170,10 @@ class XlaEngine(Engine):
         return out
 
     def _send(self, *_: object) -> Any:
-        raise UnsupportedError("send is not there for XLA tensors; use all_to_all or scatter")
+        raise UnsupportedError("send is not supported for XLA tensors; use all_to_all or scatter")
 
     def _recv(self, *_: object) -> Any:
-        raise UnsupportedError("recv is not there for XLA tensors; use all_to_all or scatter")
+        raise UnsupportedError("recv is not supported for XLA tensors; use all_to_all or scatter")
 
     def _barrier(self) -> None:
         self._agree("barrier", [])
@@ -176,7 +181,7 @@ class XlaEngine(Engine):
     def _agree(
         self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
     ) -> None:
-        """Compare a call with other processes'."""
+        """Compare a call with the calls of other processes."""
         if self._comparison is not None:
             self._comparison.require_same(signature_of(name, tensors, op, root), source_line())
 
@@ -210,7 +215,7 @@ class XlaEngine(Engine):
         return everyone.sum(0, dtype=tensor.dtype) if op == "sum" else everyone.mean(0)
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, along axis 0; what is on the host is the same for its ranks."""
+        """Join the tensors of all ranks along axis 0; a host tensor is equal on its ranks."""
         if not _is_on_host(tensor):
             return self._gathered(tensor)
         own = torch.cat([tensor] * self._here)
@@ -222,42 +227,10 @@ class XlaEngine(Engine):
     def _require_alone(self) -> None:
         if self._here != self.size:
             raise UnsupportedError(
-                "arrays on the host go to other processes by ProcessEngine(peers), which has none"
+                "arrays on the host need peers=, an engine between the processes of the mesh"
             )
 
-    # --- what subclasses do ---------------------------------------------------------------------
-
-    @abstractmethod
-    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        """Tensors of one dtype, reduced over all ranks by one operation."""
-
-    @abstractmethod
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's XLA tensor, along axis 0."""
-
-    @abstractmethod
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part, along axis 0, of a tensor that all ranks have."""
-
-    @abstractmethod
-    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Part i of the result is this rank's part of rank i's tensor, along axis 0."""
-
-
-class SpmdEngine(XlaEngine):
-    """The devices of a mesh, inside `XlaMesh.enter` and `leave`.
-
-    Its rank is that of the process's first device, whichever runs: the program is one. Which one
-    runs, in the program, is `ReplicaContext.replica_id_in_sync_group`.
-
-    Args:
-        mesh: the devices.
-        peers: the mesh's processes; None where there is one.
-    """
-
-    def __init__(self, mesh: XlaMesh, peers: Engine | None = None) -> None:
-        super().__init__(mesh.local[0], mesh.size, len(mesh.local), peers)
-        self._mesh = mesh
+    # --- on the devices -------------------------------------------------------------------------
 
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         scale = 1.0 / self.size if op == "mean" else 1.0
@@ -285,50 +258,13 @@ class SpmdEngine(XlaEngine):
         return self._mesh.enter_part(turned)
 
 
-class ProcessEngine(XlaEngine):
-    """torch_xla's mode of one process for each device (`torch_xla.launch`).
-
-    Args:
-        peers: of the same processes on the host, in the same order. None: XLA itself fails, or
-            hangs, where they call different things; and arrays on the host go nowhere.
-    """
-
-    def __init__(self, peers: Engine | None = None) -> None:
-        runtime: Any = load_torch_xla().runtime
-        super().__init__(runtime.global_ordinal(), runtime.world_size(), 1, peers)
-        if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
-            raise ValueError(
-                f"peers is rank {peers.rank} of {peers.size}, this process is {self.rank} of "
-                f"{self.size}"
-            )
-        self._model: Any = import_module("torch_xla.core.xla_model")
-
-    def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
-        copies = [tensor.clone() for tensor in tensors]  # reduced in place, all of them in one
-        scale = 1.0 / self.size if op == "mean" else 1.0
-        self._model.all_reduce("sum" if op == "mean" else op, copies, scale=scale)
-        return copies
-
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered: torch.Tensor = self._model.all_gather(tensor, dim=0)
-        return gathered
-
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.tensor_split(self.size)[self.rank]
-
-    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        _require_xla(tensor)
-        exchanged: torch.Tensor = self._model.all_to_all(tensor, 0, 0, self.size)
-        return exchanged
-
-
 def _tensors(arrays: Any) -> list[torch.Tensor]:
     listed = arrays if isinstance(arrays, (list, tuple)) else [arrays]
     return [_tensor_of(array) if isinstance(array, np.ndarray) else array for array in listed]
 
 
 def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Over the array's memory, where it may be written."""
+    """Make a tensor over the array's memory, or over a copy of a read-only array."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
@@ -338,14 +274,14 @@ def _require_fit(
     ours = [(tuple(t.shape), t.dtype) for t in sources]
     theirs = [(tuple(t.shape), t.dtype) for t in targets]
     if ours != theirs:
-        raise ValueError(f"{name}: out must be as the array, {ours}; got {theirs}")
+        raise ValueError(f"{name}: out must have the array's shape and dtype, {ours}; got {theirs}")
 
 
 def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
     if op not in REDUCE_OPS:
         raise ValueError(f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}")
     if op not in _XLA_OPS:
-        raise UnsupportedError(f"XLA tensors are reduced by sum, mean, min and max, got op={op!r}")
+        raise UnsupportedError(f"op must be sum, mean, min or max for XLA tensors, got op={op!r}")
     for tensor in tensors:
         is_exact = not (tensor.is_floating_point() or tensor.is_complex())
         wrong = is_exact if op == "mean" else op in ("min", "max") and tensor.is_complex()
@@ -361,7 +297,8 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 def _require_xla(tensor: torch.Tensor) -> None:
     if _is_on_host(tensor):
         raise ValueError(
-            f"expected a tensor on XLA devices, got one on {tensor.device}, which all ranks share"
+            f"expected a tensor on XLA devices, got a tensor on {tensor.device}, which is equal on "
+            "all ranks"
         )
 
 

@@ -1,14 +1,14 @@
-"""What torch's functions do while a run is traced for all devices of a mesh.
+"""Interception of torch's functions while a run is traced for all devices of a mesh.
 
-Random numbers: traced as it is, a function that draws would draw the same on every device. They are
-drawn for all replicas at once instead, outside of the view of each, and each takes its own: where
-one of torch's random functions is called, the operations inside it that draw are replaced.
+Random numbers: a traced random function would draw the same numbers on every device. Random numbers
+are therefore drawn as a global tensor with a row per replica, and each replica takes its row: the
+drawing operations inside torch's random functions are replaced.
 
-Batches that are filled up: see `xla_padding`.
+Padded batches: see padding.py.
 
-What a tensor holds is known when the program has run. Asking for it before is refused, and what
-outlives the trace (in a list, in the frames of an exception) becomes a tensor that can be read,
-with replica 0's values: XLA would end the process.
+The values of a tensor exist only after the program has run. Reading them earlier is refused. A
+traced tensor that outlives the trace (in a list, in the frames of an exception) becomes a readable
+tensor with the values of replica 0, since reading a traced tensor makes XLA end the process.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.batch_norm import batch_norm
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.padding import Padding
 
 _MAKERS = ("rand", "randn", "randint", "randperm", "normal")
 
 
 class ReplicaFunctions(TorchFunctionMode):
-    """Active while a run is traced.
+    """Intercepts torch's functions while a run is traced.
 
     Args:
-        mesh: of the replicas.
-        padding: of the batch that they were given; None where nothing is filled up.
-        is_alone: there is one replica, whose values can be read.
+        mesh: the devices of the replicas.
+        padding: padding of the run's batch; None if the batch is not padded.
+        is_alone: True if there is one replica, whose values can be read.
     """
 
-    def __init__(self, mesh: XlaMesh, padding: Padding | None, is_alone: bool) -> None:
+    def __init__(self, mesh: Mesh, padding: Padding | None, is_alone: bool) -> None:
         super().__init__()
         self._is_alone = is_alone
         self.is_suspended = False  # in cross-replica context
@@ -49,12 +49,12 @@ class ReplicaFunctions(TorchFunctionMode):
         self._made: list[weakref.ref[torch.Tensor]] = []
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that stands for what each replica has."""
+        """Record a traced tensor, which stands for a tensor of each replica."""
         if tensor.device.type == "xla":
             self._made.append(weakref.ref(tensor))
 
     def release(self, kept: set[int]) -> None:
-        """The trace has ended: make readable what outlives it, but tensors whose ids are kept."""
+        """At the end of the trace, make its living tensors readable, except the ids in `kept`."""
         for made in self._made:
             tensor = made()
             if tensor is not None and id(tensor) not in kept:
@@ -63,7 +63,7 @@ class ReplicaFunctions(TorchFunctionMode):
         self._made.clear()
 
     def sizes_of(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
-        """How many rows of a result are examples, for each replica; None where all are."""
+        """Return the number of rows that are examples, per replica; None if all rows are."""
         if self._padding is None or self._padding.place_in(tensor) != (0, 1):
             return None
         return self._padding.sizes
@@ -85,8 +85,8 @@ class ReplicaFunctions(TorchFunctionMode):
             return f"<traced tensor of shape {tuple(args[0].shape)}>"
         if name in _READS and _reads(name, args, kwargs):
             raise UnsupportedError(
-                f"{name} needs a tensor's values while run traces its function, before any "
-                "are there: return the tensor and read it outside, or choose by torch.where"
+                f"{name} needs a tensor's values while run traces its function, before they "
+                "exist: return the tensor and read it outside run, or select by torch.where"
             )
         result = self._changed(name, func, args, kwargs)
         if type(result) is torch.Tensor:
@@ -122,9 +122,9 @@ class ReplicaFunctions(TorchFunctionMode):
 
 
 class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces the operations that draw random numbers by such that draw for all replicas."""
+    """Replaces operations that draw random numbers by operations that draw for all replicas."""
 
-    def __init__(self, mesh: XlaMesh) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mesh = mesh
 
@@ -141,7 +141,7 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name in _IN_PLACE:
             tensor, *rest = args
-            if tensor.device.type != "xla":  # a module that is made in a run, say: alike on all
+            if tensor.device.type != "xla":  # for example a module that is made in a run
                 return func(*args, **kwargs)
             if rest and isinstance(rest[0], torch.Tensor):  # bernoulli_(p)
                 return tensor.copy_(self._uniform(tensor) < rest[0])
@@ -174,12 +174,12 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "multinomial":
             chances, count, *replacement = args
             if count != 1 and any(replacement):
-                raise UnsupportedError("multinomial with replacement is not there in XLA replicas")
+                raise UnsupportedError("multinomial with replacement is not supported on XLA")
             keys = self._own(lambda t: t.exponential_(), torch.empty_like(chances))
             return (chances / keys).topk(count, dim=-1).indices
         raise UnsupportedError(
-            f"{func} draws random numbers in a way that is not there in replicas of an XLA "
-            "program; draw with torch.rand, randn, randint, bernoulli, normal_ or exponential_"
+            f"{func} draws random numbers, which is not supported in replicas of an XLA program; "
+            "draw with torch.rand, randn, randint, bernoulli, normal_ or exponential_"
         )
 
     def _uniform(self, like: torch.Tensor) -> torch.Tensor:
@@ -188,13 +188,13 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _own(
         self, draw: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
     ) -> torch.Tensor:
-        """What `draw` puts into a tensor, of a row of its own for each replica."""
+        """Draw into a tensor with a row per replica, and return each replica's row."""
         rows = like.new_empty((self._mesh.size, *like.shape), device=self._mesh.device)
         return self._mesh.enter(draw(rows), True)
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call wants to know what traced tensors hold."""
+    """Return True if a call reads the values of traced tensors."""
     given = [value for value in args if isinstance(value, torch.Tensor)]
     if not any(tensor.device.type == "xla" for tensor in given):
         return False

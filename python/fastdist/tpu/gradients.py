@@ -1,7 +1,6 @@
-"""Reduces gradients, and what forward has written into buffers, at the end of each backward.
+"""Reduces gradients, and buffers that forward has written, at the end of each backward.
 
-A program for all devices is traced once, so there is nothing to overlap by hand: XLA schedules the
-one all-reduce (for each dtype) that is traced here among what it can run beside it.
+One all-reduce per dtype is traced; XLA overlaps it with independent computations.
 """
 
 from __future__ import annotations
@@ -15,42 +14,42 @@ import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.tpu.members import XlaMembers
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.padding import Padding
 from fastdist.training.buffers import BufferSync, buffered_modules
 from fastdist.training.gradients import GradientReduction
 
 
-class XlaGradients:
-    """Stands around torch's backward while a run is traced, in the thread that traces.
+class TracedGradients:
+    """Wraps torch's backward while a run is traced, in the tracing thread.
 
     Args:
-        members: whose parameters and buffers are kept alike.
-        communicator: of all replicas.
+        adopted: the modules whose parameters and buffers are kept in sync.
+        communicator: the communicator of all replicas.
         reduction: "mean" over examples, or "sum" over replicas.
     """
 
     def __init__(
-        self, members: XlaMembers, communicator: Communicator, reduction: GradientReduction
+        self, adopted: AdoptedModules, communicator: Communicator, reduction: GradientReduction
     ) -> None:
         self.is_enabled = True  # False: gradients stay with their replica
         self.is_suspended = False  # in cross-replica context
-        self._members = members
+        self._adopted = adopted
         self._communicator = communicator
         self._reduction = reduction
         self._padding: Padding | None = None
-        self._buffers = _buffer_sync(members.roots)
+        self._buffers = _buffer_sync(adopted.roots)
         self._before: dict[int, torch.Tensor] = {}  # buffers, if some replicas have no examples
         self._thread = 0
         self._plain: Callable[..., Any] = _engine()
 
     @contextlib.contextmanager
     def tracing(self, padding: Padding | None) -> Iterator[None]:
-        """While it is open, backward reduces."""
+        """Return a context in which backward reduces gradients."""
         self._padding = padding
         self._thread = threading.get_ident()
         self._plain = _engine()
-        self._buffers = _buffer_sync(self._members.roots)
+        self._buffers = _buffer_sync(self._adopted.roots)
         if padding is not None:
             kept = self._buffers.floating()
             self._before = {id(buffer): buffer.detach().clone() for buffer in kept}
@@ -68,7 +67,7 @@ class XlaGradients:
         is_own = threading.get_ident() == self._thread and not self.is_suspended
         if not is_own or not kwargs.get("accumulate_grad"):
             return self._plain(*args, **kwargs)
-        parameters = [parameter for _, parameter in self._members.parameters]
+        parameters = [parameter for _, parameter in self._adopted.parameters]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -85,7 +84,7 @@ class XlaGradients:
         return result
 
     def _take(self, parameters: list[torch.nn.Parameter], fresh: list[torch.Tensor | None]) -> None:
-        held = self._members.held
+        held = self._adopted.held
         if not self.is_enabled:
             for parameter, grad in zip(parameters, fresh, strict=True):
                 if grad is not None:
@@ -108,14 +107,14 @@ class XlaGradients:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of all replicas; written buffers go with them, and become their mean."""
+        """Reduce gradients; written buffers travel with them and become the mean of replicas."""
         buffers = self._buffers.take_written()
         with torch.no_grad():
             for buffer in buffers:
                 if self._padding is not None:
                     has_examples = self._padding.count > 0
                     buffer.data = torch.where(has_examples, buffer, self._before[id(buffer)])
-        # One list of one op is one all-reduce for each dtype, whatever is in it.
+        # One list with one op becomes one all-reduce per dtype.
         is_mean = self._reduction == "mean"
         sent = gradients if is_mean else [grad * self._size for grad in gradients]
         reduced = [tensor.clone() for tensor in (*sent, *buffers)]

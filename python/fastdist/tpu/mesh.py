@@ -1,11 +1,11 @@
-"""The devices of an XLA program, and tensors as each of them sees its own.
+"""The devices of an XLA program, and the views of tensors from each device.
 
-torch_xla traces one program for all devices. Outside of what it calls manual sharding a tensor is
-one, laid over the devices in some way: here either replicated, or *stacked*, where row i is what
-device i has. `enter` gives what each device has as a tensor of its own, of the same shape on all,
-and what is computed from it is computed by every device alone; `leave` makes one tensor of that
-again. Each pair costs two operations that move nothing. Between them, XLA's partitioner inserts
-whatever collective brings one layout into another.
+torch_xla traces one program for all devices. Outside manual sharding (torch_xla's term), a tensor
+is global and laid out over the devices: either replicated, or *stacked*, with row i on device i.
+`enter` converts a global tensor to manual sharding, where it stands for the part of each device, of
+equal shape on all devices, and every device computes on its own part. `leave` converts it back to a
+global tensor. A pair of the two costs two operations that move no data. On global tensors, XLA's
+partitioner inserts the collectives that change layouts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _AXIS = "replica"
 
 
 def load_torch_xla() -> ModuleType:
-    """torch_xla.
+    """Import torch_xla.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: torch_xla is not installed.
     """
     try:
         import_module("torch_xla.runtime")
@@ -38,20 +38,20 @@ def load_torch_xla() -> ModuleType:
         if error.name is None or error.name.split(".")[0] != "torch_xla":
             raise
         raise ImportError(
-            "TPUs need torch_xla: pip install 'fastdist[tpu]' (torch 2.9 and torch_xla 2.9); "
+            "TPUs need torch_xla: pip install '.[tpu]' (torch 2.9 and torch_xla 2.9); "
             "on a machine without a TPU use fd.MirroredStrategy() instead",
             name="torch_xla",
         ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class XlaDevices:
-    """What the XLA runtime has.
+class RuntimeDevices:
+    """The devices of the XLA runtime.
 
     Attributes:
         kind: "TPU", "CPU", ….
-        count: how many devices there are, with those of other processes.
-        own: the numbers of this process's.
+        count: the number of devices of all processes.
+        own: the numbers of this process's devices.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class XlaDevices:
     own: tuple[int, ...]
 
 
-def start_runtime() -> XlaDevices:
-    """Start torch_xla's runtime, if it has not been.
+def start_runtime() -> RuntimeDevices:
+    """Start torch_xla's runtime, unless it runs already.
 
     Raises:
         ImportError: torch_xla is not installed.
@@ -71,38 +71,33 @@ def start_runtime() -> XlaDevices:
         count: int = xla.runtime.global_runtime_device_count()
         names: list[str] = xla._XLAC._xla_get_runtime_devices()
         kind: str = xla.runtime.device_type()
-    except Exception as error:  # whatever a plugin of PJRT raises
+    except Exception as error:  # a PJRT plugin may raise any error
         raise UnsupportedError(str(error).partition("\n")[0]) from error
-    return XlaDevices(kind, count, tuple(int(name.rpartition(":")[2]) for name in names))
+    return RuntimeDevices(kind, count, tuple(int(name.rpartition(":")[2]) for name in names))
 
 
-class XlaMesh:
-    """All devices of the XLA runtime in a row, process by process.
+class Mesh:
+    """All devices of the XLA runtime in one dimension, ordered by process.
 
-    With one device nothing is partitioned, and `enter` and `leave` are no operations. Where there
-    are several processes (one for each host of a TPU slice), each of them traces and runs the same
-    program, brings its own devices' rows and reads them.
+    With one device, tensors are not partitioned and `enter` and `leave` do nothing. With several
+    processes (one per host of a TPU slice), each process traces and runs the same program, and
+    writes and reads the rows of its own devices.
 
     Args:
-        is_manual: False leaves partitioning to XLA: `enter` gives the tensor as it is, and what
-            `leave` is given becomes replicated.
-        processes: the numbers of each process's devices; by default there is this one alone.
+        processes: the numbers of each process's devices; this process only by default.
 
     Attributes:
-        size: how many devices.
-        local: the places of this process's devices among them.
-        device: torch's one name for all of them.
+        size: the number of devices.
+        local: the positions of this process's devices in the mesh.
+        device: torch's device, which stands for all devices.
         kind: "TPU", "CPU", ….
 
     Raises:
         ImportError: torch_xla is not installed.
-        UnsupportedError: the runtime cannot start, or has other devices than those.
+        UnsupportedError: the runtime cannot start, or its devices differ from `processes`.
     """
 
-    def __init__(
-        self, is_manual: bool = True, processes: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self._is_manual = is_manual
+    def __init__(self, processes: Sequence[Sequence[int]] | None = None) -> None:
         devices = start_runtime()
         processes = [devices.own] if processes is None else processes
         order = [number for own in processes for number in own]
@@ -110,8 +105,8 @@ class XlaMesh:
             list, processes
         ):
             raise UnsupportedError(
-                f"the XLA runtime has {devices.count} devices, of which {list(devices.own)} are "
-                f"this process's; expected those of all processes, got {list(map(list, processes))}"
+                f"the XLA runtime has {devices.count} devices, {list(devices.own)} of them in this "
+                f"process; expected the devices of all processes, got {list(map(list, processes))}"
             )
         self.size = devices.count
         self.kind = devices.kind
@@ -140,14 +135,14 @@ class XlaMesh:
     # --- placing --------------------------------------------------------------------------------
 
     def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor on every device."""
+        """Copy a tensor to every device."""
         return self._placed(self._sent(tensor), stacked=False)
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of shape (size, …) whose row i is on device i; from any thread.
+        """Make a tensor of shape (size, …) with row i on device i. Thread-safe.
 
         Args:
-            tensor: this process's rows.
+            tensor: the rows of this process.
         """
         if self.size == 1:
             return self._sent(tensor)
@@ -158,16 +153,11 @@ class XlaMesh:
         return self._sent_rows(tensor.detach().cpu())
 
     def _sent_rows(self, own: torch.Tensor) -> torch.Tensor:
-        # What torch_xla calls a minibatch: row i goes to this process's device i.
+        # torch_xla's minibatch: row i goes to device i of this process.
         axes = (_AXIS, *(None,) * (own.dim() - 1))
         spec = self._spmd.ShardingSpec(self._mesh, axes, minibatch=True)
         (sent,) = self._model.send_cpu_data_to_device([own], str(self.device), spec)
         return cast(torch.Tensor, sent)
-
-    def split(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor cut among the devices along axis 0 where they divide it, else replicated."""
-        stacked = tensor.dim() > 0 and tensor.shape[0] % self.size == 0
-        return self._placed(tensor.detach().to(self.device), stacked=stacked)
 
     def _placed(self, tensor: torch.Tensor, stacked: bool) -> torch.Tensor:
         if self.size > 1:
@@ -175,10 +165,10 @@ class XlaMesh:
         return tensor
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor on the devices as data, at once.
+        """Send a tensor to the devices as data, at once.
 
-        `to` makes an empty one first: a program that another thread has compiled meanwhile would
-        have it, too. Of a lone 0 or 1 it would make a constant.
+        `to` would first make an empty tensor, which another thread's compilation could include, and
+        would turn a scalar 0 or 1 into a constant.
         """
         if self.size > 1 or tensor.device.type == "xla":
             return tensor.detach().to(self.device)
@@ -188,38 +178,38 @@ class XlaMesh:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all devices are this process's."""
+        """True if all devices belong to this process."""
         return len(self.local) == self.size
 
     def own(self, entries: T) -> T:
-        """Of one entry for each device, this process's."""
+        """Select the entries of this process's devices from one entry per device."""
         return entries[self.local[0] : self.local[-1] + 1]
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A result of stacked tensors, laid out so that every process can read it."""
+        """Lay out a result of stacked tensors so that every process can read it."""
         return tensor if self.is_whole else self._placed(tensor, stacked=False)
 
     def rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What each of this process's devices holds, on the CPU: its row, or all if replicated."""
+        """Copy the row of each of this process's devices to the CPU; all of a replicated tensor."""
         if self.size == 1:
             return [tensor.detach().cpu()]
         self._bindings._xla_sync_multi([tensor], [], True, True)
         shards = self._bindings._get_local_shards([tensor.detach()])[0]
         return [shard for shard, _ in shards]
 
-    # --- in the view of each device -------------------------------------------------------------
+    # --- manual sharding ------------------------------------------------------------------------
 
     def enter(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
-        """What each device has of a tensor: its row of a stacked one, all of another."""
-        if self.size > 1 and self._is_manual:
+        """Return each device's part of a tensor: a row if stacked, else the whole tensor."""
+        if self.size > 1:
             tensor = self._placed(tensor.detach(), stacked)
             tensor = self._bindings._spmd_full_to_shard_shape(tensor)
         return tensor.squeeze(0) if stacked else tensor
 
     def leave(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
-        """One tensor of what each device has: shape (size, …) if stacked.
+        """Make a global tensor of each device's tensor, of shape (size, …) if stacked.
 
-        Otherwise devices must hold the same; nobody looks whether they do.
+        If not stacked, the devices' tensors must be equal, which is not checked.
         """
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -227,22 +217,20 @@ class XlaMesh:
             tensor = tensor.unsqueeze(0)
         if self.size == 1:
             return tensor
-        if not self._is_manual:
-            return self._placed(tensor, stacked=False)
         shape = list(tensor.shape)
         if stacked:
             shape[0] = self.size
         return self._left(tensor, stacked, shape)
 
     def leave_joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One tensor of what each device has, joined along axis 0."""
+        """Make a global tensor of the devices' tensors, joined along axis 0."""
         if self.size == 1:
             return tensor.detach()
         shape = [self.size * tensor.shape[0], *tensor.shape[1:]]
         return self._left(tensor.detach(), True, shape)
 
     def enter_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Each device's part of a tensor along axis 0, which the devices divide."""
+        """Return each device's part of a tensor along axis 0, a multiple of the devices."""
         if self.size == 1:
             return tensor
         tensor = self._placed(tensor.detach(), True)
@@ -257,7 +245,7 @@ class XlaMesh:
         return full
 
     def all_reduce(self, op: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Reduce what each device has, of XLA's "sum", "min" and "max", and multiply."""
+        """Reduce the devices' tensors by XLA's "sum", "min" or "max", and multiply by `scale`."""
         if self.size == 1:
             return tensor.clone() if scale == 1.0 else tensor * scale
         reduced: torch.Tensor = self._bindings._xla_spmd_all_reduce(op, tensor, scale, self.groups)
@@ -266,29 +254,29 @@ class XlaMesh:
     # --- running --------------------------------------------------------------------------------
 
     def sync(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compile what these tensors are made of, where it is new, and start to compute them."""
+        """Compile the program of these tensors if it is new, and start it."""
         own = [tensor for tensor in tensors if tensor.device.type == "xla"]
         if own:
             self._bindings._xla_sync_multi(own, [], False, True)
 
     def step(self, tensors: Sequence[torch.Tensor]) -> None:
-        """`sync` at the end of a run; what one device has changed in place, it changes in place."""
-        if self.size == 1:  # as torch_xla.sync, which looks at four variables of the environment
+        """Sync at the end of a run; with one device, in-place changes reuse the memory."""
+        if self.size == 1:  # as torch_xla.sync, which also reads the environment
             self._bindings._xla_step_marker(str(self.device), [], wait=False, reset_scope=True)
             self._model._run_step_closures()
         else:
             self.sync(tensors)
 
     def seed(self, seed: int) -> None:
-        """Of the random numbers that are drawn outside of `enter`; a value, not a constant."""
+        """Seed the random numbers of global tensors, by a value that is no constant of programs."""
         self._bindings._xla_set_rng_seed(seed & (2**63 - 1), str(self.device))
 
     def compiles(self) -> int:
-        """How many programs were compiled in this process until now."""
+        """Return the number of programs that this process has compiled."""
         return self._metrics.counter_value("UncachedCompile") or 0
 
     def program_of(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The HLO that `sync` of these tensors would compile, before XLA optimizes it."""
+        """Return the unoptimized HLO that `sync` of these tensors would compile."""
         text: str = self._bindings._get_xla_tensors_hlo(list(tensors))
         return text
 

@@ -1,8 +1,8 @@
-"""Metrics of torchmetrics under a strategy whose runs are traced: they count on the host.
+"""torchmetrics under a strategy whose runs are traced: metrics are updated on the host.
 
-A metric's `update` looks at values, which are not there while a run is traced. So what it is given
-is kept, and each replica's part of it, without what a batch is filled up with, updates the metric
-when its value is asked for, or a few runs later.
+A metric's `update` reads values, which do not exist while a run is traced. Its arguments are
+therefore kept, and each replica's part, without padding, updates the metric when its value is read,
+or a few runs later.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fastdist.replicas.per_replica import select
 from fastdist.training.metrics import metrics_in
 
 _ADOPTED = "_fastdist_deferred"
-_LATEST = 8  # runs whose updates wait: so many may be under way on the devices
+_LATEST = 8  # runs whose updates wait, since the devices may still be computing them
 
 
 class DeferredUpdates:
-    """The updates that wait, of all metrics of one strategy.
+    """The pending updates of all metrics of one strategy.
 
     Args:
-        outside: what stands for a value of `update` when the trace is over.
-        to_host: such values as per-replica values on the CPU, when they have been computed.
+        outside: converts arguments of `update` to values that are valid after the trace.
+        to_host: copies these values to the CPU, as per-replica values, when they are computed.
     """
 
     def __init__(self, outside: Callable[[Any], Any], to_host: Callable[[Any], Any]) -> None:
@@ -38,7 +38,7 @@ class DeferredUpdates:
         self._replicas = 1
 
     def adopt(self, roots: Sequence[nn.Module], replicas: int) -> None:
-        """Metrics inside these modules count on the host from now on."""
+        """Update metrics inside these modules on the host from now on."""
         self._replicas = replicas
         for metric in metrics_in(roots):
             if metric.__dict__.setdefault(_ADOPTED, False):
@@ -61,14 +61,14 @@ class DeferredUpdates:
     def _after_updates(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if state.replica is not None:
             raise UnsupportedError(
-                "in run of TPUStrategy a metric can be updated, and no more: its values are on the "
-                "host; call compute, forward and reset outside"
+                "in run of TPUStrategy a metric supports update only, since its values are on the "
+                "host; call compute, forward and reset outside run"
             )
         self.finish(0)
         return plain(*args, **kwargs)
 
     def finish(self, waiting: int = _LATEST) -> None:
-        """Do the updates, but for those that were made last."""
+        """Apply the updates, except the last `waiting` updates."""
         while len(self._waiting) > waiting:
             plain, given, examples = self._waiting.popleft()
             on_host = self._to_host(given)

@@ -1,13 +1,12 @@
-"""Optimizer states made before the first step, so that the first step is traced like all others.
+"""Makes optimizer states before the first step, so that all steps share one program.
 
-Optimizers of torch make their states when they first step: zeros, mostly. A program that makes them
-is another one than those that read them, and would be compiled in vain. So a twin of the optimizer,
-on CPU copies of the parameters and with gradients of zero, takes one step, and what it first puts
-into its states becomes what the optimizer begins with.
+torch's optimizers make their states in the first step, mostly as zeros. A program that makes states
+differs from a program that reads them and would be compiled for one step only. Therefore a twin of
+the optimizer takes one step on CPU copies of the parameters with zero gradients, and the first
+values that it writes to its states become the states of the optimizer.
 
-That holds for torch's own optimizers. Where the first step is another computation than the rest
-(SGD with dampening, LBFGS), and for optimizers from elsewhere, nothing is made, and the first step
-is compiled for itself.
+No states are made for optimizers outside torch, or if the first step is a different computation
+(SGD with dampening, LBFGS); their first step is compiled separately.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _WITHOUT = ("LBFGS", "SparseAdam")
 
 
 class _Recorded(dict[Any, Any]):
-    """A parameter's state, with what each entry was first."""
+    """The state of a parameter, with the first value of each entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +37,12 @@ class _Recorded(dict[Any, Any]):
 def make_states(
     optimizer: torch.optim.Optimizer, place: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Give an optimizer that has not stepped the states of its first step.
+    """Make the states of an optimizer that has not taken a step.
 
     Args:
-        optimizer: of parameters on any device.
-        place: brings a tensor to the parameters' device. Numbers (tensors without axes) stay on
-            the CPU, where optimizers read them.
+        optimizer: an optimizer of parameters on any device.
+        place: moves a tensor to the parameters' device. Scalars (tensors without axes) stay on the
+            CPU, where optimizers read them.
     """
     for parameters in optimizer.state.values():
         for key, value in parameters.items():
@@ -88,6 +87,6 @@ def _twin(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, nn.Parameter
                 copy.grad = torch.zeros_like(copy)
             originals[id(copy)] = parameter
             copies.append(copy)
-        # With weight decay, SGD's first momentum would have a share of the parameters in it.
+        # With weight decay, SGD's first momentum would include a share of the parameters.
         twin.param_groups.append({**group, "params": copies, "weight_decay": 0.0})
     return twin, originals

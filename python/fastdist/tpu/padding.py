@@ -1,10 +1,11 @@
-"""Batches that are filled up to a common length, whose filling must not count.
+"""Batches that are padded to a common length, and computations that exclude the padding.
 
 One program with fixed shapes serves full and uneven batches. Each replica's batch has as many rows
-as the longest, and a count, a value and no constant, says how many of them are examples. While a
-run is traced, the axis of examples is followed from the batch through torch's functions, and what
-sums or averages over it (losses, `sum`, `mean`; batch normalization too) is traced without it.
-A function that joins examples in another way is refused, for batches that are uneven.
+as the longest, and a count, which is data rather than a constant, gives the number of examples
+among them. While a run is traced, the axis of examples is followed from the batch through torch's
+functions. Functions that sum or average over it (losses, `sum`, `mean`, batch normalization) are
+traced so that they exclude padding. Other functions that combine examples are refused if the batch
+is uneven.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from fastdist.errors import UnsupportedError
 
 
 class Padding:
-    """How much of the running replica's batch is real, as traced values.
+    """The padding of a batch, as traced values of the running replica.
 
     Args:
-        rows: of each replica's batch.
-        count: of them, how many are examples; a float tensor without axes.
-        weight: the replica's share of all examples, 1 being the average.
-        sizes: of this very batch, how many examples each replica has.
+        rows: the number of rows of each replica's batch.
+        count: the number of rows that are examples; a float tensor without axes.
+        weight: the replica's share of all examples, relative to the average share.
+        sizes: the number of examples of each replica in this batch.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class Padding:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
 
     def follow(self, tensor: torch.Tensor, axis: int = 0, repeats: int = 1) -> None:
-        """Note which axis of a tensor is that of examples, each of them `repeats` rows."""
+        """Record the axis of examples of a tensor; each example has `repeats` rows."""
         self._known[id(tensor)] = weakref.ref(tensor), axis, repeats
 
     def place_in(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The axis of examples and the rows of each; None where there is none."""
+        """Return the axis of examples and the rows per example, or None if there is no axis."""
         known = self._known.get(id(tensor))
         return None if known is None or known[0]() is not tensor else known[1:]
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a function of torch gives, its filling left out."""
+        """Call a function of torch, without the padding."""
         source = next((t for t in _tensors((args, kwargs)) if self.place_in(t) is not None), None)
         if source is None:
             return func(*args, **kwargs)
@@ -64,7 +65,7 @@ class Padding:
             return handler(self, func, source, place, args, kwargs)
         if name == "__len__" and self.is_uneven:
             warnings.warn(
-                "len() of an uneven batch on XLA devices counts its filling too; "
+                "len() of an uneven batch on XLA devices includes padding; "
                 "fd.get_replica_context().examples has the numbers of examples",
                 stacklevel=4,
             )
@@ -82,7 +83,7 @@ class Padding:
                 self.follow(tensor, axis, repeats)
             elif self.is_uneven and name not in _HARMLESS and tensor.is_floating_point():
                 raise UnsupportedError(
-                    f"{name} joins the examples of an uneven batch, of which some rows are filling "
+                    f"{name} joins the examples of an uneven batch, which has rows of padding "
                     f"(result of shape {tuple(tensor.shape)}): sum or average over examples with "
                     "torch's sum, mean or losses, or use drop_remainder=True"
                 )
@@ -106,7 +107,7 @@ class Padding:
         return None, 1
 
     def mask_for(self, tensor: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
-        """Of a shape that broadcasts to the tensor's."""
+        """Return the mask of examples, in a shape that broadcasts to the tensor's."""
         axis, repeats = place
         mask = self.mask if repeats == 1 else self.mask.repeat_interleave(repeats)
         shape = [1] * tensor.dim()
@@ -124,7 +125,7 @@ def _tensors(structure: Any) -> list[torch.Tensor]:
     return []
 
 
-# --- what is traced otherwise -------------------------------------------------------------------
+# --- functions that exclude padding -------------------------------------------------------------
 
 
 def _sum_or_mean(
@@ -171,7 +172,7 @@ def _loss(
     bound.apply_defaults()
     given = bound.arguments
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        raise UnsupportedError("size_average and reduce are old; use reduction=")
+        raise UnsupportedError("size_average and reduce are deprecated; use reduction=")
     reduction = given["reduction"]
     given["reduction"] = "none"
     if given.get("log_target") is None:
@@ -180,8 +181,7 @@ def _loss(
     axis, repeats = place
     if losses.dim() <= axis or losses.shape[axis] != padding.rows * repeats:
         raise UnsupportedError(
-            f"{func.__name__}: the axis of examples is lost in losses of shape "
-            f"{tuple(losses.shape)}"
+            f"{func.__name__}: losses of shape {tuple(losses.shape)} have no axis of examples"
         )
     if reduction == "none":
         padding.follow(losses, axis, repeats)
@@ -252,5 +252,5 @@ _MOVERS: dict[str, Callable[[int, int, Any, Any], int | None]] = {
     "t": _turned,
     "unsqueeze": _unsqueezed,
 }
-# Their results are about shapes or state, or go nowhere.
+# Results of these functions do not depend on examples.
 _HARMLESS = frozenset({"__get__", "new_zeros", "new_empty", "new_ones", "new_full", "new_tensor"})

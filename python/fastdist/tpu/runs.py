@@ -1,4 +1,4 @@
-"""Runs on the devices of one XLA program: traced once for all of them, compiled, executed."""
+"""Runs on the devices of one XLA program: traced once for all devices, compiled and executed."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from fastdist.replicas.random_streams import draw_seed
 from fastdist.strategies.base import Strategy
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.compilations import Compilations
 from fastdist.tpu.functions import ReplicaFunctions
-from fastdist.tpu.gradients import XlaGradients
-from fastdist.tpu.members import XlaMembers
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.gradients import TracedGradients
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.metrics import DeferredUpdates
 from fastdist.tpu.padding import Padding
 from fastdist.tpu.stacked import Stacked, is_stacked, stack
 
-# A program is what has been traced since the last, whichever thread did: one run at a time.
-_turn = threading.RLock()
-_nothing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+# A program contains all traces since the last program, of any thread: one run at a time.
+_run_lock = threading.RLock()
+_no_tracers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class XlaRuns:
-    """Traces functions for all devices of a mesh, and runs the programs that come of it.
+class TracedRuns:
+    """Traces functions for all devices of a mesh, and executes the programs.
 
     Args:
-        strategy: whose replicas they are.
-        mesh: their devices.
-        members: whose tensors stand for what each device has while a function is traced.
-        communicator: of the replicas; None where there is one.
-        gradients: what reduces them; None where there is one replica.
-        steps: how many runs become one program.
-        to_host: values as per-replica values on the CPU, of all replicas.
+        strategy: the strategy of the replicas.
+        mesh: the devices of the replicas.
+        adopted: the modules and optimizers of the strategy.
+        communicator: the communicator of the replicas; None if there is one replica.
+        gradients: reduces gradients; None if there is one replica.
+        steps: the number of runs in one program.
+        to_host: copies values of all replicas to the CPU, as per-replica values.
 
     Attributes:
-        compilations: the programs that were compiled.
-        metrics: what waits until values can be read.
+        compilations: the compiled programs.
+        metrics: updates of metrics, which wait until values can be read.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        mesh: XlaMesh,
-        members: XlaMembers,
+        mesh: Mesh,
+        adopted: AdoptedModules,
         communicator: Communicator | None,
-        gradients: XlaGradients | None,
+        gradients: TracedGradients | None,
         steps: int,
         to_host: Callable[[Any], Any],
     ) -> None:
@@ -61,31 +61,31 @@ class XlaRuns:
         self.metrics = DeferredUpdates(self._outside, to_host)
         self._strategy = strategy
         self._mesh = mesh
-        self._members = members
+        self._adopted = adopted
         self._communicator = communicator
         self._gradients = gradients
         self._steps = steps
         self._ids: torch.Tensor | None = None
         if communicator is not None:
-            self._ids = mesh.stack(torch.tensor(members.local_replica_ids))
-        self._functions: ReplicaFunctions | None = None  # of the run that is traced
-        self._traced = 0  # runs that wait to be executed
-        self._results: list[weakref.ref[torch.Tensor]] = []  # theirs
+            self._ids = mesh.stack(torch.tensor(adopted.local_replica_ids))
+        self._functions: ReplicaFunctions | None = None  # of the current trace
+        self._traced = 0  # runs that wait for execution
+        self._results: list[weakref.ref[torch.Tensor]] = []  # results of these runs
         self._counts: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        """Trace `fn` with what it is given, a pair of args and kwargs, and start the program."""
-        # Torch makes threads for backward at the first backward of a process, one for each device
-        # that it knows by then: there is none for XLA's where that was on the CPU.
-        with _turn, torch.autograd.set_multithreading_enabled(False):
+        """Trace `fn` with `given`, a pair of args and kwargs, and start the program."""
+        # torch makes a thread per device at the first backward of a process. If that ran on the CPU
+        # before XLA's device was known, there is no thread for XLA.
+        with _run_lock, torch.autograd.set_multithreading_enabled(False):
             return self._run(fn, given, examples)
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        self._members.refresh()
-        filled: list[Stacked] = []
-        placed = map_structure(lambda leaf: self.place(leaf, filled), given)
-        _require_alike(filled, examples)
-        restore = self._members.snapshot()
+        self._adopted.refresh()
+        padded: list[Stacked] = []
+        placed = map_structure(lambda leaf: self.place(leaf, padded), given)
+        _require_alike(padded, examples)
+        restore = self._adopted.snapshot()
         self._mesh.seed(draw_seed())
         outputs: list[torch.Tensor] = []
 
@@ -98,15 +98,15 @@ class XlaRuns:
                 outputs.append(stacked)
             return stacked
 
-        self._members.enter()
+        self._adopted.enter()
         made: list[torch.Tensor] = []
         try:
-            padding = self._padding(filled)
-            if self._communicator is not None or filled or self._members.has_batch_norm:
+            padding = self._padding(padded)
+            if self._communicator is not None or padded or self._adopted.has_batch_norm:
                 self._functions = ReplicaFunctions(self._mesh, padding, self._communicator is None)
             functions = self._functions
             args, kwargs = placed
-            if self._mesh.size > 1 or filled:
+            if self._mesh.size > 1 or padded:
                 args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
             state.replica = self._context(examples, padding)
             with self._tracers(padding):
@@ -115,9 +115,9 @@ class XlaRuns:
             result = collected(result) if is_one else map_structure(collected, result)
         finally:
             state.replica = None
-            made = self._members.leave()
+            made = self._adopted.leave()
             if self._functions is not None and self._gradients is not None:
-                self._functions.release(self._members.tensor_ids())
+                self._functions.release(self._adopted.tensor_ids())
             self._functions = None
             self._execute(fn, placed, [*outputs, *made], restore)
         return result
@@ -134,7 +134,7 @@ class XlaRuns:
 
     def _tracers(self, padding: Padding | None) -> contextlib.AbstractContextManager[Any]:
         if self._functions is None:
-            return _nothing
+            return _no_tracers
         if self._gradients is None:
             return self._functions
         return _both(self._gradients.tracing(padding), self._functions)
@@ -172,7 +172,7 @@ class XlaRuns:
         self._mesh.step(living)
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor whose computation is started, unless it is to be part of a later one."""
+        """Start the computation of a tensor, unless it joins a program that waits."""
         if tensor.device.type != "xla":
             return tensor
         tensor = self._mesh.shared(tensor)
@@ -183,7 +183,7 @@ class XlaRuns:
         return tensor
 
     def merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `merge_call` does: leaves the view of one replica while `fn` is called."""
+        """Implement `merge_call`: call `fn` outside manual sharding."""
         functions, gradients = self._functions, self._gradients
         outer = map_structure(lambda leaf: self._left(leaf, functions), (args, kwargs))
         with contextlib.ExitStack() as stack:
@@ -191,29 +191,29 @@ class XlaRuns:
                 if tracer is not None:
                     tracer.is_suspended = True
                     stack.callback(setattr, tracer, "is_suspended", False)
-            self._members.leave()
-            stack.callback(self._members.enter)
+            self._adopted.leave()
+            stack.callback(self._adopted.enter)
             stack.enter_context(self._strategy._cross_replica())
             result = map_structure(self.place, fn(self._strategy, *outer[0], **outer[1]))
         return map_structure(lambda leaf: self._entered(leaf, None), result)
 
     # --- arguments and results ------------------------------------------------------------------
 
-    def place(self, leaf: Any, filled: list[Stacked] | None = None) -> Any:
-        """An argument, on the devices; values that are filled up are noted."""
+    def place(self, leaf: Any, padded: list[Stacked] | None = None) -> Any:
+        """Copy an argument to the devices; append padded values to `padded`."""
         if type(leaf) is PerReplica:
             if self._communicator is None and not is_stacked(leaf):
                 return self.place(leaf.values[0])
             placed = leaf if is_stacked(leaf) else stack(self._mesh, leaf)
-            if filled is not None and placed.values[0].sizes is not None:
-                filled.append(placed.values[0])
+            if padded is not None and placed.values[0].sizes is not None:
+                padded.append(placed.values[0])
             return placed
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
             return self._mesh.replicate(leaf)
         return leaf
 
     def _entered(self, leaf: Any, padding: Padding | None) -> Any:
-        """An argument as the replica that runs has it."""
+        """Convert an argument to manual sharding."""
         if is_stacked(leaf):
             stacked = leaf.values[0]
             own = self._watched(self._mesh.enter(stacked.tensor, True))
@@ -230,7 +230,7 @@ class XlaRuns:
         return tensor
 
     def _left(self, leaf: Any, functions: ReplicaFunctions | None) -> Any:
-        """What the replicas have returned, as one value."""
+        """Convert a result of the replicas to one value."""
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla":
             return leaf
         sizes = None if functions is None else functions.sizes_of(leaf)
@@ -239,7 +239,7 @@ class XlaRuns:
         return PerReplica((Stacked(self._mesh.leave(leaf, True), sizes),))
 
     def _outside(self, given: Any) -> Any:
-        """What a metric is given in a run, as values of all replicas, to be computed with it."""
+        """Convert arguments of a metric to values of all replicas, computed with the run."""
         left = map_structure(lambda leaf: self._left(leaf, self._functions), given)
         for leaf in leaves(left):
             tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
@@ -247,11 +247,11 @@ class XlaRuns:
                 self._results.append(weakref.ref(tensor))
         return left
 
-    def _padding(self, filled: list[Stacked]) -> Padding | None:
-        if not filled:
+    def _padding(self, padded: list[Stacked]) -> Padding | None:
+        if not padded:
             return None
-        sizes, rows = filled[0].sizes or (), filled[0].tensor.shape[1]
-        # Runs of one execution that shared an input would be another program than if they did not.
+        sizes, rows = padded[0].sizes or (), padded[0].tensor.shape[1]
+        # Each run of an execution has inputs of its own: sharing them would change the program.
         key = self._traced, sizes
         if key not in self._counts:
             counts = torch.tensor(sizes, dtype=torch.float32)
@@ -270,16 +270,16 @@ def _both(
         yield
 
 
-def _require_alike(filled: list[Stacked], examples: tuple[int, ...] | None) -> None:
-    """Check that batches that are filled up have the same examples, of which there is one number.
+def _require_alike(padded: list[Stacked], examples: tuple[int, ...] | None) -> None:
+    """Check that all padded batches of a run have the same numbers of examples.
 
     Raises:
-        UnsupportedError: they have not.
+        UnsupportedError: the numbers differ.
     """
-    kinds = {(value.sizes, value.tensor.shape[1]) for value in filled}
-    if len(kinds) > 1 or (filled and filled[0].sizes != examples):
+    kinds = {(value.sizes, value.tensor.shape[1]) for value in padded}
+    if len(kinds) > 1 or (padded and padded[0].sizes != examples):
         found = sorted({str(list(sizes or ())) for sizes, _ in kinds} | {str(list(examples or ()))})
         raise UnsupportedError(
-            f"one run was given batches of different numbers of examples, {' and '.join(found)}, "
-            "that are filled up: use drop_remainder=True, or give them to runs of their own"
+            f"run got padded batches of different numbers of examples, {' and '.join(found)}: use "
+            "drop_remainder=True, or a run for each batch"
         )

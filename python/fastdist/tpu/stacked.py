@@ -1,4 +1,4 @@
-"""Values of all replicas of a mesh as one tensor, and batches on their way to become such."""
+"""Per-replica values of a mesh as one stacked tensor, and the copying of batches to devices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from fastdist.data.batches import join
 from fastdist.data.devices import Shipment
 from fastdist.data.pipelines import Part
 from fastdist.replicas.per_replica import PerReplica, map_structure
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 
 
 class Stacked:
-    """What every replica of a mesh holds of one value; the content of a `PerReplica`.
+    """The values of all replicas of a mesh as one tensor; the content of a `PerReplica`.
 
     Args:
         tensor: shape (replicas, …), row i on device i.
-        sizes: where axis 0 of each replica's value is filled up to a common length, how much of it
-            each really has; None where nothing is filled up.
+        sizes: the unpadded length of axis 0 of each replica's value; None if values are not padded.
     """
 
     __slots__ = ("sizes", "tensor")
@@ -32,36 +31,36 @@ class Stacked:
 
     def __repr__(self) -> str:
         shape = tuple(self.tensor.shape[1:])
-        filled = "" if self.sizes is None else f", of which {self.sizes} rows count"
-        return f"<{self.tensor.shape[0]} tensors of shape {shape}, {self.tensor.dtype}{filled}>"
+        padded = "" if self.sizes is None else f", of which {self.sizes} rows count"
+        return f"<{self.tensor.shape[0]} tensors of shape {shape}, {self.tensor.dtype}{padded}>"
 
     def parts(self, rows: Sequence[torch.Tensor], replicas: range) -> list[torch.Tensor]:
-        """These replicas' own values, of their rows."""
+        """Return the values of these replicas from their rows, without padding."""
         if self.sizes is None:
             return list(rows)
         return [row[: self.sizes[i]] for row, i in zip(rows, replicas, strict=True)]
 
 
 def is_stacked(value: Any) -> bool:
-    """Whether a leaf is a per-replica value whose content is one `Stacked`."""
+    """Return True if a leaf is a per-replica value whose content is a `Stacked`."""
     return type(value) is PerReplica and type(value.values[0]) is Stacked
 
 
 def stack(
-    mesh: XlaMesh, value: PerReplica[Any], rows: int = 0, is_even: bool = False
+    mesh: Mesh, value: PerReplica[Any], rows: int = 0, is_even: bool = False
 ) -> PerReplica[Any]:
-    """Per-replica tensors, arrays or numbers, brought to the devices.
+    """Copy per-replica tensors, arrays or numbers to the devices.
 
     Args:
-        mesh: the replicas' devices.
-        value: of this process's replicas; tensors that are a batch's (`examples`, of all replicas,
-            is known) may differ in length.
-        rows: fill them up to this length at least.
-        is_even: nothing is to be filled up, in this batch or any other.
+        mesh: the devices of the replicas.
+        value: values of this process's replicas. Tensors of a batch (with `examples` of all
+            replicas) may differ in length and are padded.
+        rows: the least length to pad to.
+        is_even: True to pad neither this batch nor any other.
 
     Raises:
-        ValueError: shapes or dtypes differ; on all devices runs one program.
-        TypeError: the parts are of a kind that has no tensor.
+        ValueError: shapes or dtypes differ; all devices run one program.
+        TypeError: a value cannot be converted to a tensor.
     """
     if len(value.values) != len(mesh.local):
         raise ValueError(
@@ -72,29 +71,29 @@ def stack(
     except (TypeError, ValueError, RuntimeError) as error:
         kinds = sorted({type(part).__name__ for part in value.values})
         raise TypeError(
-            f"replicas of one XLA program have tensors and numbers of their own, got {kinds}"
+            f"replicas of one XLA program take tensors and numbers of their own, got {kinds}"
         ) from error
     lengths = tuple(tensor.shape[0] if tensor.dim() else -1 for tensor in tensors)
     sizes = None
     if not is_even and value.examples is not None and lengths == mesh.own(value.examples):
         longest = max(rows, *value.examples)
         if any(length != longest for length in lengths):
-            tensors = [_filled(tensor, longest, tensors) for tensor in tensors]
+            tensors = [_padded_to(tensor, longest, tensors) for tensor in tensors]
         sizes = value.examples
     kinds_of = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds_of) > 1:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(
             f"replicas' values differ in shape or dtype, {shapes}: one XLA program runs on all "
-            "devices, where only batches of distribute_dataset may differ in length"
+            "devices, and only batches of distribute_dataset may differ in length"
         )
     if mesh.size == 1 and sizes is None:
         return PerReplica((mesh.replicate(tensors[0]),), value.examples)
     return PerReplica((Stacked(mesh.stack(torch.stack(tensors)), sizes),), value.examples)
 
 
-def _filled(tensor: torch.Tensor, length: int, everyone: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Examples, then copies of a real one: nothing that a model has not seen."""
+def _padded_to(tensor: torch.Tensor, length: int, everyone: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pad with copies of an example, so that a model sees no artificial values."""
     missing = length - tensor.shape[0]
     if not missing:
         return tensor
@@ -107,51 +106,47 @@ def _filled(tensor: torch.Tensor, length: int, everyone: Sequence[torch.Tensor])
 
 
 class MeshCopy:
-    """Brings the parts of one dataset to the devices of a mesh (a `fastdist.data` BatchCopy).
+    """Copies the parts of a dataset's batches to the devices (a `fastdist.data` BatchCopy).
 
-    All batches get the length of the longest part so far, so that one program serves them all.
-    Where a mesh spans several processes they must agree on it, and what others have is known when
-    a batch is given out: it is sent then. Otherwise the thread that reads ahead sends it.
+    Batches are padded to the length of the longest part so far, so that one program serves all of
+    them. With one process, the thread that reads ahead copies a batch. With several processes,
+    which must agree on the length, a batch is copied when it is given out, since the lengths of
+    other processes are known only then.
 
     Args:
-        mesh: of the replicas; each has a part of every batch.
-        is_even: all replicas have as many examples in all batches, and nothing will be filled up.
-        together: replicas are XLA's affair: give out the global batch as one tensor.
+        mesh: the devices of the replicas; each replica has a part of every batch.
+        is_even: True if all replicas have equally many examples in all batches: no padding.
     """
 
     to_cpu_only = False
 
-    def __init__(self, mesh: XlaMesh, is_even: bool, together: bool) -> None:
+    def __init__(self, mesh: Mesh, is_even: bool) -> None:
         self._mesh = mesh
         self._is_even = is_even
-        self._together = together
-        self._is_ahead = mesh.is_whole or together
+        self._is_ahead = mesh.is_whole
         self._rows = 0
 
     def send(self, part: Part) -> Shipment:
-        """Fill up and copy; from any thread."""
+        """Pad and copy a part. Thread-safe."""
         if not self._is_ahead:
             return Shipment(part)
         return Shipment(Part((self._placed(part),), part.sizes, part.examples, part.token))
 
     def receive(self, shipment: Shipment) -> Part:
-        """The part: what uses it waits for the copies by itself."""
+        """Return the part; operations that use it wait for the copies."""
         return shipment.part
 
     def join(self, part: Part) -> Any:
-        """A structure of per-replica values that are on the devices."""
+        """Return the batch as a structure of per-replica values on the devices."""
         return part.batches[0] if self._is_ahead else self._placed(part)
 
     def _placed(self, part: Part) -> Any:
         if len({*part.examples}) > 1:
-            self._is_even = False  # a process whose own data has ended before others'
+            self._is_even = False  # a process whose own data ended before other processes'
         self._rows = max(self._rows, *part.examples)
         return map_structure(self._place, join(part.batches, part.sizes, part.examples))
 
     def _place(self, value: PerReplica[Any]) -> Any:
         if not isinstance(value.values[0], (torch.Tensor, np.ndarray)):
             return value
-        if self._together:
-            (whole,) = value.values
-            return PerReplica((self._mesh.split(torch.as_tensor(whole)),), value.examples)
         return stack(self._mesh, value, 0 if self._is_even else self._rows, self._is_even)

@@ -1,10 +1,10 @@
-"""Replicas on the cores of a TPU, by torch_xla: one program for all of them."""
+"""TPUStrategy: replicas on the cores of a TPU, in one program traced by torch_xla."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduc
 from fastdist.replicas.per_replica import PerReplica, map_structure, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
+from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.devices import find_slice
 from fastdist.tpu.engine import SpmdEngine
-from fastdist.tpu.gradients import XlaGradients
-from fastdist.tpu.members import XlaMembers
-from fastdist.tpu.runs import XlaRuns
+from fastdist.tpu.gradients import TracedGradients
+from fastdist.tpu.runs import TracedRuns
 from fastdist.tpu.stacked import MeshCopy, is_stacked
 from fastdist.training.gradients import GradientReduction
 
@@ -33,70 +33,64 @@ _NO_TIMEOUT_S = 1e9
 class TPUStrategy(Strategy):
     """Trains on every core of a TPU (tf.distribute.TPUStrategy).
 
-    `run` calls its function once, traces what it does to tensors, and runs that as one program on
-    all cores, each with its own part of the batch. What differs between replicas is therefore a
-    tensor, `replica_id_in_sync_group` too, and Python's own `if` and `print` happen once, for all.
+    `run` calls its function once, traces its operations on tensors, and executes the trace as one
+    program on all cores, each with its own part of the batch. A value that differs between replicas
+    is therefore a tensor, including `replica_id_in_sync_group`; Python's `if` and `print` execute
+    once for all replicas.
 
-    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four of a CPU.
+    The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four devices of a CPU.
 
     Args:
-        resolver: says who the hosts of the slice are, each of which runs the program; by default
-            what PJRT finds, and the environment where there are several.
-        spmd: "manual": each core is a replica with its own part of the batch, as under any
-            other strategy. "auto": there is one replica, whose function sees the global batch,
-            and XLA's partitioner spreads over the cores what follows from the batch.
-        steps_per_execution: so many runs are traced into one program, which is run with the last
-            of them; results can be read then (earlier, they are computed for themselves).
-        gradient_reduction: as in `CommunicationOptions`.
+        resolver: names the hosts of the slice, each of which runs the program; by default the
+            environment names them, if PJRT finds devices of several hosts.
+        steps_per_execution: the number of runs that are traced into one program. The program is
+            executed with the last of them; results that are read earlier are computed separately.
+        gradient_reduction: see `CommunicationOptions`.
 
     Attributes:
-        compilations: how many programs were compiled for runs, and how many of them again.
+        compilations: the number of programs compiled for runs, and of repeated compilations.
 
     Raises:
         ImportError: torch_xla is not installed.
         UnsupportedError: no TPU can be initialised.
-        ClusterConfigError: the slice has other hosts than the resolver says.
+        ClusterConfigError: the resolver names other hosts than the slice has.
     """
 
     def __init__(
         self,
         resolver: TPUClusterResolver | None = None,
         *,
-        spmd: Literal["manual", "auto"] = "manual",
         steps_per_execution: int = 1,
         gradient_reduction: GradientReduction = "mean",
     ) -> None:
-        if spmd not in ("manual", "auto"):
-            raise ValueError(f'spmd must be "manual" or "auto", got {spmd!r}')
         if steps_per_execution < 1:
             raise ValueError(f"steps_per_execution must be positive, got {steps_per_execution}")
         if gradient_reduction not in ("mean", "sum"):
             raise ValueError(
                 f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
             )
-        self._is_auto = spmd == "auto"
-        found = find_slice(resolver, not self._is_auto)
+        found = find_slice(resolver)
         self._mesh = found.mesh
-        self._hosts = None if self._is_auto else found.hosts  # that have replicas of their own
-        replicas = 1 if self._is_auto else self._mesh.size
+        self._hosts = found.hosts
+        replicas = self._mesh.size
         worker, workers = (0, 1)
         if self._hosts is not None:
             worker, workers = self._hosts.rank, self._hosts.world_size
         super().__init__(
             [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
         )
-        self._members = XlaMembers(self._mesh, replicas, found.hosts)
+        self._adopted = AdoptedModules(self._mesh, self._hosts)
         self._communicator: Communicator | None = None
-        self._gradients: XlaGradients | None = None
+        self._gradients: TracedGradients | None = None
         if replicas > 1:
             peers = None if self._hosts is None else self._hosts.engine
             self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
-            self._gradients = XlaGradients(self._members, self._communicator, gradient_reduction)
+            self._gradients = TracedGradients(self._adopted, self._communicator, gradient_reduction)
         self._steps = steps_per_execution
-        self._runs = XlaRuns(
+        self._runs = TracedRuns(
             self,
             self._mesh,
-            self._members,
+            self._adopted,
             self._communicator,
             self._gradients,
             steps_per_execution,
@@ -112,7 +106,7 @@ class TPUStrategy(Strategy):
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         self._runs.metrics.adopt(roots, self.num_replicas_in_sync)
-        self._members.adopt(roots, made)
+        self._adopted.adopt(roots, made)
 
     def _input_layout(self) -> InputLayout:
         return InputLayout(
@@ -122,7 +116,7 @@ class TPUStrategy(Strategy):
             worker=self._worker,
             devices=self.devices,
             all_gather_ints=self._all_gather_ints,
-            make_copy=lambda is_even: MeshCopy(self._mesh, is_even, self._is_auto),
+            make_copy=lambda is_even: MeshCopy(self._mesh, is_even),
         )
 
     def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -136,12 +130,12 @@ class TPUStrategy(Strategy):
         return self._runs.run(fn, given, examples)
 
     def synchronize(self) -> None:
-        """Execute the runs that `steps_per_execution` keeps waiting."""
+        """Execute the runs that wait because of `steps_per_execution`."""
         self._runs.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A `with` statement: gradients of backward inside stay with their replica."""
+        """Return a context in which gradients of backward stay with their replica."""
         if self._gradients is None:
             yield
             return
@@ -155,7 +149,7 @@ class TPUStrategy(Strategy):
 
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
         if isinstance(value, Variable):
-            value = PerReplica(tuple(self._members.components(value)))
+            value = PerReplica(tuple(self._adopted.components(value)))
         if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
             values: list[Any] = list(self.local_results(value))
             if len(values) != len(self.devices):
@@ -185,9 +179,8 @@ class TPUStrategy(Strategy):
         if op != "mean" or axis is not None or examples is None:
             return None
         is_even = examples.count(examples[0]) == len(examples)
-        if (
-            is_even and self._steps == 1
-        ):  # else it is part of a program, of which there is to be one
+        # With several steps per execution, even and uneven batches must share one program.
+        if is_even and self._steps == 1:
             return None
         return [count / sum(examples) for count in examples]
 
@@ -199,7 +192,7 @@ class TPUStrategy(Strategy):
         return self._runs.computed(torch.cat(list(tensor), axis))
 
     def _to_host(self, given: Any) -> Any:
-        """Values of all replicas on the CPU, on every host."""
+        """Copy the values of all replicas to the CPU of every host."""
         self.synchronize()
 
         def fetched(leaf: Any) -> Any:
@@ -214,13 +207,13 @@ class TPUStrategy(Strategy):
         return map_structure(fetched, given)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this host's replicas, in order; what `run` returned comes to the CPU.
+        """Return the values of this host's replicas, in order; results of `run` are on the CPU.
 
         Args:
-            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+            value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
         if isinstance(value, Variable):
-            return tuple(self._members.components(value))
+            return tuple(self._adopted.components(value))
         if is_stacked(value):
             stacked = value.values[0]
             rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
@@ -236,7 +229,7 @@ class TPUStrategy(Strategy):
     ) -> Any:
         """Call `fn(component, *args, **kwargs)`, traced once for all replicas.
 
-        A parameter has one component, which all replicas change alike.
+        A parameter has one component, which `fn` must change equally on all replicas.
         """
 
         def call(*own_args: Any, **own_kwargs: Any) -> Any:
@@ -247,7 +240,7 @@ class TPUStrategy(Strategy):
         return self._run(call, (tuple(args), kwargs or {}), None)
 
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Per-replica values made by `fn(context)`, called once for each replica in turn."""
+        """Make per-replica values by calling `fn(context)` once for each replica in turn."""
         made = [
             fn(ReplicaContext(self, None, self._runs.merge, replica))
             for replica in range(len(self.devices))
@@ -255,5 +248,5 @@ class TPUStrategy(Strategy):
         return made[0] if self._communicator is None else wrap(made)
 
     def check_in_sync(self) -> None:
-        """Check that parameters and buffers are the same bits on every device."""
-        self._members.require_in_sync()
+        """Check that parameters and buffers have the same bits on every device."""
+        self._adopted.require_in_sync()

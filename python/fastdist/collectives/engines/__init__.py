@@ -1,1 +1,1 @@
-"""What moves bytes under a communicator: one file per engine, and what they share."""
+"""Engines that move the bytes of a communicator: one file per engine, and their shared parts."""

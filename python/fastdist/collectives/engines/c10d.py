@@ -1,4 +1,4 @@
-"""The part of torch that connects machines; imported where it is first needed."""
+"""torch's stores and process groups, imported on first use."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from typing import Any
 
 
 def c10d() -> Any:
-    """The module that holds torch's stores and process groups.
+    """Import the module of torch's stores and process groups.
 
     Raises:
-        ImportError: torch is not installed, or without Gloo.
+        ImportError: torch is not installed, or has no Gloo.
     """
     try:
         import torch.distributed
     except ImportError:
-        raise ImportError(
-            "ranks on several machines need torch: pip install 'fastdist[torch]'"
-        ) from None
+        raise ImportError("ranks on several machines need torch: pip install torch") from None
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        raise ImportError("ranks on several machines need Gloo, and this torch is without it")
-    return torch._C._distributed_c10d  # torch.distributed shows only some of it
+        raise ImportError("ranks on several machines need Gloo, which this build of torch lacks")
+    return torch._C._distributed_c10d  # torch.distributed exports only a part of it

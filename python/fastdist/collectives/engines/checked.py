@@ -1,8 +1,8 @@
-"""Engines written in Python: everything before bytes move.
+"""The front half of engines written in Python: everything that happens before bytes move.
 
-`CheckedEngine` turns arguments into views of memory, runs calls in order in a thread of its own,
-so that Ctrl-C gets through and calls may be asynchronous, and lets all ranks compare what they
-call. Engines below it only move bytes, and need not check anything again.
+`CheckedEngine` turns arguments into views of memory, runs calls in order in a thread of its own
+(so that Ctrl-C interrupts the caller and calls can be asynchronous), and compares the calls of all
+ranks. Subclasses only move bytes and check nothing again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -48,21 +48,21 @@ from fastdist.errors import (
     UnsupportedError,
 )
 
-# Arrays up to this size travel with the signature, and the call is over in one step.
+# Arrays up to this size travel with the signature, so that the call ends in one step.
 _PAYLOAD_BYTES = 512
 _COMPRESSIONS = ("fp16", "bf16", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective whose arguments are in order on this rank.
+    """A collective whose arguments have passed the checks on this rank.
 
     Attributes:
-        signature: what all ranks compare.
+        signature: compared between all ranks.
         move: moves the bytes; takes the seconds that each of its steps may wait.
-        result: what the user gets.
-        payload: an array that travels with the signature where it is small; and what then takes
-            the place of `move`, given every rank's.
+        result: the call's return value.
+        payload: an array that travels with the signature if it is small.
+        finish: replaces `move` if the payload has traveled; takes every rank's payload.
     """
 
     signature: Signature
@@ -76,45 +76,51 @@ Run = Callable[[Call, float, bool], Any]
 
 
 class CheckedEngine(Engine):
-    """Base of the engines written in Python. Subclasses move bytes: the methods at the end."""
+    """Base of the engines written in Python. Subclasses implement the methods that move bytes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self._sequence = 0
         self._phase = 0
-        self._last: list[Signature | None] = [None] * size  # what each rank called last
-        self._unusable = ""  # why, once it is closed or lost
+        self._last: list[Signature | None] = [None] * size  # the last call of each rank
+        self._unusable = ""  # the reason, once the engine is closed or lost
         self._state = threading.Lock()
         self._queue = CallQueue(f"fastdist rank {rank}")
 
+    @final
     def calls(self) -> Calls:
-        """The collectives, in order and compared between ranks."""
-        return {op: functools.partial(getattr(self, f"_call_{op}"), self._in_order) for op in OPS}
+        """Return collectives that run in order and are compared between ranks."""
+        return {op: functools.partial(getattr(self, f"_call_{op}"), self._run_queued) for op in OPS}
 
+    @final
     def trusted_calls(self) -> Calls:
-        """The collectives without a thread and without a comparison."""
-        return {op: functools.partial(getattr(self, f"_call_{op}"), self._at_once) for op in OPS}
+        """Return collectives that use no thread and no comparison."""
+        return {
+            op: functools.partial(getattr(self, f"_call_{op}"), self._run_unchecked) for op in OPS
+        }
 
+    @final
     @property
-    def hosts(self) -> Any:
-        """This object, by `agree`."""
+    def call_checker(self) -> Any:
+        """This engine, by its method `agree`."""
         return self
 
+    @final
     def agree(self, words: tuple[int, int, int], flag: bool, site: str, timeout_s: float) -> bool:
-        """Compare a call of the engine for GPUs, in order with the calls here.
+        """Compare a call of the engine for GPUs, in one sequence with the calls of this engine.
 
         Args:
-            words: its signature, as the compiled module has it.
-            flag: what is wanted of every rank.
+            words: signature of the call, in the compiled module's encoding.
+            flag: this rank's contribution to the returned value.
             site: the line of the user's source that made the call.
             timeout_s: seconds to wait for other ranks.
 
         Returns:
-            Whether every rank has set `flag`.
+            True if every rank has set `flag`.
 
         Raises:
-            CollectiveMismatchError: ranks have called different things.
+            CollectiveMismatchError: ranks called different collectives.
         """
         signature = Signature.of_words(words)
         flags: list[bytes] = []
@@ -129,23 +135,27 @@ class CheckedEngine(Engine):
         self._submit(self._queue, task, None, timeout_s, False)
         return all(data[0] for data in flags)
 
+    @final
     def set_phase(self, phase: int) -> None:
-        """For calls that begin from now on."""
+        """Number the phase of the calls that follow."""
         self._phase = phase
 
+    @final
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
-        """Not without the ranks that connect the machines."""
+        """Raise UnsupportedError: the excluded ranks may be those that connect the machines."""
         del ranks, timeout_s
         raise UnsupportedError(
-            "shrink works among the ranks of one machine; start the job again without the others"
+            "shrink works between the ranks of one machine only; restart the job without the "
+            "excluded ranks"
         )
 
+    @final
     def close(self) -> None:
-        """Leave."""
+        """Leave; peers that wait for this rank get `PeerFailureError`."""
         if self._become_unusable(f"the communicator is closed on rank {self.rank}"):
-            self._leave(None)
+            self._disconnect(None)
 
-    # --- what is called -------------------------------------------------------------------------
+    # --- the collectives ------------------------------------------------------------------------
 
     def _call_all_reduce(
         self,
@@ -174,7 +184,7 @@ class CheckedEngine(Engine):
         def finish(parts: list[View]) -> None:
             self._reduce_payloads(parts, outs.views[0], op)
 
-        # Machines of different kinds may round a complex product differently: one does it.
+        # CPUs of different kinds may round a complex product differently: one rank computes it.
         exact = compress is None and not (op == "prod" and signature.dtype.startswith("complex"))
         payload = ins.views[0] if exact and not ins.is_list else None
         call = Call(signature, move, arrays if out is None else out, payload, finish)
@@ -341,7 +351,7 @@ class CheckedEngine(Engine):
         return run(Call(signature, move, out), timeout_s, async_op)
 
     def _tables(self, views: Sequence[View], counts: Sequence[int]) -> list[list[list[int]]]:
-        """For each array, how many elements go from each rank to each rank."""
+        """Return, for each array, the number of elements from each rank to each rank."""
         n = self.size
         if len(counts):
             if len(counts) != len(views) * n * n:
@@ -368,9 +378,9 @@ class CheckedEngine(Engine):
         self, run: Run, array: Any, src: int, timeout_s: float, async_op: bool
     ) -> Any: ...
 
-    # --- how it runs ----------------------------------------------------------------------------
+    # --- running a call -------------------------------------------------------------------------
 
-    def _in_order(self, call: Call, timeout_s: float, async_op: bool) -> Any:
+    def _run_queued(self, call: Call, timeout_s: float, async_op: bool) -> Any:
         site = source_line()
         return self._submit(
             self._queue,
@@ -380,7 +390,7 @@ class CheckedEngine(Engine):
             async_op,
         )
 
-    def _at_once(self, call: Call, timeout_s: float, async_op: bool) -> Any:
+    def _run_unchecked(self, call: Call, timeout_s: float, async_op: bool) -> Any:
         check_timeout(timeout_s)
         self._check_usable()
         self._guard(lambda: call.move(timeout_s), call.signature)
@@ -401,8 +411,8 @@ class CheckedEngine(Engine):
             return pending
         try:
             return pending.wait()
-        except KeyboardInterrupt:  # peers must not wait for what will not come
-            self._lose(PeerFailureError(f"rank {self.rank} was interrupted", (self.rank,)))
+        except KeyboardInterrupt:  # peers must not wait for this rank
+            self._abandon(PeerFailureError(f"rank {self.rank} was interrupted", (self.rank,)))
             raise
 
     def _run_checked(self, call: Call, site: str, timeout_s: float) -> None:
@@ -416,47 +426,50 @@ class CheckedEngine(Engine):
             others = self._agree(call.signature, site, data, timeout_s)
             if payload is not None and call.finish is not None:
                 call.finish([payload.at(bytearray(other[: payload.nbytes])) for other in others])
-            elif call.signature.op != "barrier":  # all have agreed: all are here
+            elif call.signature.op != "barrier":  # the comparison was the barrier
                 call.move(timeout_s)
 
         self._guard(steps, call.signature)
 
     def _guard(self, steps: Callable[[], None], signature: Signature) -> None:
-        """Run steps; what goes wrong half-way is the end of the communicator, on all ranks."""
+        """Run `steps`; any error but a mismatch ends the communicator on all ranks."""
         try:
             steps()
         except CollectiveMismatchError:
             raise
         except FastdistError as error:
             lost = self._explain(error, signature)
-            self._lose(lost)
+            self._abandon(lost)
             raise lost from None
         except BaseException as error:
-            self._lose(PeerFailureError(f"rank {self.rank} failed with {error!r}", (self.rank,)))
+            self._abandon(PeerFailureError(f"rank {self.rank} failed with {error!r}", (self.rank,)))
             raise
 
     def _agree(
         self, signature: Signature, site: str, payload: bytes, timeout_s: float
     ) -> list[bytes]:
-        """Compare signatures; differing ones raise on every rank, before anything has moved.
+        """Compare the signatures of all ranks before any array moves.
 
         Returns:
             Every rank's payload.
+
+        Raises:
+            CollectiveMismatchError: the signatures differ; raised on every rank.
         """
         self._sequence += 1
         signature = replace(signature, phase=self._phase % PHASES)
         self._last[self.rank] = signature
         own = signature.pack(self._sequence) + payload.ljust(_PAYLOAD_BYTES, b"\0")
-        shared = self._share(own, timeout_s)
+        shared = self._all_gather_records(own, timeout_s)
         records = [data[:RECORD_BYTES] for data in shared]
         self._last = [Signature.unpack(record)[1] for record in records]
         if records.count(records[0]) == len(records):
             return [data[RECORD_BYTES:] for data in shared]
-        sites = self._share(pack_site(site), timeout_s)
+        sites = self._all_gather_records(pack_site(site), timeout_s)
         raise mismatch(self.rank, records, [unpack_site(text) for text in sites])
 
     def _explain(self, error: FastdistError, signature: Signature) -> FastdistError:
-        """The error with what was called here, and what each rank called last."""
+        """Add this rank's call and the last call of each rank to an error."""
         names = [
             f"\n  rank {r}: " + (f"call {self._sequence_of(r)}, {last}" if last else "none")
             for r, last in enumerate(self._last)
@@ -470,13 +483,13 @@ class CheckedEngine(Engine):
     def _sequence_of(self, rank: int) -> int:
         return max(1, self._sequence - (rank != self.rank))
 
-    def _lose(self, error: FastdistError) -> None:
+    def _abandon(self, error: FastdistError) -> None:
         reason = (
             f"the communicator cannot be used any more on rank {self.rank}: an earlier call "
             "failed half-way; make a new one"
         )
         if self._become_unusable(reason):
-            self._leave(error)
+            self._disconnect(error)
 
     def _become_unusable(self, reason: str) -> bool:
         with self._state:
@@ -492,19 +505,19 @@ class CheckedEngine(Engine):
     def _peer(self, peer: int, op: str) -> int:
         return to_rank(peer, "dst" if op == "send" else "src", self.size, self.rank)
 
-    # --- what subclasses do: move bytes. `step_s`: seconds that each step may wait --------------
+    # --- moving bytes, by subclasses; `step_s` is the seconds that each step may wait -----------
 
     @abstractmethod
-    def _share(self, record: bytes, step_s: float) -> list[bytes]:
-        """Every rank's record, in rank order. All are as long as this one."""
+    def _all_gather_records(self, record: bytes, step_s: float) -> list[bytes]:
+        """Return every rank's record, in rank order. Records of all ranks have equal length."""
 
     @abstractmethod
     def _reduce_payloads(self, parts: list[View], out: View, op: str) -> None:
-        """Reduce every rank's array here, to the bits that `_all_reduce` would give."""
+        """Reduce the arrays of all ranks locally, to the same bits as `_all_reduce`."""
 
     @abstractmethod
-    def _leave(self, error: FastdistError | None) -> None:
-        """Let go of everything; tell the other ranks why, where it is an error."""
+    def _disconnect(self, error: FastdistError | None) -> None:
+        """Release all resources; if `error` is given, tell the other ranks."""
 
     @abstractmethod
     def _all_reduce(
@@ -535,14 +548,14 @@ class CheckedEngine(Engine):
     def _all_to_all(
         self, source: View, target: View, table: list[list[int]], step_s: float
     ) -> None:
-        """`table[i][j]`: elements from rank i to rank j."""
+        """Move `table[i][j]` elements from rank i to rank j."""
 
     def _barrier(self, step_s: float) -> None:
-        self._share(b"\0", step_s)
+        self._all_gather_records(b"\0", step_s)
 
 
 def source_line() -> str:
-    """The line of the user's source that made the call; torch's own are not the user's."""
+    """Return the line of the user's source that made the call: outside fastdist and torch."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

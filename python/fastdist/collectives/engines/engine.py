@@ -1,4 +1,4 @@
-"""What every engine gives to a communicator."""
+"""The interface between a communicator and the engine that moves its bytes."""
 
 from __future__ import annotations
 
@@ -9,68 +9,75 @@ from typing import Any
 import numpy as np
 
 Calls = Mapping[str, Callable[..., Any]]
-"""The collectives of one engine by name; what each takes is said at `_Calls` in _core.pyi."""
+"""The collectives of an engine by name; `_Calls` in _core.pyi lists the arguments of each."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Engine(ABC):
-    """One rank of a group, and the collectives between its ranks.
+    """One rank of a group of ranks, and the collectives between them.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
-        hosts: by what the engine for GPUs compares calls, as `_core.NcclCommunicator.connect`
-            takes it; None where there is no place for arrays on GPUs.
     """
 
     rank: int
     size: int
-    hosts: Any = None
+
+    @property
+    @abstractmethod
+    def call_checker(self) -> Any:
+        """The object over which calls on GPU arrays are compared between ranks.
+
+        Passed to `_core.NcclCommunicator.connect`. None if the engine does not support GPU arrays.
+        """
 
     @abstractmethod
     def calls(self) -> Calls:
-        """The collectives: arguments are positional, the last two are timeout_s and async_op."""
+        """Return the collectives. Arguments are positional, the last two timeout_s and async_op."""
 
     @abstractmethod
     def trusted_calls(self) -> Calls:
-        """The same for an engine above this one, which has compared what all ranks call.
+        """Return the collectives for an engine above this one, which has compared the calls.
 
         They run at once in the caller's thread, one at a time, and never asynchronously.
         """
 
     @abstractmethod
     def empty(self, nbytes: int) -> Bytes:
-        """Memory that collectives use with the fewest copies."""
+        """Allocate memory that collectives use with the fewest copies."""
 
     @abstractmethod
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
-        """An engine for each group of ranks. Every rank must call, with the same groups.
+        """Make an engine for each group of ranks. Every rank must call, with the same groups.
 
         Args:
-            groups: disjoint; the order within a group numbers its ranks.
+            groups: disjoint groups; the order within a group numbers its ranks.
             timeout_s: seconds to wait for other ranks.
 
         Returns:
-            The engine of the group that this rank is in, or None.
+            The engine of this rank's group, or None if this rank is in no group.
         """
 
     @abstractmethod
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
-        """An engine of these ranks, all of which call; the others may be gone, and this one lost.
+        """Make an engine of these ranks. Each of them must call.
+
+        The other ranks may be gone, and this engine may be lost.
 
         Raises:
-            UnsupportedError: this engine cannot go on without all of its ranks.
+            UnsupportedError: this engine cannot continue without all of its ranks.
         """
 
     @abstractmethod
     def set_phase(self, phase: int) -> None:
-        """Calls that begin from now on agree only with other ranks' calls of the same phase.
+        """Number the phase of the calls that follow; a call matches only calls of its phase.
 
         Args:
-            phase: of the caller's program, counted from 0.
+            phase: phase of the caller's program, counted from 0.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave. Ranks that still wait for this one get `PeerFailureError`."""
+        """Leave. Ranks that still wait for this rank get `PeerFailureError`."""

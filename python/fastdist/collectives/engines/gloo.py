@@ -1,45 +1,41 @@
-"""CPU arrays between machines, by torch.distributed's Gloo.
+"""The engine for CPU arrays between machines: torch.distributed's Gloo.
 
-Every collective is made of exchanges in which each rank sends a range of its memory to each other
-rank (Gloo's all_to_all), all at once. With n ranks of N bytes:
+Collectives consist of exchanges, in which each rank sends a range of its memory to every other rank
+at the same time (Gloo's all_to_all). With n ranks of N bytes:
 
 | collective | steps after the comparison of signatures | bytes that each rank sends |
 |---|---|---|
 | all_reduce, broadcast, all_gather up to 512 B | none: travels with the signature | (n-1)·548 |
-| all_reduce up to 16 KiB | everybody's array to everybody | (n-1)·N |
-| all_reduce | slices to their owners; results to everybody | 2·N·(n-1)/n |
+| all_reduce up to 16 KiB | all arrays to all ranks | (n-1)·N |
+| all_reduce | slices to their owners; results to all ranks | 2·N·(n-1)/n |
 | reduce | slices to their owners; results to the root | at most 2·N·(n-1)/n |
 | reduce_scatter | parts to their owners | N·(n-1)/n |
 | all_gather | Gloo's ring | (n-1)·N |
 | broadcast | Gloo's tree | up to log2(n)·N |
-| gather, scatter, all_to_all | one | what the call says |
+| gather, scatter, all_to_all | one exchange | the arrays of the call |
 
-One rank reduces each slice, in rank order (reduction.py): results are the same bits on every rank
-and run after run, for every dtype and reduction, of which Gloo itself has but a few.
+One rank reduces each slice, in rank order (reduction.py), so that results are the same bits on
+every rank and in every run. All dtypes and reductions work, although Gloo itself has only a few.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 from fastdist.collectives.engines.c10d import c10d
 from fastdist.collectives.engines.checked import CheckedEngine, Run, source_line
-from fastdist.collectives.engines.departures import Departures, StoreLostError
 from fastdist.collectives.engines.engine import Bytes
-from fastdist.collectives.engines.gloo_group import Flight, GlooGroup, adopted
+from fastdist.collectives.engines.failure_board import FailureBoard, StoreLostError
+from fastdist.collectives.engines.gloo_group import GlooGroup, GlooOperation, error_from
 from fastdist.collectives.engines.gloo_lane import GlooLane
 from fastdist.collectives.engines.reduction import narrow, reduce_in_order
-from fastdist.collectives.engines.signature import (
-    Signature,
-)
+from fastdist.collectives.engines.signature import Signature
 from fastdist.collectives.engines.views import Arrays, View, views_of
-from fastdist.errors import (
-    FastdistError,
-)
+from fastdist.errors import FastdistError
 
 _SMALL_BYTES = 16 << 10
 _BUCKET_BYTES = 32 << 20
@@ -49,16 +45,17 @@ _WIRE = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 _LARGEST_FP8_SUM = 421.0  # stays finite although every rank rounds its part up
 
 
+@final
 class GlooEngine(CheckedEngine):
-    """Ranks anywhere that a network connects.
+    """Ranks on any machines of one network.
 
     Args:
-        store: torch's; with a prefix that only this communicator uses.
+        store: torch's store, with a prefix that only this communicator uses.
         rank: this rank.
         size: the number of ranks.
-        address: of this machine, where the others can connect to.
+        address: address of this machine, reachable from the others.
         timeout_s: seconds to wait for the other ranks to connect.
-        lanes_only: send, recv and subset are all that is ever called.
+        lanes_only: True if only send, recv and subset will be called.
     """
 
     def __init__(
@@ -76,25 +73,25 @@ class GlooEngine(CheckedEngine):
         self._connect_s = timeout_s
         self._lanes_only = lanes_only
         self._subsets = 0
-        self._departures = Departures(store, rank, size)
+        self._board = FailureBoard(store, rank, size)
         self._net = GlooGroup(
             store,
             rank,
             size,
             address,
-            self._departures,
-            self._patrol,
+            self._board,
+            self._poll_failures,
             None if lanes_only else timeout_s,
         )
         self._lanes: dict[tuple[int, bool], GlooLane] = {}
         self._lanes_lock = threading.Lock()
 
     def empty(self, nbytes: int) -> Bytes:
-        """Plain memory: Gloo sends from anywhere."""
+        """Allocate plain memory: Gloo sends from any memory."""
         return np.empty(nbytes, np.uint8)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> GlooEngine | None:
-        """Another process group, found through the same store."""
+        """Make another process group, which connects through the same store."""
         self._subsets += 1
         for group in groups:
             if self.rank in group:
@@ -112,7 +109,7 @@ class GlooEngine(CheckedEngine):
         self, ins: list[View], outs: list[View], op: str, compress: str | None, step_s: float
     ) -> None:
         if compress is not None:
-            with np.errstate(all="ignore"):  # what the format cannot hold becomes inf or NaN
+            with np.errstate(all="ignore"):  # values outside the format's range become inf or NaN
                 return self._all_reduce_compressed(ins, outs, op, _WIRE[compress], step_s)
         for parts in _buckets(ins):
             if len(parts) == 1:
@@ -126,10 +123,10 @@ class GlooEngine(CheckedEngine):
     def _reduce_everywhere(self, source: View, target: View, op: str, step_s: float) -> None:
         if source.count == 0:
             return
-        # Machines of different kinds may round a complex product differently: one does it.
+        # CPUs of different kinds may round a complex product differently: one rank computes it.
         exact = op != "prod" or not source.dtype.startswith("complex")
         if source.nbytes <= _SMALL_BYTES and exact:
-            everyone = self._net.share(source.memory, step_s)
+            everyone = self._net.all_gather_direct(source.memory, step_s)
             reduce_in_order(self._parts(source, everyone), op, target)
             return
         chunk = max(1, max(_CHUNK_BYTES, self.size * _LEAST_SLICE_BYTES) // source.flat.itemsize)
@@ -140,8 +137,8 @@ class GlooEngine(CheckedEngine):
             )
             for at in starts
         ]
-        # The reduction of one chunk overlaps the transfer of the next, and two chunks' memory
-        # serves all of them.
+        # The reduction of one chunk overlaps the transfer of the next chunk; the chunks take turns
+        # in two pieces of memory.
         memory = [slices[0].memory() for _ in slices[:2]]
         slices[0].scatter(memory[0], step_s)
         for k, own in enumerate(slices):
@@ -156,16 +153,16 @@ class GlooEngine(CheckedEngine):
         reduce_in_order(parts, op, out)
 
     def _reduce_slice(self, source: View, op: str, step_s: float) -> tuple[View, list[int]]:
-        """This rank's slice, reduced; and the bytes of every rank's slice."""
+        """Reduce this rank's slice; return it, and the number of bytes of every rank's slice."""
         n, counts = self.size, self.slice_bytes(source)
         staging = np.empty(n * counts[self.rank], np.uint8)
-        self._net.swap(staging, source.memory, [counts[self.rank]] * n, counts, step_s)
+        self._net.exchange(staging, source.memory, [counts[self.rank]] * n, counts, step_s)
         parts = self._parts(source, staging)
         reduce_in_order(parts, op, parts[0])
         return parts[0], counts
 
     def slice_bytes(self, source: View) -> list[int]:
-        """How much of an array each rank reduces."""
+        """Return the number of bytes of an array that each rank reduces."""
         n, item = self.size, source.flat.itemsize
         return [(source.count // n + (r < source.count % n)) * item for r in range(n)]
 
@@ -198,7 +195,7 @@ class GlooEngine(CheckedEngine):
                 at += outs[i].count
 
     def _agree_on_scales(self, ins: list[View], step_s: float) -> np.ndarray[Any, Any]:
-        """Per array, the power of two that maps n times the largest magnitude into range."""
+        """Return, per array, the power of two that maps n × its largest magnitude into range."""
         largest = np.array([np.abs(v.flat).max(initial=0) for v in ins], np.float32)
         view = View(largest, "float32")
         self._reduce_everywhere(view, view, "max", step_s)
@@ -222,7 +219,7 @@ class GlooEngine(CheckedEngine):
             sent = [own.nbytes if r == root else 0 for r in range(n)]
             is_root = self.rank == root
             whole = np.empty(bucket.nbytes if is_root else 0, np.uint8)
-            self._net.swap(
+            self._net.exchange(
                 whole,
                 own.memory if own.nbytes else whole[:0],
                 counts if is_root else [0] * n,
@@ -237,7 +234,7 @@ class GlooEngine(CheckedEngine):
             return
         n, length = self.size, target.nbytes
         staging = np.empty(n * length, np.uint8)
-        self._net.swap(staging, source.memory, [length] * n, [length] * n, step_s)
+        self._net.exchange(staging, source.memory, [length] * n, [length] * n, step_s)
         reduce_in_order(self._parts(source, staging), op, target)
 
     # --- movement -------------------------------------------------------------------------------
@@ -264,7 +261,7 @@ class GlooEngine(CheckedEngine):
         incoming = np.empty(0, np.uint8) if target is None else target.memory
         received = [0 if target is None else length] * n
         sent = [length if r == root else 0 for r in range(n)]
-        self._net.swap(incoming, source.memory, received, sent, step_s)
+        self._net.exchange(incoming, source.memory, received, sent, step_s)
 
     def _scatter(self, source: View | None, target: View, root: int, step_s: float) -> None:
         if target.count == 0:
@@ -272,7 +269,7 @@ class GlooEngine(CheckedEngine):
         n, length = self.size, target.nbytes
         outgoing = np.empty(0, np.uint8) if source is None else source.memory
         received = [length if r == root else 0 for r in range(n)]
-        self._net.swap(
+        self._net.exchange(
             target.memory, outgoing, received, [0 if source is None else length] * n, step_s
         )
 
@@ -284,12 +281,12 @@ class GlooEngine(CheckedEngine):
         item = source.flat.itemsize
         received = [row[self.rank] * item for row in table]
         sent = [count * item for count in table[self.rank]]
-        self._net.swap(target.memory, source.memory, received, sent, step_s)
+        self._net.exchange(target.memory, source.memory, received, sent, step_s)
 
-    # --- the rest -------------------------------------------------------------------------------
+    # --- comparison, send and recv, failure -----------------------------------------------------
 
-    def _share(self, record: bytes, step_s: float) -> list[bytes]:
-        rows = self._net.share(np.frombuffer(record, np.uint8), step_s)
+    def _all_gather_records(self, record: bytes, step_s: float) -> list[bytes]:
+        rows = self._net.all_gather_direct(np.frombuffer(record, np.uint8), step_s)
         return [row.tobytes() for row in rows.reshape(self.size, len(record))]
 
     def _call_send(self, run: Run, array: Any, dst: int, timeout_s: float, async_op: bool) -> Any:
@@ -325,23 +322,23 @@ class GlooEngine(CheckedEngine):
                     peer,
                     sends,
                     self.address,
-                    self._departures,
-                    self._patrol,
+                    self._board,
+                    self._poll_failures,
                     self._connect_s,
                 )
             return self._lanes[peer, sends]
 
-    def _patrol(self) -> None:
-        """Look around while a call waits: was the communicator given up, here or elsewhere?"""
+    def _poll_failures(self) -> None:
+        """Raise if the communicator was lost here or on another rank, while a call waits."""
         self._check_usable()
         try:
-            causes = self._departures.causes()
+            causes = self._board.causes()
         except StoreLostError:
-            return  # Gloo notices by itself whom that concerns
+            return  # Gloo itself reports the ranks that are lost with the store
         if causes:
-            raise adopted(causes)
+            raise error_from(causes)
 
-    def _leave(self, error: FastdistError | None) -> None:
+    def _disconnect(self, error: FastdistError | None) -> None:
         self._net.close(error)
         with self._lanes_lock:
             lanes = list(self._lanes.values())
@@ -350,7 +347,7 @@ class GlooEngine(CheckedEngine):
 
 
 class _Slices:
-    """A chunk of an all_reduce: slices go to their owners, and results to everybody."""
+    """A chunk of an all_reduce: slices go to their owners, results go to all ranks."""
 
     def __init__(self, engine: GlooEngine, source: View, target: View) -> None:
         self._net = engine._net
@@ -359,11 +356,11 @@ class _Slices:
         self._target = target
         self._counts = engine.slice_bytes(source)
         self._own = self._counts[engine.rank]
-        self._flight: Flight | None = None
+        self._operation: GlooOperation | None = None
         self._staging = np.empty(0, np.uint8)
 
     def memory(self) -> Bytes:
-        """What this chunk or a smaller one needs."""
+        """Allocate the memory that this chunk or a smaller one needs."""
         return np.empty(2 * self._net.size * max(self._counts), np.uint8)
 
     def scatter(self, memory: Bytes, step_s: float) -> None:
@@ -371,28 +368,28 @@ class _Slices:
         n, own = self._net.size, self._own
         half = memory.nbytes // 2
         self._staging, self._copies = memory[: n * own], memory[half : half + n * own]
-        self._flight = self._net.begin_swap(
+        self._operation = self._net.begin_exchange(
             self._staging, self._source.memory, [own] * n, self._counts, step_s
         )
 
     def reduce_and_spread(self, op: str, step_s: float) -> None:
-        """Reduce the own slice, and begin to send it to everybody."""
+        """Reduce this rank's slice, and begin to send it to all ranks."""
         n, own = self._net.size, self._own
-        self._net.finish(self._flight, step_s)
+        self._net.finish(self._operation, step_s)
         parts = self._parts(self._source, self._staging)
         reduce_in_order(parts, op, parts[0])
         self._copies.reshape(n, own)[:] = parts[0].memory
-        self._flight = self._net.begin_swap(
+        self._operation = self._net.begin_exchange(
             self._target.memory, self._copies, self._counts, [own] * n, step_s
         )
 
     def finish(self, step_s: float) -> None:
-        """Wait for everybody's results."""
-        self._net.finish(self._flight, step_s)
+        """Wait for the results of all ranks."""
+        self._net.finish(self._operation, step_s)
 
 
 def _buckets(views: Sequence[View]) -> Iterator[list[int]]:
-    """Indices of arrays of one dtype that travel together: each dtype's in order."""
+    """Yield buckets: indices of arrays of one dtype that are sent together, in order."""
     open_buckets: dict[str, tuple[list[int], int]] = {}
     for i, view in enumerate(views):
         indices, nbytes = open_buckets.get(view.dtype, ([], 0))

@@ -1,7 +1,7 @@
-"""A process group of Gloo, used for exchanges of bytes, and what becomes of it when they fail.
+"""A Gloo process group for exchanges of bytes, and the diagnosis of exchanges that fail.
 
-The group is made directly from a store and is its owner's alone; the user's own use of
-torch.distributed is not touched.
+The group is made directly from a store and is private to its owner: it does not affect the user's
+own use of torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from fastdist.collectives.engines.c10d import c10d
-from fastdist.collectives.engines.departures import Cause, Departures, StoreLostError
 from fastdist.collectives.engines.engine import Bytes
+from fastdist.collectives.engines.failure_board import Cause, FailureBoard, StoreLostError
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveTimeoutError,
@@ -27,28 +27,28 @@ from fastdist.errors import (
 )
 
 _LONGEST_S = 1e8
-# How long ranks whose call fails wait for each other's explanations.
+# How long a rank whose call fails waits for the explanations of other ranks.
 _GRACE_S = 0.3
 _POLL_S = 0.02
-PATROL_S = 0.5
-"""How often a rank that waits looks around."""
+FAILURE_POLL_S = 0.5
+"""Seconds between two polls of failures by a rank that waits."""
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 2e-3
-# Gloo's thread drops its references a moment after the end of an operation.
+# Gloo's thread drops its references shortly after the end of an operation.
 _RELEASE_S = 0.05
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:%]+)\]:[0-9]+")
 
 
 class GlooGroup:
-    """Ranks that are connected; every rank makes it, and calls its methods in the same order.
+    """Connected ranks. Every rank must make the group, and call its methods in the same order.
 
     Args:
-        store: torch's; with a prefix that only this group uses.
+        store: torch's store, with a prefix that only this group uses.
         rank: this rank.
         size: the number of ranks.
-        address: of this machine, where the others can connect to.
-        departures: where these ranks say why they leave.
-        patrol: called now and then while a rank waits; raises FastdistError to end that.
-        timeout_s: seconds to wait for the other ranks to connect; None: do not connect.
+        address: address of this machine, reachable from the others.
+        board: where the ranks post why they leave.
+        poll_failures: called regularly while a rank waits; raises FastdistError to end the wait.
+        timeout_s: seconds to wait for the other ranks to connect; None does not connect.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class GlooGroup:
         rank: int,
         size: int,
         address: str,
-        departures: Departures,
-        patrol: Callable[[], None],
+        board: FailureBoard,
+        poll_failures: Callable[[], None],
         timeout_s: float | None,
     ) -> None:
         self.rank = rank
         self.size = size
-        self._departures = departures
-        self._patrol = patrol
+        self._board = board
+        self._poll_failures = poll_failures
         self._in_flight = 0
         self._addresses: list[str] = []  # of all ranks
         self._group: Any = None
@@ -79,8 +79,8 @@ class GlooGroup:
         options._timeout = _duration(timeout_s)
         options._threads = 2
         try:
-            # A connection of its own: while one thread waits for a key, nothing else gets through,
-            # such as what a rank waits for to set a key.
+            # A connection of its own: while one thread waits for a key, the connection passes no
+            # other request, such as the one that sets the key.
             store = store.clone()
             store.set(f"address/{self.rank}", address)
             own = c10d().PrefixStore("gloo", store)
@@ -94,7 +94,7 @@ class GlooGroup:
                 f"{address} within {timeout_s:g} s: {_first_line(error)}"
             ) from None
 
-    def swap(
+    def exchange(
         self,
         incoming: Bytes,
         outgoing: Bytes,
@@ -102,18 +102,18 @@ class GlooGroup:
         sent: Sequence[int],
         step_s: float,
     ) -> None:
-        """Send `sent[p]` bytes to each rank p and receive `received[p]`, one after the other."""
-        self.finish(self.begin_swap(incoming, outgoing, received, sent, step_s), step_s)
+        """Send `sent[p]` bytes to each rank p and receive `received[p]`, packed in rank order."""
+        self.finish(self.begin_exchange(incoming, outgoing, received, sent, step_s), step_s)
 
-    def begin_swap(
+    def begin_exchange(
         self,
         incoming: Bytes,
         outgoing: Bytes,
         received: Sequence[int],
         sent: Sequence[int],
         step_s: float,
-    ) -> Flight | None:
-        """The same, in flight; ranks begin them in the same order."""
+    ) -> GlooOperation | None:
+        """Begin an `exchange`. Every rank must begin its exchanges in the same order."""
         if self.size == 1:
             incoming[:] = outgoing
             return None
@@ -126,45 +126,45 @@ class GlooGroup:
             step_s,
         )
 
-    def share(self, own: Bytes, step_s: float) -> Bytes:
-        """Every rank's bytes; all have as many."""
+    def all_gather_direct(self, own: Bytes, step_s: float) -> Bytes:
+        """Return every rank's bytes, sent in one step; all ranks have equally many."""
         n, length = self.size, own.nbytes
         everyone = np.empty(n * length, np.uint8)
-        self.swap(everyone, np.tile(own, n), [length] * n, [length] * n, step_s)
+        self.exchange(everyone, np.tile(own, n), [length] * n, [length] * n, step_s)
         return everyone
 
     def _begin(
         self, start: Callable[[Any], Any], tensors: list[Any], step_s: float
-    ) -> Flight | None:
+    ) -> GlooOperation | None:
         group = self._group
-        if group is None:  # closed by another thread: says so
-            self._patrol()
+        if group is None:  # closed by another thread: raises
+            self._poll_failures()
         try:
-            return Flight(start(group), group, tensors)
+            return GlooOperation(start(group), group, tensors)
         except RuntimeError as error:
-            raise self._blame(str(error), step_s) from None
+            raise self._explain_failure(str(error), step_s) from None
 
-    def finish(self, flight: Flight | None, step_s: float) -> None:
-        """Wait for what `begin_swap` began.
+    def finish(self, operation: GlooOperation | None, step_s: float) -> None:
+        """Wait for an operation.
 
         Raises:
             CollectiveTimeoutError: `step_s` seconds have passed.
             PeerFailureError: a rank has died or left.
         """
-        if flight is None:
+        if operation is None:
             return
         self._in_flight += 1
         try:
-            flight.wait(self._patrol)
+            operation.wait(self._poll_failures)
         except FastdistError:
             raise
         except RuntimeError as error:
-            raise self._blame(str(error), step_s) from None
+            raise self._explain_failure(str(error), step_s) from None
         finally:
             self._in_flight -= 1
 
     def broadcast(self, memory: Bytes, root: int, step_s: float) -> None:
-        """Copy the root's bytes to everybody."""
+        """Copy the root's bytes to all ranks."""
         if self.size == 1 or memory.nbytes == 0:
             return
         options = c10d().BroadcastOptions()
@@ -172,8 +172,8 @@ class GlooGroup:
         options.rootTensor = 0
         options.timeout = _duration(step_s)
         tensors = [_tensor(memory)]
-        flight = self._begin(lambda group: group.broadcast(tensors, options), tensors, step_s)
-        self.finish(flight, step_s)
+        operation = self._begin(lambda group: group.broadcast(tensors, options), tensors, step_s)
+        self.finish(operation, step_s)
 
     def all_gather(self, own: Bytes, everyone: Bytes, step_s: float) -> None:
         """Join every rank's bytes, in rank order."""
@@ -183,35 +183,35 @@ class GlooGroup:
         options = c10d().AllgatherOptions()
         options.timeout = _duration(step_s)
         tensors = [_tensor(everyone), _tensor(own)]
-        flight = self._begin(
+        operation = self._begin(
             lambda group: group._allgather_base(*tensors, options), tensors, step_s
         )
-        self.finish(flight, step_s)
+        self.finish(operation, step_s)
 
     def close(self, error: FastdistError | None) -> None:
-        """Leave, and say why."""
+        """Leave, and post why."""
         if self.size > 1:
             if error is None and not self._in_flight:
-                self._departures.close()
+                self._board.post_closed()
             elif error is None:
                 text = f"rank {self.rank} has closed the communicator"
-                self._departures.post(Cause(False, (self.rank,), text))
+                self._board.post_cause(Cause(False, (self.rank,), text))
             else:
-                self._departures.post(Cause.of(error))
-        self._group = None  # closes the connections, once no call uses them
+                self._board.post_cause(Cause.from_error(error))
+        self._group = None  # closes the connections as soon as no call uses them
 
     # --- failure
 
-    def _blame(self, message: str, step_s: float) -> FastdistError:
-        """Find out why Gloo gave up, and about whom."""
+    def _explain_failure(self, message: str, step_s: float) -> FastdistError:
+        """Find out why Gloo failed and which ranks are at fault."""
         timed_out = "timed out" in message.lower() or "timeout" in message.lower()
         suspect = self._rank_at(message)
         if self.size == 2:
             suspect = 1 - self.rank
         try:
-            self._departures.notice("timeout" if timed_out else "closure")
-            cause, missing = self._inquire(timed_out, suspect)
-        except StoreLostError:  # and with it the rank that has it
+            self._board.post_notice("timeout" if timed_out else "closure")
+            cause, missing = self._read_board(timed_out, suspect)
+        except StoreLostError:  # report rank 0, which usually holds the store
             cause, missing = None, [0 if suspect is None else suspect]
         if cause is not None:
             return cause
@@ -225,64 +225,64 @@ class GlooGroup:
         names = ", ".join(map(str, gone)) or "of another machine"
         return PeerFailureError(f"rank {names} has died or cannot be reached", tuple(gone))
 
-    def _inquire(
+    def _read_board(
         self, timed_out: bool, suspect: int | None
     ) -> tuple[FastdistError | None, list[int]]:
-        """What other ranks say; or the ranks that say nothing at all."""
+        """Return the cause that other ranks posted, or None and the ranks that posted nothing."""
         until = time.monotonic() + _GRACE_S
         while True:
-            causes = self._departures.causes()
+            causes = self._board.causes()
             if causes:
-                return adopted(causes), []
-            closed = self._departures.closed()
+                return error_from(causes), []
+            closed = self._board.closed_ranks()
             if closed and not timed_out:
                 text = f"rank {closed[0]} has closed the communicator"
                 return PeerFailureError(text, (closed[0],)), []
-            noticed = self._departures.noticed()
+            noticed = self._board.notices()
             silent = [r for r in range(self.size) if r != self.rank and r not in noticed]
-            # A timeout needs the grace to tell those who are late from those who wait as we do.
+            # After a timeout, late ranks differ from waiting ranks only by what they post in time.
             if not timed_out and suspect in silent:
                 return None, silent
             if time.monotonic() > until:
-                if timed_out and not silent:  # the late are those who found their peers gone
+                if timed_out and not silent:  # late ranks find the connections of others closed
                     silent = [r for r, what in noticed.items() if what == "closure"]
                 return None, silent
             time.sleep(_POLL_S)
 
     def _rank_at(self, message: str) -> int | None:
-        """The only rank at the address in one of Gloo's messages."""
+        """Return the rank whose address is in a message of Gloo, or None if it is ambiguous."""
         found = _ADDRESS.search(message)
         ranks = [r for r, address in enumerate(self._addresses) if found and address == found[1]]
         return ranks[0] if len(ranks) == 1 and ranks != [self.rank] else None
 
 
-class Flight:
-    """An operation of Gloo in flight; it holds the process group and the arrays until it ends."""
+class GlooOperation:
+    """A running operation of Gloo; it holds the process group and the arrays until it ends."""
 
     def __init__(self, work: Any, group: Any, tensors: list[Any]) -> None:
         self._work = work
         self._group = group
         self._tensors = tensors
 
-    def wait(self, patrol: Callable[[], None]) -> None:
+    def wait(self, poll_failures: Callable[[], None]) -> None:
         """Wait for the end.
 
-        Gloo's own wait can neither be given up nor survives the end of the interpreter, so this
-        looks again and again, ever less often, and now and then lets `patrol` look around.
+        Gloo's own wait cannot be interrupted and crashes at the end of the interpreter. This method
+        polls instead, at growing intervals, and regularly calls `poll_failures`.
 
         Raises:
             RuntimeError: the operation failed.
-            FastdistError: what `patrol` raised; the operation is left to itself.
+            FastdistError: raised by `poll_failures`; the operation is abandoned.
         """
-        began = patrolled = time.monotonic()
+        began = last_poll = time.monotonic()
         while not self._work.is_completed():
             now = time.monotonic()
-            if now - patrolled > PATROL_S:
-                patrolled = now
+            if now - last_poll > FAILURE_POLL_S:
+                last_poll = now
                 try:
-                    patrol()
+                    poll_failures()
                 except BaseException:
-                    # For ever: who drops a process group waits for its operations.
+                    # Leak a reference: dropping a process group waits for its operations.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                     raise
             time.sleep(min(max((now - began) / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
@@ -294,11 +294,11 @@ class Flight:
         self._tensors.clear()
 
 
-def adopted(causes: dict[int, Cause]) -> FastdistError:
-    """The error for why others left."""
+def error_from(causes: dict[int, Cause]) -> FastdistError:
+    """Make the error for the causes that other ranks posted."""
     rank, cause = min(causes.items())
     seen = "" if rank in cause.ranks else f" (noticed by rank {rank})"
-    return replace(cause, text=cause.text + seen).error()
+    return replace(cause, text=cause.text + seen).to_error()
 
 
 def _duration(seconds: float) -> datetime.timedelta:

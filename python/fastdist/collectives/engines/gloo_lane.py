@@ -1,4 +1,4 @@
-"""send and recv between machines: for each direction a group of two, made when first used."""
+"""send and recv between machines: a group of two per direction, made at its first use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fastdist.collectives.engines.c10d import c10d
-from fastdist.collectives.engines.departures import Departures, StoreLostError
-from fastdist.collectives.engines.gloo_group import PATROL_S, GlooGroup
+from fastdist.collectives.engines.failure_board import FailureBoard, StoreLostError
+from fastdist.collectives.engines.gloo_group import FAILURE_POLL_S, GlooGroup
 from fastdist.collectives.engines.queues import CallQueue
 from fastdist.collectives.engines.signature import RECORD_BYTES, Signature, pack_site, unpack_site
 from fastdist.collectives.engines.views import View
@@ -26,17 +26,17 @@ _POLL_S = 0.01
 
 
 class GlooLane:
-    """Transfers from one rank to another, in order. In its group the sender is rank 0.
+    """Ordered transfers from one rank to another. The sender is rank 0 of the lane's group.
 
     Args:
-        store: torch's; of the communicator.
+        store: torch's store, with the communicator's prefix.
         rank: this rank.
-        peer: the other one.
-        sends: this rank is the sender.
-        address: of this machine.
-        departures: of the communicator.
-        patrol: called now and then while a rank waits; raises FastdistError to end that.
-        connect_s: seconds for the two to connect once both are there.
+        peer: the other rank.
+        sends: True if this rank is the sender.
+        address: address of this machine.
+        board: the communicator's board.
+        poll_failures: called regularly while a rank waits; raises FastdistError to end the wait.
+        connect_s: seconds for the two ranks to connect after both have called.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class GlooLane:
         peer: int,
         sends: bool,
         address: str,
-        departures: Departures,
-        patrol: Callable[[], None],
+        board: FailureBoard,
+        poll_failures: Callable[[], None],
         connect_s: float,
     ) -> None:
         self.queue = CallQueue(f"fastdist rank {rank} with {peer}")
@@ -57,14 +57,14 @@ class GlooLane:
         self._peer = peer
         self._sends = sends
         self._address = address
-        self._departures = departures
-        self._patrol = patrol
+        self._board = board
+        self._poll_failures = poll_failures
         self._connect_s = connect_s
         self._transfers = 0
         self._pair: GlooGroup | None = None
 
     def transfer(self, signature: Signature, site: str, view: View, step_s: float) -> None:
-        """Both ranks compare what they call, then the bytes go."""
+        """Compare the calls of both ranks, then move the bytes."""
         if self._pair is None:
             self._pair = self._meet(step_s)
         self._transfers += 1
@@ -73,13 +73,13 @@ class GlooLane:
         except CollectiveMismatchError:
             raise
         except (CollectiveTimeoutError, PeerFailureError) as error:
-            self._patrol()  # knows more where the whole communicator was given up
+            self._poll_failures()  # raises the cause if the whole communicator is lost
             late = isinstance(error, CollectiveTimeoutError)
-            what = "did not come in time" if late else "has died or left"
+            what = "did not arrive in time" if late else "has died or left"
             raise type(error)(f"rank {self._peer} {what}", (self._peer,)) from None
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._pair is not None:
             self._pair.close(None)
 
@@ -87,7 +87,7 @@ class GlooLane:
         self, pair: GlooGroup, signature: Signature, site: str, view: View, step_s: float
     ) -> None:
         own = signature.pack(self._transfers) + pack_site(site)
-        both = pair.share(np.frombuffer(own, np.uint8), step_s).reshape(2, len(own))
+        both = pair.all_gather_direct(np.frombuffer(own, np.uint8), step_s).reshape(2, len(own))
         theirs = both[1 - pair.rank].tobytes()
         number, other = Signature.unpack(theirs[:RECORD_BYTES])
         if replace(other, op=signature.op, root=signature.root) != signature:
@@ -107,16 +107,16 @@ class GlooLane:
             return
         nothing = np.empty(0, np.uint8)
         if self._sends:
-            pair.swap(nothing, view.memory, [0, 0], [0, view.nbytes], step_s)
+            pair.exchange(nothing, view.memory, [0, 0], [0, view.nbytes], step_s)
         else:
-            pair.swap(view.memory, nothing, [view.nbytes, 0], [0, 0], step_s)
+            pair.exchange(view.memory, nothing, [view.nbytes, 0], [0, 0], step_s)
 
     def _meet(self, step_s: float) -> GlooGroup:
-        """Connect; both wait here for the other, and can be stopped."""
+        """Wait for the other rank and connect; a failure elsewhere ends the wait."""
         store = self._store
         try:
             store.set(f"here/{self._rank}", b"1")
-            began = patrolled = time.monotonic()
+            began = last_poll = time.monotonic()
             while not store.check([f"here/{self._peer}"]):
                 now = time.monotonic()
                 if now - began > step_s:
@@ -124,10 +124,10 @@ class GlooLane:
                         f"timed out after {step_s:.1f} s waiting for rank {self._peer}",
                         (self._peer,),
                     )
-                if now - patrolled > PATROL_S:
-                    patrolled = now
-                    self._patrol()
-                    if self._peer in self._departures.closed():
+                if now - last_poll > FAILURE_POLL_S:
+                    last_poll = now
+                    self._poll_failures()
+                    if self._peer in self._board.closed_ranks():
                         raise PeerFailureError(
                             f"rank {self._peer} has closed the communicator", (self._peer,)
                         )
@@ -138,5 +138,11 @@ class GlooLane:
             raise PeerFailureError(f"rank {self._peer} cannot be reached", (self._peer,)) from None
         rank = 0 if self._sends else 1
         return GlooGroup(
-            store, rank, 2, self._address, Departures(store, rank, 2), self._patrol, self._connect_s
+            store,
+            rank,
+            2,
+            self._address,
+            FailureBoard(store, rank, 2),
+            self._poll_failures,
+            self._connect_s,
         )

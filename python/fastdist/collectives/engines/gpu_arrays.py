@@ -1,6 +1,7 @@
-"""On which GPU an array lies, and the stream on which it is ready: torch's, cupy's, others'.
+"""The GPU of an array and the stream on which it is ready, for torch, cupy and other libraries.
 
-Others are those with DLPack or the CUDA array interface, whose version 3 names a stream.
+Other libraries are supported by DLPack or by the CUDA array interface, whose version 3 names a
+stream.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ SOME_GPU = -1
 
 
 def device_of(arrays: Any) -> int | None:
-    """The number of the GPU that an array, or the first of a list, lies on; None: it is on none.
+    """Return the number of the GPU of an array, or of the first array of a list.
 
-    `SOME_GPU` where it is empty and its library does not tell.
+    Returns:
+        The number; None if the array is not on a GPU; `SOME_GPU` if the array is empty and its
+        library does not tell the device.
     """
     if isinstance(arrays, np.ndarray):
         return None
@@ -48,7 +51,7 @@ def _device_of_interface(array: Any) -> int | None:
 
 
 def current_stream(arrays: Any, device: int) -> int:
-    """The handle of the stream on which the arrays' library works."""
+    """Return the handle of the current stream of the arrays' library."""
     array = arrays[0] if isinstance(arrays, (list, tuple)) else arrays
     if hasattr(array, "is_cuda"):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -59,13 +62,13 @@ def current_stream(arrays: Any, device: int) -> int:
 
 
 def stream_handle(stream: Any, device: int) -> int:
-    """The handle of a stream of torch, cupy, numba or cuda.core, or an integer that is one.
+    """Return the handle of a stream of torch, cupy, numba or cuda.core; integers are handles.
 
     Raises:
-        ValueError: a stream of another GPU.
-        TypeError: no stream.
+        ValueError: the stream belongs to another GPU.
+        TypeError: `stream` is neither a stream nor a handle.
     """
-    own = getattr(getattr(stream, "device", None), "index", None)  # torch's know their device
+    own = getattr(getattr(stream, "device", None), "index", None)  # torch's streams
     if own is not None and own != device:
         raise ValueError(f"stream must be of the arrays' GPU, cuda:{device}, got cuda:{own}")
     for name in ("cuda_stream", "ptr"):  # torch, cupy

@@ -1,19 +1,24 @@
-"""An engine as a hierarchy: neighbouring ranks first, then one of each group with the others."""
+"""A hierarchy over one engine: groups of neighbouring ranks, and the groups' first ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
-from fastdist.collectives.engines.departures import Cause
 from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.failure_board import Cause
 from fastdist.collectives.engines.hierarchical import HierarchicalEngine
-from fastdist.collectives.engines.links import Layout, Links
+from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.place_links import PlaceLinks
 
 
 def engine_in_groups(flat: Engine, width: int, timeout_s: float) -> Engine:
-    """The ranks of `flat`, which must not be used any more, in groups of `width` neighbours.
+    """Arrange the ranks of an engine in groups of neighbours. Every rank of `flat` must call.
 
-    Every rank of `flat` must call.
+    Args:
+        flat: the engine; must not be used afterwards.
+        width: ranks per group; the last group may be smaller.
+        timeout_s: seconds to wait for other ranks.
     """
     starts = range(0, flat.size, width)
     layout = Layout(tuple(tuple(range(i, min(i + width, flat.size))) for i in starts))
@@ -22,22 +27,23 @@ def engine_in_groups(flat: Engine, width: int, timeout_s: float) -> Engine:
     return HierarchicalEngine(layout, flat.rank, inner, GroupLinks(flat, layout, timeout_s))
 
 
-class GroupLinks(Links):
-    """Between the groups, all of whose ranks `flat` connects. Every rank makes it."""
+@final
+class GroupLinks(PlaceLinks):
+    """Connections between groups by `flat`, the engine of all ranks. Every rank makes one."""
 
     def __init__(self, flat: Engine, layout: Layout, timeout_s: float) -> None:
         self._flat = flat
         self.outer = flat.subset([layout.leaders], timeout_s)
 
     def lane(self, peer: int, sends: bool) -> tuple[Engine, int]:
-        """The flat engine."""
+        """Return the flat engine."""
         del sends
         return self._flat, peer
 
     def subset(
         self, groups: Sequence[Sequence[int]], layouts: Sequence[Layout], timeout_s: float
-    ) -> Links | None:
-        """Over flat engines of the groups."""
+    ) -> PlaceLinks | None:
+        """Connect the groups by subsets of the flat engine."""
         flat = self._flat.subset(groups, timeout_s)
         for group, layout in zip(groups, layouts, strict=True):
             if flat is not None and self._flat.rank in group and len(layout.places) > 1:
@@ -45,18 +51,18 @@ class GroupLinks(Links):
         return None
 
     def blamed(self, layout: Layout) -> Sequence[tuple[int, ...]]:
-        """The leader alone: others of its group may live."""
+        """Return each leader alone: the other ranks of its group may live."""
         return [(leader,) for leader in layout.leaders]
 
     def post(self, cause: Cause) -> None:
-        """The others learn it from the engines."""
+        """Do nothing: the other ranks learn the cause from the engines."""
 
     def causes(self) -> dict[int, Cause]:
-        """None that the engines do not tell."""
+        """Return nothing: the engines report the causes."""
         return {}
 
     def close(self) -> None:
-        """Leave both engines."""
+        """Close both engines."""
         if self.outer is not None:
             self.outer.close()
         self._flat.close()

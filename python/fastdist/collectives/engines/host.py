@@ -1,10 +1,11 @@
-"""The engine for the ranks of one machine: the compiled one, as it is."""
+"""The engine for the ranks of one machine: the compiled host engine."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import numpy as np
 
@@ -13,35 +14,35 @@ from fastdist.cluster.launch import Launch
 from fastdist.collectives.engines.engine import Bytes, Calls, Engine
 from fastdist.collectives.rendezvous import meet
 
-# How ranks that have nothing but a key in common make an engine: key, rank, size, seconds to wait.
+# Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
 Meet = Callable[[str, int, int, float], "HostEngine"]
 
 
+@final
 class HostEngine(Engine):
-    """Ranks that share memory. Its calls are the builtins of `_core`, with nothing in between.
+    """Ranks that share memory. Its calls are the builtins of `_core`, unwrapped.
 
     Args:
         host: the compiled engine.
-        key: this group's, the same on its ranks and no other group's.
-        meet: how some of the ranks meet again.
+        key: key of this group, equal on its ranks and unique to the group.
+        meet: makes an engine for a subset of the ranks; see `survivors`.
     """
 
     def __init__(self, host: _core.HostCommunicator, key: str, meet: Meet) -> None:
         self._host = host
-        self.hosts = host
         self._key = key
         self._meet = meet
-        self._groups = 0  # made of this one
+        self._groups = 0  # how many groups were made from this engine
         self.rank = host.rank
         self.size = host.size
 
     @classmethod
     def of_launch(cls, launch: Launch, generation: int, timeout_s: float) -> HostEngine:
-        """Ranks as processes of one machine, which meet; every rank must call.
+        """Connect ranks that are processes of one machine. Every rank must call.
 
         Args:
-            launch: who this rank is.
-            generation: which meeting of the job this is.
+            launch: this rank and its job.
+            generation: number of the rendezvous within the job.
             timeout_s: seconds to wait for all ranks.
         """
         tuning = _core.tuning_for(launch.world_size)
@@ -60,7 +61,7 @@ class HostEngine(Engine):
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
-        """Ranks as threads of this process, one engine for each."""
+        """Make one engine for each of `size` ranks that are threads of this process."""
         machine = _core.Machine.of_threads(size)
         tuning = _core.tuning_for(size)
         blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
@@ -76,21 +77,26 @@ class HostEngine(Engine):
             for rank in ranks
         ]
 
+    @property
+    def call_checker(self) -> Any:
+        """The compiled engine."""
+        return self._host
+
     def calls(self) -> Calls:
-        """The builtins of the compiled engine."""
+        """Return the builtins of the compiled engine."""
         calls: Calls = self._host.calls()  # type: ignore[assignment]
         return calls
 
     def trusted_calls(self) -> Calls:
-        """The builtins too: their check costs nothing."""
+        """Return the same builtins: their comparison of calls costs nothing."""
         return self.calls()
 
     def empty(self, nbytes: int) -> Bytes:
-        """Shared memory."""
+        """Allocate shared memory."""
         return self._host.empty(nbytes)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> HostEngine | None:
-        """Another engine over the same memory."""
+        """Make another engine over the same memory."""
         host = self._host
         self._groups += 1
         own = next((group for group in groups if self.rank in group), None)
@@ -111,7 +117,7 @@ class HostEngine(Engine):
         return HostEngine(made, self._key_of(own), self._meet)
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> HostEngine:
-        """New memory: the ranks meet as if they were all."""
+        """Make an engine over new memory, by a rendezvous of the survivors alone."""
         self._groups += 1
         return self._meet(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
 
@@ -119,11 +125,11 @@ class HostEngine(Engine):
         return f"{self._key}/{self._groups}:{','.join(map(str, ranks))}"
 
     def set_phase(self, phase: int) -> None:
-        """For calls that begin from now on."""
+        """Number the phase of the calls that follow."""
         self._host.set_phase(phase)
 
     def close(self) -> None:
-        """Leave."""
+        """Leave; peers that wait for this rank get `PeerFailureError`."""
         self._host.close()
 
 
@@ -132,14 +138,14 @@ def _meet_as_processes(key: str, rank: int, size: int, timeout_s: float) -> Host
 
 
 class _ThreadsMeet:
-    """For the threads of one group: the first to come makes the engines of all."""
+    """Rendezvous of the threads of one group: the first thread makes the engines of all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: dict[str, dict[int, HostEngine]] = {}
 
     def __call__(self, key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
-        del timeout_s  # nobody waits
+        del timeout_s  # no thread waits
         with self._lock:
             if key not in self._made:
                 self._made[key] = dict(enumerate(HostEngine.of_threads(size)))

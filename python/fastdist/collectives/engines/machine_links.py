@@ -1,24 +1,26 @@
-"""Machines, connected by Gloo."""
+"""Connections between machines, by Gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 from fastdist.collectives.engines.c10d import c10d
-from fastdist.collectives.engines.departures import Cause, Departures, StoreLostError
 from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.failure_board import Cause, FailureBoard, StoreLostError
 from fastdist.collectives.engines.gloo import GlooEngine
-from fastdist.collectives.engines.links import Layout, Links
+from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.place_links import PlaceLinks
 
 
-class MachineLinks(Links):
-    """Machines, by Gloo: a group of the leaders, and lanes between any two ranks.
+@final
+class MachineLinks(PlaceLinks):
+    """A Gloo group of the machines' leaders, and Gloo lanes between any two ranks.
 
     Args:
-        flat: all ranks; for its lanes.
-        layout: which are where.
-        store: torch's, with a prefix of this communicator.
+        flat: the engine of all ranks; provides the lanes.
+        layout: the ranks of each machine.
+        store: torch's store, with a prefix that only this communicator uses.
         timeout_s: seconds to wait for other leaders to connect.
     """
 
@@ -27,7 +29,7 @@ class MachineLinks(Links):
         self._layout = layout
         self._store = store
         self._subsets = 0
-        self._departures = Departures(c10d().PrefixStore("links", store), flat.rank, flat.size)
+        self._board = FailureBoard(c10d().PrefixStore("links", store), flat.rank, flat.size)
         self.outer = None
         if flat.rank in layout.leaders:
             self.outer = GlooEngine(
@@ -39,13 +41,13 @@ class MachineLinks(Links):
             )
 
     def lane(self, peer: int, sends: bool) -> tuple[Engine, int]:
-        """Of the group of all ranks."""
+        """Return the engine of all ranks."""
         return self._flat, peer
 
     def subset(
         self, groups: Sequence[Sequence[int]], layouts: Sequence[Layout], timeout_s: float
-    ) -> Links | None:
-        """Further groups from the same store."""
+    ) -> PlaceLinks | None:
+        """Connect the groups by further Gloo groups from the same store."""
         self._subsets += 1
         spread = [
             (group, layout)
@@ -60,22 +62,22 @@ class MachineLinks(Links):
         return None
 
     def blamed(self, layout: Layout) -> Sequence[tuple[int, ...]]:
-        """The leader alone: the others of its machine may live."""
+        """Return each leader alone: the other ranks of its machine may live."""
         return [(rank,) for rank in layout.leaders]
 
     def post(self, cause: Cause) -> None:
-        """In the store."""
-        self._departures.post(cause)
+        """Post the cause in the store."""
+        self._board.post_cause(cause)
 
     def causes(self) -> dict[int, Cause]:
-        """From the store; nothing where that is gone."""
+        """Read the causes from the store; return none if the store is lost."""
         try:
-            return self._departures.causes()
+            return self._board.causes()
         except StoreLostError:
             return {}
 
     def close(self) -> None:
-        """Close both groups."""
+        """Close both Gloo groups."""
         if self.outer is not None:
             self.outer.close()
         self._flat.close()

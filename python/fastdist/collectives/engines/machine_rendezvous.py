@@ -1,10 +1,10 @@
-"""Ranks on several machines: how they find each other through torch's TCPStore.
+"""Rendezvous of ranks on several machines, through torch's TCPStore.
 
-Rank 0 opens the store at the address that all ranks were given, on that address only, or all ranks
-use the one that torchrun's agent has opened there. Each rank writes down on which machine it runs;
-the ranks of one machine then meet without the network (rendezvous.py), and their leaders, and
-whoever sends to whom, connect by Gloo. What is read from the store is JSON: nothing that a stranger
-could write there is executed.
+Rank 0 opens the store at the address that all ranks were given and listens on that address only;
+under torchrun, all ranks use the store that torchrun's agent has opened there. Each rank posts the
+machine on which it runs. The ranks of one machine then meet without the network (rendezvous.py);
+the machines' leaders, and ranks that send to each other, connect by Gloo. Values in the store are
+JSON, so that no value that a stranger writes there is executed.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Any
 from fastdist.cluster.address import split_address
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.c10d import c10d
-from fastdist.collectives.engines.links import Layout
+from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.rendezvous import run_checks
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
-# A store ends with its last user in this process, and the next `init` needs it to be there still.
+# Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a rank knows when all ranks are there.
+    """The result of a rendezvous.
 
     Attributes:
-        store: torch's, with a prefix of this meeting.
-        layout: which ranks share a machine.
-        address: where other machines reach this one.
-        key: the same on all ranks, secret to whoever cannot read the store.
+        store: torch's store, with a prefix of this rendezvous.
+        layout: the ranks of each machine.
+        address: address of this machine, reachable from the others.
+        key: equal on all ranks, and secret to processes that cannot read the store.
     """
 
     store: Any
@@ -49,7 +49,7 @@ class Meeting:
 
 
 def machine_id() -> str:
-    """Equal for processes that can share memory: one boot of one kernel, one network namespace."""
+    """Identify the kernel's boot and the network namespace: equal if processes can share memory."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -68,13 +68,13 @@ def meet_machines(
         rank: this rank.
         world_size: the number of ranks.
         coordinator: "host:port" of the store.
-        prefix: of the keys; the same on all ranks, and no other meeting's.
+        prefix: prefix of the keys, equal on all ranks and unique to this rendezvous.
         timeout_s: seconds to wait for all ranks.
-        has_agent: torchrun's agent has the store; else rank 0 opens it.
+        has_agent: True if torchrun's agent holds the store; else rank 0 opens it.
 
     Raises:
-        ClusterConfigError: a rank did not come in time, came twice, or disagrees on the number of
-            ranks; the store cannot be opened or reached.
+        ClusterConfigError: a rank did not arrive in time, arrived twice, or disagrees on the number
+            of ranks; the store cannot be opened or reached.
         ImportError: torch is not installed.
     """
     deadline = time.monotonic() + timeout_s
@@ -98,8 +98,8 @@ def _meet(
 ) -> Meeting:
     if rank == 0:
         store.set("key", secrets.token_hex(16))
-    if store.add(f"came/{rank}", 1) > 1:
-        refusal = f"rank {rank} of {world_size} came twice"
+    if store.add(f"arrived/{rank}", 1) > 1:
+        refusal = f"rank {rank} of {world_size} arrived twice"
         store.set("refusal", refusal)
         raise ClusterConfigError(f"rendezvous: {refusal}", (rank,))
     store.set(f"rank/{rank}", json.dumps([machine_id(), world_size, address]))
@@ -122,7 +122,7 @@ def _meet(
             raise ClusterConfigError(f"rendezvous: {bytes(store.get('refusal')).decode()}")
         if missing and time.monotonic() > deadline:
             raise ClusterConfigError(
-                f"rendezvous: ranks {sorted(missing)} of {world_size} did not come within "
+                f"rendezvous: ranks {sorted(missing)} of {world_size} did not arrive within "
                 f"{timeout_s:g} s",
                 tuple(sorted(missing)),
             )
@@ -145,7 +145,7 @@ def _open_store(
     if listens:
         options |= {"is_master": True, "multi_tenant": True}
         listener = _listen(host, port)
-        if listener is not None:  # else this process has a store there, by torch.distributed
+        if listener is not None:  # else torch.distributed has opened a store in this process
             options["master_listen_fd"] = listener.detach()
     try:
         store = distributed.TCPStore(host, port, None, **options)
@@ -160,7 +160,7 @@ def _open_store(
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at this address alone; None where something listens there already."""
+    """Open a socket that listens at this address only; return None if the address is in use."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

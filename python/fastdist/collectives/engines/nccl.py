@@ -1,7 +1,8 @@
-"""The engine for arrays on GPUs: NCCL, beside the engine between the same ranks' hosts.
+"""The engine for arrays on GPUs: NCCL, beside a host engine of the same ranks.
 
-It connects when the first array on a GPU comes, so that programs that have none pay nothing. Ranks
-compare what they call over their hosts, in one order with the calls on arrays of the hosts.
+It connects at the first call with an array on a GPU, so that programs without GPU arrays pay
+nothing. Ranks compare their calls over the host engine, in one sequence with the calls on host
+arrays.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ _ID_BYTES = 128
 
 
 def is_possible() -> bool:
-    """Whether this package was built with CUDA, and the machine has a driver.
+    """Return True if this package was built with CUDA and the machine has a CUDA driver.
 
-    It is asked for its version alone: a process that initialises it has children without GPUs.
+    Only the driver's version is read: children of a process that initialises CUDA cannot use it.
     """
     return _core.cuda_is_built() and _core.cuda_driver_version() != 0
 
 
 class NcclEngine:
-    """One rank's collectives on arrays of its GPU; arrays elsewhere go to the hosts' engine.
+    """One rank's collectives on arrays of its GPU; calls on other arrays go to the host engine.
 
-    A rank keeps to the GPU of the first such array that it is called with.
+    The first GPU array of a call chooses the rank's GPU, which then stays the same.
 
     Args:
-        hosts: between the same ranks.
+        host_engine: an engine of the same ranks.
     """
 
-    def __init__(self, hosts: Engine) -> None:
-        self._hosts = hosts
-        self._on_hosts = hosts.calls()
+    def __init__(self, host_engine: Engine) -> None:
+        self._host_engine = host_engine
+        self._on_hosts = host_engine.calls()
         self._gpu: _core.NcclCommunicator | None = None
         self._on_gpus: dict[str, Any] = {}
 
     def calls(self) -> Calls:
-        """As the hosts' engine has them, for arrays anywhere."""
+        """Return the collectives of the host engine, for arrays on the host or a GPU."""
         return {op: self._router(op) for op in self._on_hosts}
 
     def _router(self, op: str) -> Any:
@@ -80,20 +81,20 @@ class NcclEngine:
         """Make a call.
 
         Args:
-            op: its name.
-            given: arguments, as the hosts' engine takes them.
+            op: name of the collective.
+            given: its arguments, as in the calls of the host engine.
             timeout_s: seconds to wait for other ranks.
-            async_op: on a stream of the engine's own; return a `StreamWork`.
-            stream: where the arrays are ready and the call is enqueued; None: the current one of
-                the arrays' library.
-            bucket_bytes: for all_reduce of a list; 0: the engine's choice.
+            async_op: enqueue on a stream of the engine's own and return a `StreamWork`.
+            stream: the stream on which the arrays are ready and the call is enqueued; the current
+                stream of the arrays' library if None.
+            bucket_bytes: bucket size for all_reduce of a list; 0 lets the engine choose.
 
         Raises:
             ValueError: the arrays are not on this rank's GPU, a stream was given for arrays that
-                are not on a GPU, or it is one that NCCL could not use.
-            UnsupportedError: there is no NCCL that can be used.
+                are not on a GPU, or NCCL cannot use the stream.
+            UnsupportedError: no usable NCCL was found.
         """
-        array = given[-1] if given[0] is None else given[0]  # scatter: only the root has one
+        array = given[-1] if given[0] is None else given[0]  # scatter: only the root has it
         device = device_of(array)
         if device == SOME_GPU:
             if self._gpu is None:
@@ -101,45 +102,45 @@ class NcclEngine:
             device = self._gpu.device
         if device is None:
             if stream is not None:
-                raise ValueError("stream is for arrays on GPUs, got an array that is not on one")
+                raise ValueError("stream is for arrays on GPUs, got an array that is not on a GPU")
             return self._on_hosts[op](*given, timeout_s, async_op)
         gpu = self._gpu or self._connect(device, timeout_s)
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
         if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
             raise ValueError(
-                "the per-thread default stream goes with FASTDIST_NCCL_BLOCKING=1 alone: NCCL's "
-                "own thread would enqueue the call, on another stream; give one with stream="
+                "the per-thread default stream needs FASTDIST_NCCL_BLOCKING=1, since NCCL's own "
+                "thread would enqueue the call on another stream; or pass stream="
             )
         if op == "all_reduce":
             given = (*given, bucket_bytes)
         result = self._on_gpus[op](*given, handle, timeout_s, async_op)
         if async_op:
             return StreamWork(result, array, device)
-        if stream is not None:  # which the arrays' library does not know of
+        if stream is not None:  # the arrays' library does not know that it is in use
             gpu.keep_for_last(handle, given)
         return result
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
-        """Memory of a GPU that NCCL knows. Every rank must call, with as many bytes."""
+        """Allocate GPU memory registered with NCCL. Every rank must call, with equal `nbytes`."""
         gpu = self._gpu or self._connect(device, timeout_s)
         if gpu.device != device:
             raise ValueError(f"device must be cuda:{gpu.device}, this rank's, got cuda:{device}")
         return gpu.allocate(nbytes, timeout_s)
 
     def abort(self, why: str) -> None:
-        """End what runs on the GPU, here and now."""
+        """End the calls that run on the GPU, at once."""
         if self._gpu is not None:
             self._gpu.abort(why)
 
     def close(self) -> None:
-        """Wait for what was enqueued, and leave."""
+        """Wait for the calls that were enqueued, and leave."""
         if self._gpu is not None:
             self._gpu.close()
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
-        """Every rank comes here with its first array on a GPU."""
+        """Connect the ranks. Every rank calls this at its first array on a GPU."""
         records = self._exchange(_describe(device), timeout_s)
-        rank, size = self._hosts.rank, self._hosts.size
+        rank, size = self._host_engine.rank, self._host_engine.size
         for other, record in enumerate(records):
             if "error" in record:
                 where = "" if other == rank else f" (rank {other})"
@@ -157,7 +158,7 @@ class NcclEngine:
         unique_id = self._share_id(timeout_s)
         blocking = settings().nccl_blocking
         gpu = _core.NcclCommunicator.connect(
-            unique_id, rank, size, device, blocking, self._hosts.hosts, timeout_s
+            unique_id, rank, size, device, blocking, self._host_engine.call_checker, timeout_s
         )
         self._on_gpus = dict(gpu.calls())
         self._gpu = gpu
@@ -166,14 +167,14 @@ class NcclEngine:
     def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         text = json.dumps(record).encode()
         own = np.frombuffer(text.ljust(_RECORD_BYTES), np.uint8)
-        everyone = np.empty(self._hosts.size * _RECORD_BYTES, np.uint8)
+        everyone = np.empty(self._host_engine.size * _RECORD_BYTES, np.uint8)
         self._on_hosts["all_gather"](own, everyone, timeout_s, False)
         return [json.loads(row.tobytes()) for row in everyone.reshape(-1, _RECORD_BYTES)]
 
     def _share_id(self, timeout_s: float) -> bytes:
-        """What rank 0 lets NCCL make; zeros say that it could not."""
+        """Broadcast the id that NCCL makes on rank 0; zeros mean that it failed there."""
         unique_id, failure = bytes(_ID_BYTES), None
-        if self._hosts.rank == 0:
+        if self._host_engine.rank == 0:
             try:
                 unique_id = _core.new_nccl_id()
             except FastdistError as error:
@@ -188,7 +189,7 @@ class NcclEngine:
 
 
 class StreamWork:
-    """A call on a stream of the communicator's own."""
+    """A call that runs on a stream of the communicator's own."""
 
     def __init__(self, work: _core.GpuWork, array: Any, device: int) -> None:
         self._work = work
@@ -196,33 +197,33 @@ class StreamWork:
         self._device = device
 
     def is_done(self) -> bool:
-        """True when the device has come to the end of the call."""
+        """Return True if the device has finished the call."""
         return self._work.is_done()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Make the current stream of the arrays' library wait for the call, and not the host.
+        """Make the current stream of the arrays' library wait for the call; the host does not wait.
 
         Args:
-            timeout: first let the host wait, at most so many seconds.
+            timeout: first let the host wait, for at most this many seconds.
 
         Returns:
-            What the call would have returned.
+            The result of the call.
 
         Raises:
-            CollectiveTimeoutError: `timeout` seconds have passed, and the call goes on; or another
-                rank is late, and the communicator was given up.
+            CollectiveTimeoutError: `timeout` seconds have passed and the call continues; or another
+                rank is late and the communicator is lost.
         """
         if timeout is not None:
             self._work.synchronize(timeout)
         return self._work.wait(current_stream(self._array, self._device))
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        """Let the host wait for the end of the call; otherwise as `wait`."""
+        """Make the host wait for the end of the call; otherwise like `wait`."""
         return self._work.synchronize(timeout)
 
 
 def _describe(device: int) -> dict[str, Any]:
-    """What other ranks must know of this one; under "error" what keeps it from connecting."""
+    """Describe this rank to the others; "error" says what keeps it from connecting."""
     try:
         version = nccl_library.load().version_text
         uuids = [gpu.uuid for gpu in _core.cuda_devices()]
@@ -255,10 +256,10 @@ def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) ->
 
 
 def _may_share_elsewhere(records: Sequence[dict[str, Any]], rank: int) -> bool:
-    """Whether other communicators of this process may share a GPU, where this one does not."""
+    """Return True if other communicators of this process may share a GPU."""
     launch = detect_launch()
     if launch is None or launch.local_world_size <= len(_core.cuda_devices()):
         return False
-    # Not where a launcher gave each rank GPUs of its own, and lets it see no others.
+    # False if a launcher gave each rank GPUs of its own and hides the others.
     visible = [record["visible"] for record in records]
     return len(records) == 1 or visible.count(visible[rank]) > 1

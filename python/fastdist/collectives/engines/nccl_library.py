@@ -1,4 +1,4 @@
-"""Which libnccl is used: the loaded one, else that of NVIDIA's package, else the system's."""
+"""Finds libnccl: the loaded library, else the one in NVIDIA's package, else the system's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdist.errors import UnsupportedError
 
 
 def candidates() -> list[str]:
-    """Libraries of the packages nvidia-nccl-cu12 and nvidia-nccl-cu13, found without an import."""
+    """Find the libraries of nvidia-nccl-cu12 and nvidia-nccl-cu13 without importing them."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else spec.submodule_search_locations or []
     paths = (Path(folder) / "nccl" / "lib" / "libnccl.so.2" for folder in folders)
@@ -20,7 +20,7 @@ def candidates() -> list[str]:
 
 
 def why_unusable() -> str:
-    """Why arrays on GPUs have no engine here; "" where they have one."""
+    """Return the reason why arrays on GPUs have no engine, or "" if they have one."""
     why = _core.why_no_cuda()
     if why:
         return why
@@ -32,21 +32,21 @@ def why_unusable() -> str:
 
 
 def load() -> _core.NcclLibrary:
-    """Load it; the first call decides for the rest of the process.
+    """Load libnccl; the first call decides for the rest of the process.
 
     Raises:
-        UnsupportedError: there is none, or one that is too old.
+        UnsupportedError: no libnccl was found, or it is too old.
     """
     return _core.load_nccl(candidates())
 
 
 def allow_sharing(version: int) -> None:
-    """Set what NCCL reads when it makes a process's first communicator: ranks may share a GPU.
+    """Set the environment variables that let ranks share a GPU, unless they are set already.
 
-    What the environment says already stays.
+    NCCL reads them when it makes the first communicator of a process.
 
     Args:
-        version: of the NCCL that this process uses.
+        version: version of the NCCL that this process uses.
     """
     for name, value in _core.nccl_settings_for_sharing(version, secrets.randbits(31)).items():
         os.environ.setdefault(name, value)

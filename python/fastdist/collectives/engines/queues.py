@@ -1,4 +1,4 @@
-"""Calls that run in a thread of their own, in the order in which they were made."""
+"""Queues of calls, which a thread of their own runs in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdist.errors import CollectiveTimeoutError
 
 
 class PendingCall:
-    """A call in flight; a `Work`."""
+    """A call that is queued or running (implements `Work`)."""
 
     def __init__(self, task: Callable[[], None], result: Any) -> None:
         self._task: Callable[[], None] | None = task
@@ -22,7 +22,7 @@ class PendingCall:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Make the call. What it works on is let go before anybody learns that it has ended."""
+        """Make the call, and release its arrays before `is_done` and `wait` report its end."""
         task, self._task = self._task, None
         assert task is not None
         try:
@@ -33,16 +33,16 @@ class PendingCall:
         self._ended.set()
 
     def is_done(self) -> bool:
-        """True when the call has ended, well or not."""
+        """Return True if the call has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end of the call and return what it would have returned."""
+        """Wait for the end of the call and return its result."""
         if timeout is not None:
             check_timeout(timeout, may_be_zero=True)
         if not self._ended.wait(timeout):
             raise CollectiveTimeoutError(
-                f"the call has not ended after {timeout} s; it goes on, wait again"
+                f"the call has not finished after {timeout} s; it is still running, wait again"
             )
         if self._error is not None:
             raise self._error
@@ -50,7 +50,7 @@ class PendingCall:
 
 
 class CallQueue:
-    """Runs calls one after another; its thread starts with the first."""
+    """Runs calls one after another; its thread starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,7 +59,7 @@ class CallQueue:
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, task: Callable[[], None], result: Any) -> PendingCall:
-        """Run `task` when all tasks before it have ended."""
+        """Run `task` after all earlier tasks."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_run_all, args=(self._calls,), name=self._name, daemon=True
@@ -73,4 +73,4 @@ class CallQueue:
 def _run_all(calls: queue.SimpleQueue[PendingCall | None]) -> None:
     while (call := calls.get()) is not None:
         call.run()
-        del call  # not kept until the next one comes
+        del call  # released before the thread waits for the next call

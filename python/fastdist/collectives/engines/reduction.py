@@ -1,7 +1,8 @@
 """Reductions in rank order, for engines written in Python.
 
-As the compiled engine's kernels: 16-bit and 8-bit floats are widened to float32 and rounded once,
-integers wrap around, a bool's sum is `or`, and a mean divides once, at the end.
+They round like the compiled engine's kernels: 16-bit and 8-bit floats are accumulated in float32
+and rounded once, integers wrap around, the sum of bools is `or`, and a mean divides once, at the
+end.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _OF_BOOLS = {"sum": "or", "max": "or", "prod": "and", "min": "and"}
 
-# Beyond this float8_e4m3fn rounds to NaN; torch would give the largest number instead.
+# Beyond this limit float8_e4m3fn rounds to NaN; torch would saturate to the largest number.
 _E4M3_LIMIT = 464.0
 
 
 def accumulates_wide(op: str, dtype: str) -> bool:
-    """True where a reduction is done in float32 and rounded at the end."""
+    """Return True if a reduction accumulates in float32 and rounds at the end."""
     return dtype in SMALL_FLOATS and op in ("sum", "mean", "prod")
 
 
 def reduce_in_order(parts: Sequence[View], op: str, out: View) -> None:
-    """Reduce arrays of one dtype into `out`, the first with the second, that with the third, …"""
+    """Reduce arrays of one dtype into `out`, from the first to the last."""
     name = _OF_BOOLS.get(op, op) if out.dtype == "bool" else op
     function = _FUNCTIONS[name]
     with np.errstate(all="ignore"):
@@ -58,7 +59,7 @@ def reduce_in_order(parts: Sequence[View], op: str, out: View) -> None:
 
 
 def widen(view: View) -> Array:
-    """A copy in float32."""
+    """Copy an array to float32."""
     if isinstance(view.flat, np.ndarray):
         return view.flat.astype(np.float32)
     import torch
@@ -68,7 +69,7 @@ def widen(view: View) -> Array:
 
 
 def narrow(wide: Array, out: View) -> None:
-    """Round into a narrower format."""
+    """Round float32 numbers into an array of a narrower format."""
     with np.errstate(all="ignore"):
         if isinstance(out.flat, np.ndarray):
             out.flat[...] = wide.astype(out.flat.dtype)
@@ -81,6 +82,6 @@ def narrow(wide: Array, out: View) -> None:
 
 
 def divide(total: Array, n: int) -> None:
-    """Divide in place; complex numbers by parts, as numpy's own division rounds twice."""
+    """Divide in place; complex numbers by parts, since numpy's own division rounds twice."""
     parts = total.view(total.real.dtype)
     np.divide(parts, parts.dtype.type(n), out=parts)

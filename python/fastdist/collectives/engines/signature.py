@@ -1,4 +1,4 @@
-"""What a rank says it calls: compared between all ranks before any byte of an array moves."""
+"""Signatures of calls, which all ranks compare before any byte of an array moves."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ SITE_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One call. Ranks whose signatures are equal may go on.
+    """The facts about a call that must be equal on all ranks.
 
     Attributes:
         op: the collective.
-        dtype: of the first array.
-        reduce_op: "sum" where there is none.
-        root: or the other rank of send and recv; 0 where there is none.
+        dtype: dtype of the first array.
+        reduce_op: the reduction; "sum" for collectives that do not reduce.
+        root: the root, or the other rank of send and recv; 0 for collectives without a root.
         order: axis order of one array, 0 for row-major.
-        count: elements of this rank's argument.
-        list_hash: 0 for one array; else made of every array's count, dtype and order.
-        compress: of all_reduce.
-        phase: of the caller's program, modulo `PHASES`; see `Engine.set_phase`.
-        on_gpu: where the arrays lie.
+        count: the number of elements of this rank's argument.
+        list_hash: 0 for one array; for a list, a hash of every array's count, dtype and order.
+        compress: compression of all_reduce.
+        phase: phase of the caller's program, modulo `PHASES`; see `Engine.set_phase`.
+        on_gpu: True if the arrays are on a GPU.
     """
 
     op: str
@@ -69,7 +69,7 @@ class Signature:
 
     @classmethod
     def of_words(cls, words: tuple[int, int, int]) -> Signature:
-        """A signature of the compiled module: see csrc/core/signature.h."""
+        """Decode a signature of the compiled module; see csrc/core/signature.h."""
         packed, count, list_hash = words
         root = packed >> 24 & 0xFFFF
         wire = packed >> 56
@@ -87,7 +87,7 @@ class Signature:
 
     @classmethod
     def of(cls, op: str, arrays: Arrays, reduce_op: str = "sum", root: int = 0) -> Signature:
-        """The signature of a call on these arrays."""
+        """Make the signature of a call on these arrays."""
         views = arrays.views
         count = sum(view.count for view in views)
         dtype = views[0].dtype if views else "bool"
@@ -97,7 +97,7 @@ class Signature:
         return cls(op, dtype, reduce_op, root, 0, count, zlib.crc32(repr(words).encode()) | 1)
 
     def pack(self, sequence: int) -> bytes:
-        """`RECORD_BYTES` bytes."""
+        """Encode as `RECORD_BYTES` bytes."""
         return _RECORD.pack(
             sequence,
             _COMPARED.index(self.op),
@@ -114,7 +114,7 @@ class Signature:
 
     @classmethod
     def unpack(cls, record: bytes) -> tuple[int, Signature]:
-        """The sequence number and the signature in a record."""
+        """Decode the sequence number and the signature of a record."""
         fields = _RECORD.unpack(record)
         sequence, op, dtype, reduce_op, compress, phase, on_gpu, root, order, count, words = fields
         return sequence, cls(
@@ -148,14 +148,14 @@ class Signature:
 
 
 def split_signature(arrays: Arrays, tables: Sequence[Sequence[Sequence[int]]]) -> Signature:
-    """Of an all_to_all whose ranks hold different amounts: the table is what must agree."""
+    """Make the signature of an all_to_all with splits, whose tables must be equal on all ranks."""
     table = repr((tables, [view.dtype for view in arrays.views]))
     dtype = arrays.views[0].dtype if arrays.views else "bool"
     return Signature("all_to_all", dtype, list_hash=zlib.crc32(table.encode()) | 1)
 
 
 def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> CollectiveMismatchError:
-    """The error that shows what each rank called, and where."""
+    """Make the error that shows the call of each rank and its line of source."""
     sequence, _ = Signature.unpack(records[rank])
     signatures = [Signature.unpack(record)[1] for record in records]
     out_of_phase = len({signature.phase for signature in signatures}) > 1
@@ -174,10 +174,10 @@ def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> Colle
 
 
 def pack_site(site: str) -> bytes:
-    """`SITE_BYTES` bytes; of a long path the end is kept."""
+    """Encode as `SITE_BYTES` bytes; a long text loses its beginning."""
     return site.encode(errors="replace")[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
 
 
 def unpack_site(data: bytes) -> str:
-    """What `pack_site` packed."""
+    """Decode the output of `pack_site`."""
     return data.rstrip(b"\0").decode(errors="replace")

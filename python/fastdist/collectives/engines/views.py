@@ -1,7 +1,7 @@
 """Arrays of any library as flat memory, for engines written in Python.
 
-The compiled engine reads arrays by itself (csrc/bindings/array.cpp); the rules and messages here
-are the same.
+The compiled engine reads arrays itself (csrc/bindings/array.cpp), by the same rules and with the
+same messages.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _INTEGERS = frozenset(DTYPES[1:9])
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A dense array as a run of elements, in the order in which they lie in memory.
+    """A dense array as a flat sequence of elements, in memory order.
 
     Attributes:
-        flat: of one axis: numpy's, or torch's where numpy does not know the dtype.
+        flat: one-dimensional numpy array, or torch tensor if numpy lacks the dtype.
         dtype: one of `DTYPES`.
-        order: 0 for row-major order; else a hash of the order of the axes in memory.
+        order: 0 for row-major order, else a hash of the order of the axes in memory.
     """
 
     flat: Any
@@ -39,24 +39,27 @@ class View:
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(self.flat.shape[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return int(self.flat.nbytes)
 
     @property
     def address(self) -> int:
-        """Where the memory begins."""
+        """The address of the first byte."""
         if isinstance(self.flat, np.ndarray):
             return int(self.flat.__array_interface__["data"][0])
         return int(self.flat.data_ptr())
 
     @property
     def memory(self) -> Bytes:
-        """The memory itself; writable, also where the array is not: who writes has asked."""
+        """The memory as bytes, writable even if the array is not.
+
+        Code that writes has checked that the array is writable.
+        """
         if isinstance(self.flat, np.ndarray):
             if self.flat.flags.writeable or self.nbytes == 0:
                 return self.flat.view(np.uint8) if self.nbytes else np.empty(0, np.uint8)
@@ -70,7 +73,7 @@ class View:
         return memory
 
     def like(self, memory: Bytes) -> Any:
-        """Other memory as an array of this library and dtype."""
+        """View other memory as an array of this library and dtype."""
         if isinstance(self.flat, np.ndarray):
             return memory.view(self.flat.dtype)
         import torch
@@ -78,30 +81,30 @@ class View:
         return torch.from_numpy(memory).view(self.flat.dtype)
 
     def at(self, data: bytearray) -> View:
-        """An array of the same kind over these bytes."""
+        """View `data` as an array of this library and dtype."""
         return View(self.like(np.frombuffer(data, np.uint8)), self.dtype)
 
     def new(self, count: int) -> View:
-        """An uninitialised array of the same kind."""
+        """Make an uninitialised array of this library and dtype."""
         item = self.flat.itemsize
         return View(self.like(np.empty(count * item, np.uint8)), self.dtype)
 
     def part(self, begin: int, end: int) -> View:
-        """Some of the elements."""
+        """Return elements `begin` to `end`."""
         return View(self.flat[begin:end], self.dtype)
 
 
 def view_of(array: Any, writable: bool, argument: str) -> View:
-    """See one array as memory.
+    """View one array as flat memory.
 
     Args:
-        array: numpy's, torch's, or anything with DLPack or the buffer protocol.
-        writable: refuse read-only arrays.
+        array: numpy array, torch tensor, or any object with DLPack or the buffer protocol.
+        writable: True to refuse read-only arrays.
         argument: the parameter's name, for messages.
 
     Raises:
-        TypeError: no array in this machine's memory, or of an unknown dtype.
-        ValueError: a view with gaps, or read-only.
+        TypeError: not an array in host memory, or of an unsupported dtype.
+        ValueError: the array has gaps, or is read-only although `writable` is set.
     """
     if isinstance(array, np.ndarray):
         return _view_numpy(array, writable, argument)
@@ -121,11 +124,11 @@ def view_of(array: Any, writable: bool, argument: str) -> View:
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """One array or a list of arrays, as memory.
+    """One array or a list of arrays, as flat memory.
 
     Attributes:
-        views: of one array, or of each.
-        is_list: a list, also where it has one array.
+        views: one view per array.
+        is_list: True for a list, even of one array.
         argument: the parameter's name, for messages.
     """
 
@@ -135,7 +138,7 @@ class Arrays:
 
 
 def views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
-    """See one array or a list of arrays as memory."""
+    """View one array or a list of arrays as flat memory."""
     if not isinstance(arrays, (list, tuple)):
         return Arrays([view_of(arrays, writable, argument)], False, argument)
     views = [view_of(array, writable, argument) for array in arrays]
@@ -147,7 +150,7 @@ def views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
 
 
 def row_major_views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
-    """As `views_of`; ValueError unless all are in row-major order."""
+    """Like `views_of`, but raise ValueError unless all arrays are in row-major order."""
     seen = views_of(arrays, writable, argument)
     if any(view.order != 0 for view in seen.views):
         raise ValueError(
@@ -158,7 +161,7 @@ def row_major_views_of(arrays: Any, writable: bool, argument: str) -> Arrays:
 
 
 def check_as_many(ins: Arrays, outs: Arrays) -> None:
-    """ValueError unless both are one array, or lists as long as each other."""
+    """Raise ValueError unless both are one array, or lists of equal length."""
     expected, got = (
         f"a list of {len(arrays.views)}" if arrays.is_list else "one array"
         for arrays in (ins, outs)
@@ -171,7 +174,10 @@ def check_as_many(ins: Arrays, outs: Arrays) -> None:
 
 
 def check_fits(ins: Arrays, outs: Arrays) -> None:
-    """ValueError unless `outs` fits `ins` array by array, each the same memory or apart."""
+    """Raise ValueError unless each array of `outs` fits its input.
+
+    It must have the input's dtype, size and axis order, and be the same memory or disjoint.
+    """
     check_as_many(ins, outs)
     pairs = list(zip(ins.views, outs.views, strict=True))
     for a, b in pairs:
@@ -185,12 +191,12 @@ def check_fits(ins: Arrays, outs: Arrays) -> None:
         _check_disjoint(
             outs.views,
             others,
-            "out shares memory with the input or within itself; give it memory of its own",
+            "out shares memory with the input or within itself; pass separate memory",
         )
 
 
 def check_sizes(op: str, part: Arrays, whole: Arrays, ranks: int) -> None:
-    """ValueError unless `whole` holds `ranks` times what `part` does, and both are apart."""
+    """Raise ValueError unless `whole` is `ranks` times as large as `part`, and disjoint."""
     check_as_many(part, whole)
     for one, all_ in zip(part.views, whole.views, strict=True):
         if one.dtype != all_.dtype or one.count * ranks != all_.count:
@@ -202,14 +208,12 @@ def check_sizes(op: str, part: Arrays, whole: Arrays, ranks: int) -> None:
 
 
 def check_apart(ins: Arrays, outs: Arrays) -> None:
-    """ValueError where `outs` shares memory with `ins` or within itself."""
-    _check_disjoint(
-        outs.views, ins.views, "out shares memory with the input; give it memory of its own"
-    )
+    """Raise ValueError if `outs` shares memory with `ins` or within itself."""
+    _check_disjoint(outs.views, ins.views, "out shares memory with the input; pass separate memory")
 
 
 def check_reducible(op: str, views: Sequence[View]) -> None:
-    """TypeError where a reduction has no meaning for a dtype."""
+    """Raise TypeError if a reduction is not defined for a dtype."""
     for view in views:
         whole = view.dtype in _INTEGERS or view.dtype == "bool"
         if op == "mean":
@@ -234,8 +238,8 @@ def _view_numpy(array: np.ndarray[Any, Any], writable: bool, argument: str) -> V
     name = array.dtype.name
     if name not in DTYPES or not array.dtype.isnative:
         raise TypeError(
-            f"{argument} has dtype {array.dtype}, which collectives do not know; expected a bool, "
-            "integer, float or complex dtype in native byte order"
+            f"{argument} has dtype {array.dtype}, which collectives do not support; expected a "
+            "bool, integer, float or complex dtype in native byte order"
         )
     if writable and not array.flags.writeable:
         raise ValueError(
@@ -260,20 +264,21 @@ def _view_torch(torch: Any, tensor: Any, argument: str) -> View:
         )
     if tensor.device.type != "cpu":
         raise UnsupportedError(
-            f"{argument} lies on a device ({tensor.device}), and no engine for it is built in; "
-            "see `fastdist doctor`"
+            f"{argument} is on a device ({tensor.device}) that this build has no engine for; see "
+            "`fastdist doctor`"
         )
     tensor = tensor.detach()
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise TypeError(f"{argument} has a dtype that collectives do not know ({tensor.dtype})")
+        raise TypeError(f"{argument} has a dtype that collectives do not support ({tensor.dtype})")
     if tensor.numel() != 0 and tensor.data_ptr() == 0:
         raise ValueError(
-            f"{argument} has no memory ({type(tensor).__name__} of {tensor.numel()} elements)"
+            f"{argument} has no memory: its data pointer is null ({type(tensor).__name__} of "
+            f"{tensor.numel()} elements)"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            f"{argument} is a view that torch conjugates or negates when read; call "
+            f"{argument} is a lazily conjugated or negated torch view; call "
             "x.resolve_conj().resolve_neg() first"
         )
     order = 0
@@ -296,7 +301,7 @@ def _view_dlpack(array: Any, writable: bool, argument: str) -> View:
 
 
 def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """The axes from the largest stride to the smallest; those of length 1 stay where they are."""
+    """Return the axes from the largest stride to the smallest; axes of length 1 do not move."""
     long = [axis for axis in range(len(shape)) if shape[axis] != 1]
     by_stride = iter(sorted(long, key=lambda axis: -strides[axis]))
     return [next(by_stride) if shape[axis] != 1 else axis for axis in range(len(shape))]

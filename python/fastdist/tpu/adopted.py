@@ -1,9 +1,9 @@
 """The modules and optimizers of a strategy whose replicas are the devices of one XLA program.
 
-Users' objects stay theirs: outside of `run` their tensors are replicated over the mesh; while a run
-is traced, each tensor stands for what the device that runs has. What may differ between replicas
-(variables of their own, gradients that `no_sync` keeps back) is kept stacked in between, and the
-object shows replica 0's.
+The user's objects are kept. Outside `run`, their tensors are replicated over the mesh; while a run
+is traced, each tensor stands for the tensor of each device. Tensors that may differ between
+replicas (ON_READ variables, gradients under `no_sync`) are stacked between runs, and the user's
+object shows the value of replica 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.variables import Variable, local_components, own
-from fastdist.tpu.mesh import XlaMesh
+from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.optimizer_states import make_states
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.module_structure import copy_hooks
@@ -31,39 +31,37 @@ from fastdist.training.modules import (
 )
 
 
-class XlaMembers:
-    """What was made in the scope, or passed to `mirror`.
+class AdoptedModules:
+    """The modules and optimizers that were made in the scope or passed to `mirror`.
 
     Args:
-        mesh: of the devices.
-        replicas: how many replicas there are; 1 where XLA partitions by itself.
-        hosts: one rank for each process of the mesh; None where there is one.
+        mesh: the devices.
+        hosts: a communicator with one rank per process of the mesh; None if there is one process.
 
     Attributes:
-        held: ids of the parameters whose gradients are each replica's own.
-        has_batch_norm: whether a module normalizes over batches.
+        held: ids of the parameters whose gradients differ between replicas.
+        has_batch_norm: True if a module normalizes over batches.
     """
 
-    def __init__(self, mesh: XlaMesh, replicas: int, hosts: Communicator | None = None) -> None:
-        self.num_replicas_in_sync = replicas
-        self.local_replica_ids = (0,) if replicas == 1 else tuple(mesh.local)
-        self.workers = hosts if replicas > 1 else None  # that have replicas of their own
-        self._hosts = hosts
+    def __init__(self, mesh: Mesh, hosts: Communicator | None = None) -> None:
+        self.num_replicas_in_sync = mesh.size
+        self.local_replica_ids = tuple(mesh.local)
+        self.workers = hosts
         self.roots: list[nn.Module] = []
         self.held: set[int] = set()
         self._mesh = mesh
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._buffers: list[torch.Tensor] = []
-        self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked
+        self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked values
         self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._components: dict[int, list[Variable]] = {}  # read outside, and perhaps written
+        self._components: dict[int, list[Variable]] = {}  # users may write them
         self._variables: list[Variable] = []
         self._structure: list[int] = []
         self.has_batch_norm = False
 
     def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        """Take modules to the devices, and optimizers whose states follow.
+        """Move modules and the states of optimizers to the devices.
 
         Raises:
             UnsupportedError: a lazy module has not made its parameters yet.
@@ -85,16 +83,16 @@ class XlaMembers:
                     own(module, self)
 
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Turn what is new into tensors on the devices, with the first process's values."""
+        """Move new tensors to the devices, with the values of the first process."""
         new = [(name, tensor) for name, tensor in named if tensor.device.type != "xla"]
-        if self._hosts is not None:
-            require_same_structure(self._hosts, new)
-            broadcast_state(self._hosts, [tensor for _, tensor in new])
+        if self.workers is not None:
+            require_same_structure(self.workers, new)
+            broadcast_state(self.workers, [tensor for _, tensor in new])
         for _, tensor in new:
             self._replicate(tensor)
 
     def _replicate(self, tensor: torch.Tensor) -> None:
-        """Turn a tensor into one on the devices; the object stays."""
+        """Move a tensor to the devices in place: the Python object stays the same."""
         moved = self._mesh.replicate(tensor)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, tensor.requires_grad)
@@ -105,7 +103,7 @@ class XlaMembers:
         torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
-        """Bring what was made or changed outside `run` to the devices."""
+        """Move tensors that were made or changed outside `run` to the devices."""
         structure = _ids_in(self.roots)
         if structure != self._structure:
             self._structure = structure
@@ -129,13 +127,13 @@ class XlaMembers:
 
     @property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Every parameter once, with its name."""
+        """The parameters, each once, with their names."""
         return self._parameters
 
     # --- around a run ---------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """From now on tensors stand for what each device has."""
+        """Make all tensors stand for the tensors of each device."""
         if self._mesh.size == 1:
             return
         enter = self._mesh.enter
@@ -156,7 +154,7 @@ class XlaMembers:
         self._local_gradients.clear()
 
     def leave(self) -> list[torch.Tensor]:
-        """The opposite; returns what is to be computed."""
+        """Undo `enter`; return the tensors to compute."""
         self._components.clear()
         if self._mesh.size == 1:
             return []
@@ -173,7 +171,7 @@ class XlaMembers:
             for _, parameter in self._parameters:
                 if parameter.grad is None:
                     self.held.discard(id(parameter))
-                elif id(parameter) in self.held and self.num_replicas_in_sync > 1:
+                elif id(parameter) in self.held:
                     stacked = leave(parameter.grad, True)
                     parameter.grad = self._mesh.shared(stacked[0])
                     self._local_gradients[id(parameter)] = parameter.grad, stacked
@@ -194,13 +192,13 @@ class XlaMembers:
                 yield from filter(_is_on_devices, _tensors_of(values))
 
     def tensor_ids(self) -> set[int]:
-        """Of all tensors that `leave` takes care of."""
+        """Return the ids of all tensors that `leave` converts."""
         grads = [id(p.grad) for _, p in self._parameters if p.grad is not None]
         own = [id(buffer) for buffer, _ in self._locals.values()]
         return {*map(id, self._replicated()), *grads, *own}
 
     def snapshot(self) -> Callable[[], None]:
-        """Gives back what tensors hold now: for a program that could not be run."""
+        """Return a function that restores the current values, if the program fails to run."""
         if self._mesh.size == 1:
             return lambda: None
         with torch.no_grad():
@@ -218,10 +216,10 @@ class XlaMembers:
 
         return restore
 
-    # --- what variables ask of their owner -----------------------------------------------------
+    # --- the interface that variables use -------------------------------------------------------
 
     def variables(self, variable: Variable) -> list[Variable]:
-        """A variable on each replica, for code outside `run`; copies, on the CPU."""
+        """Return copies of a variable on the CPU, one per replica, for code outside `run`."""
         key = id(variable)
         if key not in self._components:
             self._components[key] = [
@@ -230,13 +228,13 @@ class XlaMembers:
         return self._components[key]
 
     def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
-        """The tensor of a parameter or variable on each replica; of variables a copy."""
+        """Return the tensor of a parameter, or a variable's copies, one per replica."""
         if isinstance(thing, Variable):
             return self._values(thing)
         return [thing]
 
     def note_values(self) -> None:
-        """Components may have been written outside `run`."""
+        """Take over components that were written outside `run`."""
         self._push_components()
 
     def _values(self, variable: Variable) -> list[torch.Tensor]:
@@ -248,7 +246,7 @@ class XlaMembers:
         return [row.reshape(variable.component.shape).clone() for row in rows]
 
     def _push_components(self) -> None:
-        """Give the devices what was written into components outside `run`."""
+        """Send components that were written outside `run` to the devices."""
         for variable in self._variables:
             written = self._components.pop(id(variable), None)
             if written is None:
@@ -261,10 +259,10 @@ class XlaMembers:
                 component.data = self._mesh.replicate(values[0])
 
     def require_in_sync(self) -> None:
-        """Check that all devices hold the same bits.
+        """Check that parameters and buffers have the same bits on all devices.
 
         Raises:
-            FastdistError: they differ.
+            FastdistError: the devices differ.
         """
         self.refresh()
         replicas: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.local_replica_ids]
@@ -273,11 +271,11 @@ class XlaMembers:
         for name, tensor in [*self._parameters, *buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
-        require_in_sync(self._hosts, replicas)
+        require_in_sync(self.workers, replicas)
 
 
 def _ids_in(roots: Sequence[nn.Module]) -> list[int]:
-    """The ids of all modules, parameters and buffers; in every run, so it is to be quick."""
+    """Return the ids of all modules, parameters and buffers. Called in every run."""
     found: list[int] = []
     modules = list(roots)
     seen = set(map(id, modules))
@@ -297,8 +295,8 @@ def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in named:
         if not is_materialized(tensor):
             raise UnsupportedError(
-                f"{name} is a lazy module's and has no shape yet: call the model once, before "
-                "it is adopted, so that it makes its parameters"
+                f"{name} belongs to a lazy module and has no shape yet: call the model once "
+                "before it is adopted, so that it makes its parameters"
             )
 
 
@@ -313,7 +311,7 @@ def _is_on_devices(value: object) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[Any]:
-    """Tensors of an optimizer's state, also in lists and dicts inside."""
+    """Yield the tensors of an optimizer's state, including those in nested lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

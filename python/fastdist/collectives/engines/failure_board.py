@@ -1,7 +1,8 @@
-"""Why ranks left a communicator: a board in the store that all its ranks read when a call fails.
+"""A board in a store, where the ranks of a communicator post why they leave it.
 
-Gloo only says that a connection was closed, or that time has passed. Whoever leaves therefore
-writes down why before it closes its connections, and whoever finds one closed reads that first.
+Gloo reports only that a connection was closed or that time has passed. A rank that leaves therefore
+posts the reason before it closes its connections, and a rank whose call fails reads the board
+before it raises.
 """
 
 from __future__ import annotations
@@ -12,24 +13,19 @@ from typing import Any
 
 from fastdist.errors import CollectiveTimeoutError, FastdistError, PeerFailureError
 
-_KINDS: dict[str, type[FastdistError]] = {
-    "failure": PeerFailureError,
-    "timeout": CollectiveTimeoutError,
-}
-
 
 class StoreLostError(Exception):
-    """The process that has the store has ended."""
+    """The process that holds the store has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a communicator was lost.
+    """The reason why a communicator was lost.
 
     Attributes:
-        is_timeout: a rank did not come in time; else one died, left or failed.
-        ranks: whom it is about.
-        text: for people.
+        is_timeout: True if a rank did not arrive in time; False if a rank died, left or failed.
+        ranks: the ranks at fault.
+        text: the message for the user.
     """
 
     is_timeout: bool
@@ -37,33 +33,34 @@ class Cause:
     text: str
 
     @classmethod
-    def of(cls, error: FastdistError) -> Cause:
-        """The cause in an error."""
+    def from_error(cls, error: FastdistError) -> Cause:
+        """Take the cause from an error."""
         is_timeout = isinstance(error, CollectiveTimeoutError)
         return cls(is_timeout, error.ranks, str(error).split(";")[0])
 
-    def error(self) -> FastdistError:
-        """The error that a rank raises for it."""
-        return _KINDS["timeout" if self.is_timeout else "failure"](self.text, self.ranks)
+    def to_error(self) -> FastdistError:
+        """Return the error to raise for this cause."""
+        kind = CollectiveTimeoutError if self.is_timeout else PeerFailureError
+        return kind(self.text, self.ranks)
 
     def pack(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return json.dumps([self.is_timeout, self.ranks, self.text]).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Cause:
-        """What `pack` packed."""
+        """Decode the output of `pack`."""
         is_timeout, ranks, text = json.loads(data)
         return cls(bool(is_timeout), tuple(int(rank) for rank in ranks), str(text))
 
 
-class Departures:
+class FailureBoard:
     """The board of one communicator.
 
     Args:
-        store: torch's, with the communicator's prefix.
+        store: torch's store, with a prefix that only this communicator uses.
         rank: this rank.
-        size: of the communicator.
+        size: the number of ranks of the communicator.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -72,28 +69,28 @@ class Departures:
         self._size = size
         self._is_lost = False
 
-    def close(self) -> None:
-        """Say that this rank has closed the communicator."""
+    def post_closed(self) -> None:
+        """Post that this rank has closed the communicator."""
         self._set("closed", b"1")
 
-    def notice(self, what: str) -> None:
-        """Say that this rank is in a call that fails, before it knows why."""
+    def post_notice(self, what: str) -> None:
+        """Post that a call of this rank fails, before this rank knows why."""
         self._set("noticed", what.encode())
 
-    def post(self, cause: Cause) -> None:
-        """Say why this rank leaves."""
+    def post_cause(self, cause: Cause) -> None:
+        """Post why this rank leaves."""
         self._set("cause", cause.pack())
 
-    def closed(self) -> list[int]:
-        """The ranks that have closed the communicator."""
+    def closed_ranks(self) -> list[int]:
+        """Return the other ranks that have closed the communicator."""
         return sorted(self._all("closed"))
 
-    def noticed(self) -> dict[int, str]:
-        """What ranks in failing calls noticed."""
+    def notices(self) -> dict[int, str]:
+        """Return the notices of other ranks, by rank."""
         return {rank: data.decode() for rank, data in self._all("noticed").items()}
 
     def causes(self) -> dict[int, Cause]:
-        """Why other ranks left."""
+        """Return why other ranks left, by rank."""
         return {rank: Cause.unpack(data) for rank, data in self._all("cause").items()}
 
     def _set(self, what: str, data: bytes) -> None:
@@ -105,7 +102,7 @@ class Departures:
             self._is_lost = True
 
     def _all(self, what: str) -> dict[int, bytes]:
-        if self._is_lost:  # each try would fill the screen with torch's warnings
+        if self._is_lost:  # each further attempt would print torch's warnings
             raise StoreLostError
         keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
         try:

@@ -1,9 +1,14 @@
-"""Trains a network of which all replicas share one copy, with its optimizer's states.
+"""Trains a network of which all replicas share one copy, with the optimizer's state.
+
+Three replicas, each a process that the strategy starts:
 
     python examples/central_storage.py --devices cpu:0 cpu:1 cpu:2
+
+The same with a copy for each replica, for comparison:
+
     python examples/central_storage.py --strategy mirrored --devices cpu:0 cpu:1 cpu:2
 
-Loss and accuracy are the same; parameters and the optimizer's state are in memory once.
+Needs torch and scikit-learn. Loss and accuracy are the same; parameters and the optimizer's state are in memory once.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
-        optimizer.step()  # waits for all replicas, and steps once
+        optimizer.step()  # waits for all replicas, then steps once
         return loss.detach()
 
     progress = digits.Progress(strategy, options.epochs)

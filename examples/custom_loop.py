@@ -1,10 +1,16 @@
-"""A training loop of one's own: accumulated and clipped gradients, warm-up, collectives in a step.
+"""A custom training loop: accumulated and clipped gradients, warm-up, collectives in a step.
 
-    python examples/custom_loop.py --devices cpu:0 cpu:1
-    fastdist run -n 2 examples/custom_loop.py --strategy mirrored
+One process, one replica:
+
     python examples/custom_loop.py --strategy one_device
 
-Every strategy takes the same steps, and the numbers agree.
+Two replicas, each a process; the strategy starts the second one, or a launcher starts both:
+
+    python examples/custom_loop.py --devices cpu:0 cpu:1
+    fastdist run -n 2 examples/custom_loop.py
+    torchrun --nproc-per-node 2 examples/custom_loop.py
+
+Needs torch and scikit-learn. Every strategy takes the same steps, and the numbers agree.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ def main() -> None:
         for i, (x, y) in enumerate(parts, start=1):
             loss = F.cross_entropy(model(x), y, reduction="sum") / max(1, len(labels))
             with strategy.no_sync() if i < len(parts) else contextlib.nullcontext():
-                loss.backward()  # only the last one talks to the other replicas
+                loss.backward()  # only the last part communicates
             losses.append(loss.detach())
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         clipped.assign_add(int(norm > options.clip))

@@ -1,4 +1,4 @@
-"""What the examples share: scikit-learn's handwritten digits, a strategy by its name, progress."""
+"""Shared by the examples: scikit-learn's handwritten digits, a strategy by its name, progress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Split = tuple[torch.Tensor, torch.Tensor]
 
 
 def load() -> tuple[Split, Split]:
-    """Images (n, 64) from 0 to 1 and labels (n,): four fifths to train on, the rest held out."""
+    """Load images (n, 64) from 0 to 1 and labels (n,): four fifths to train on, one held out."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     held = torch.arange(len(x)) % 5 == 0
@@ -23,15 +23,15 @@ def load() -> tuple[Split, Split]:
 
 
 def parser(description: str, strategy: str) -> argparse.ArgumentParser:
-    """The arguments that all examples have.
+    """Make a parser with the arguments that all examples have.
 
     Args:
-        description: for --help.
-        strategy: the default.
+        description: the text of --help.
+        strategy: the default of --strategy.
     """
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--strategy", choices=sorted(STRATEGIES), default=strategy)
-    made.add_argument("--devices", nargs="*", help="of the replicas here; all GPUs, else a CPU")
+    made.add_argument("--devices", nargs="*", help="of the replicas; default: all GPUs, else a CPU")
     made.add_argument("--epochs", type=int, default=20)
     made.add_argument("--global-batch-size", type=int, default=128)
     return made
@@ -48,12 +48,12 @@ STRATEGIES = {
 
 
 def make_strategy(options: argparse.Namespace) -> fd.Strategy:
-    """The one line that differs between strategies."""
+    """Make the strategy: the one line that differs between them."""
     return STRATEGIES[options.strategy](options.devices)
 
 
 def accuracy(strategy: fd.Strategy, model: nn.Module, split: Split, global_batch: int) -> float:
-    """The share of digits that the model recognises, over all replicas."""
+    """Compute the share of digits that the model recognises, over all replicas."""
 
     def count_right(batch: Split) -> torch.Tensor:
         images, labels = batch
@@ -66,11 +66,11 @@ def accuracy(strategy: fd.Strategy, model: nn.Module, split: Split, global_batch
 
 
 class Progress:
-    """Says how training goes, on the chief: a line that changes on a terminal, else one per epoch.
+    """Prints progress on the chief: on a terminal one line that changes, else a line per epoch.
 
     Args:
-        strategy: whose chief speaks.
-        epochs: how many there will be.
+        strategy: its first replica is the chief.
+        epochs: the number of epochs to come.
     """
 
     def __init__(self, strategy: fd.Strategy, epochs: int) -> None:
@@ -80,7 +80,7 @@ class Progress:
         self._began = time.perf_counter()
 
     def epoch(self, number: int, loss: float, examples: int) -> None:
-        """Epochs from 1 on; the mean loss; how many examples the epoch had."""
+        """Print an epoch's number, from 1, its mean loss, and its examples per second."""
         now = time.perf_counter()
         rate = examples / (now - self._began)
         self._began = now
@@ -91,10 +91,10 @@ class Progress:
         )
 
     def result(self, accuracy: float) -> None:
-        """The share of held-out digits that are recognised."""
+        """Print the share of held-out digits that are recognised."""
         self.say(f"accuracy on held-out digits: {accuracy:.4f} ({self._replicas} replicas)")
 
     def say(self, text: str, end: str = "\n") -> None:
-        """On the chief alone."""
+        """Print on the chief alone."""
         if self.is_chief:
             print(text, end=end, flush=True)

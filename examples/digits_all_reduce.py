@@ -1,11 +1,15 @@
 """Trains a small network on scikit-learn's digits; gradients go through one fused all_reduce.
 
-    pip install 'fastdist[torch]' scikit-learn
-    fastdist run -n 2 examples/digits_all_reduce.py     # any number of ranks; or plain python
+Uses the communicator alone, without a strategy. Any number of ranks:
 
-Every rank takes its share of each global batch and adds up the loss over it; the sum of the
-gradients over all ranks, divided by the size of the global batch, is the gradient that one process
-would have computed. So the result is the same for any number of ranks, but for rounding.
+    python examples/digits_all_reduce.py
+    fastdist run -n 2 examples/digits_all_reduce.py
+    torchrun --nproc-per-node 2 examples/digits_all_reduce.py
+
+Needs torch and scikit-learn. Every rank takes its share of each global batch and adds up the loss
+over it. The sum of the gradients over all ranks, divided by the size of the global batch, is the
+gradient that one process would compute: the result is the same for any number of ranks, up to
+rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch.nn import functional as F
 
 
 def make_network() -> nn.Module:
-    """Two hidden layers; the same initial weights on every rank."""
+    """Make a network of two hidden layers, with the same initial weights on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
@@ -29,7 +33,7 @@ def make_network() -> nn.Module:
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Digits as float32 in [0, 1] and their labels, for training and held out."""
+    """Load digits as float32 in [0, 1] and their labels, for training and held out."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16.0, labels, test_size=0.25, random_state=0, stratify=labels)
     train_x, test_x, train_y, test_y = split
@@ -42,7 +46,7 @@ def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train(comm: fd.Communicator, epochs: int, batch_size: int) -> tuple[nn.Module, float]:
-    """Train on this rank's shares.
+    """Train on this rank's shares of the batches.
 
     Returns:
         The network, and its accuracy on the held-out digits.

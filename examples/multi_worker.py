@@ -1,16 +1,18 @@
-"""Trains on several workers, and saves what they have learnt.
+"""Trains on several workers, and saves the weights.
 
-On one machine:
+On one machine, two workers:
 
     fastdist run -n 2 examples/multi_worker.py
+    torchrun --nproc-per-node 2 examples/multi_worker.py
 
-On several, the same command on each with its own task; every task is a process:
+On several machines, the same command on each, with its own task in TF_CONFIG:
 
     export TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]},
                        "task": {"type": "worker", "index": 0}}'
     python examples/multi_worker.py --save digits.pt
 
-torchrun, mpiexec and srun start it too.
+A worker with `--devices cpu:0 cpu:1` starts a second replica. torchrun on several machines, mpiexec
+and srun start the workers too. Needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Its batch norm sees the global batch, and it counts the examples of all replicas."""
+    """A network that normalizes over the global batch and counts the examples of all replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ def main() -> None:
     model.eval()
     strategy.check_in_sync()
     progress.result(digits.accuracy(strategy, model, test, options.global_batch_size))
-    weights = model.state_dict()  # on every worker: `seen` is a sum over all of them
+    weights = model.state_dict()  # on every replica: `seen` is a sum over all of them
     progress.say(f"examples seen in training: {int(weights['seen.value'])}")
     if options.save is not None and progress.is_chief:
         torch.save(weights, options.save)

@@ -1,10 +1,17 @@
 """Trains on the cores of a TPU, or on virtual devices of a CPU; the script is that of any strategy.
 
-    PJRT_DEVICE=TPU python examples/tpu.py                          on a TPU VM
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/tpu.py        anywhere with torch_xla
-    python examples/tpu.py --strategy mirrored --devices cpu:0 cpu:1
+On a TPU VM; or anywhere, with torch_xla, on four virtual devices:
 
-Loss and accuracy are the same. Under --strategy tpu it also says how many programs were compiled.
+    PJRT_DEVICE=TPU python examples/tpu.py
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python examples/tpu.py
+
+Without torch_xla, on two processes:
+
+    python examples/tpu.py --strategy mirrored --devices cpu:0 cpu:1
+    fastdist run -n 2 examples/tpu.py --strategy mirrored
+
+Needs torch and scikit-learn. Loss and accuracy are the same. Under TPUStrategy it also prints how
+many programs were compiled.
 """
 
 from __future__ import annotations

@@ -1,14 +1,20 @@
 """Learns word vectors from the sources of Python's own standard library, on parameter servers.
 
+A chief, four workers and two servers on this machine; workers step in their own time, or together:
+
     fastdist run --workers 4 --ps 2 examples/word2vec_ps.py
     fastdist run --workers 4 --ps 2 examples/word2vec_ps.py --mode sync
-    python examples/word2vec_ps.py --mode single          one process, no servers
 
-Skip-gram with negative sampling (Mikolov et al., NIPS 2013). A word's row in the tables is named by
-a hash of the word: no worker knows the words of the others, there is no list of all words, and
-servers keep rows of the words that have come up. A worker pulls the rows of a batch and no more.
+One process, no servers:
 
-The modes see as many pairs of words, and are measured on the same files, which none is trained on.
+    python examples/word2vec_ps.py --mode single
+
+Needs torch, pyzmq, cloudpickle and safetensors. Skip-gram with negative sampling (Mikolov et al.,
+NIPS 2013). A hash of a word names its row in the tables: no worker knows the words of the others,
+no list of all words exists, and servers keep rows of the words that have come up. A worker pulls
+the rows of a batch alone.
+
+All modes see as many pairs of words, and are measured on the same files, which none is trained on.
 """
 
 from __future__ import annotations
@@ -33,16 +39,16 @@ from torch import nn
 
 WINDOW, NEGATIVES, SHARED = 5, 5, 256
 HELD_OUT, PARTS = 20, 10
-OFTEN = 1e-3  # words of a larger share of the text are left out at times
+OFTEN = 1e-3  # words with a larger share of the text are left out at random
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Ids = Callable[[list[str]], np.ndarray]
 Train = Callable[[int], list[float]]
 
 
 def read_words(index: int, count: int, limit: int, held_out: bool = False) -> list[str]:
-    """Part `index` of `count` of the library's words, at most limit / count; the same in any run.
+    """Read part `index` of `count` of the library's words, at most limit / count.
 
-    One file in HELD_OUT is held out from training.
+    The result is the same in every run. One file in HELD_OUT is held out from training.
     """
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -63,18 +69,18 @@ def read_words(index: int, count: int, limit: int, held_out: bool = False) -> li
 
 
 def hashes(words: list[str]) -> np.ndarray:
-    """64 bits of each word: its row, on whichever worker it is."""
+    """Hash each word to 64 bits, the id of its row, the same on every worker."""
     digests = b"".join(hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words)
     return np.frombuffer(digests, np.int64).copy()
 
 
 class Text:
-    """Words as ids, from which batches are drawn.
+    """A text as ids of words, from which batches are drawn.
 
     Args:
-        words: of the text.
-        ids: of distinct words.
-        seed: of what is drawn.
+        words: the text.
+        ids: maps distinct words to their ids.
+        seed: the seed of all draws.
     """
 
     def __init__(self, words: list[str], ids: Ids, seed: int) -> None:
@@ -90,7 +96,7 @@ class Text:
         self._text = text[keep]
 
     def batch(self, size: int) -> Batch:
-        """Ids of words, of a neighbour of each, and of words drawn by chance for all of them."""
+        """Draw ids of words, of a neighbour of each, and of random words for all of them."""
         draw = self._random
         reach = draw.integers(1, WINDOW + 1, size)  # near words come up more often
         step = draw.integers(1, reach + 1) * draw.choice((-1, 1), size)
@@ -101,17 +107,17 @@ class Text:
         return centers, contexts, negatives
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Without end."""
+        """Yield batches without end."""
         while True:
             yield self.batch(size)
 
 
 class SkipGram(nn.Module):
-    """Vectors of words, and of words as neighbours.
+    """A vector for each word, and one for each word as a neighbour.
 
     Args:
-        words: how many there may be; None: any 64-bit ids, on parameter servers.
-        dim: elements of a vector.
+        words: the number of words; None: any 64-bit ids, on parameter servers.
+        dim: the elements of a vector.
     """
 
     def __init__(self, words: int | None, dim: int) -> None:
@@ -123,7 +129,7 @@ class SkipGram(nn.Module):
     def forward(
         self, centers: torch.Tensor, contexts: torch.Tensor, negatives: torch.Tensor
     ) -> Any:
-        """The mean loss of the pairs: natural logarithms."""
+        """Compute the mean loss of the pairs, in natural logarithms."""
         vectors = self.centers(centers)
         near, far = self.contexts(torch.cat([contexts, negatives])).split([len(contexts), SHARED])
         attract = F.logsigmoid((vectors * near).sum(1)).mean()
@@ -132,7 +138,7 @@ class SkipGram(nn.Module):
 
 
 def training_step(strategy: fd.Strategy, words: int | None, options: argparse.Namespace) -> Any:
-    """A model in the scope of a strategy, and a function that trains it on the next batch."""
+    """Make a model in the scope of a strategy, and a function that trains it on the next batch."""
     with strategy.scope():
         model = SkipGram(words, options.dim)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=options.lr)
@@ -148,7 +154,7 @@ def training_step(strategy: fd.Strategy, words: int | None, options: argparse.Na
 
 
 def on_servers(options: argparse.Namespace) -> tuple[SkipGram, Ids, Train]:
-    """Training by workers, each on its part of the text. Only the chief comes back from here."""
+    """Train by workers, each on its part of the text. Returns on the chief alone."""
     strategy = fd.ParameterServerStrategy(synchronous=options.mode == "sync")
     coordinator = fd.ClusterCoordinator(strategy)
     model, step = training_step(strategy, None, options)
@@ -170,7 +176,7 @@ def on_servers(options: argparse.Namespace) -> tuple[SkipGram, Ids, Train]:
 
 
 def in_one_process(options: argparse.Namespace) -> tuple[SkipGram, Ids, Train]:
-    """The same without servers; there has to be a list of all words."""
+    """Train without servers, which needs a list of all words."""
     words = read_words(0, 1, options.words)
     place: dict[str, int] = {}
     for word in words + read_words(0, 1, options.words // HELD_OUT, held_out=True):
@@ -185,7 +191,7 @@ def in_one_process(options: argparse.Namespace) -> tuple[SkipGram, Ids, Train]:
 
 
 def nearest(model: SkipGram, ids: Ids, words: list[str], common: list[str]) -> Iterator[str]:
-    """The closest of common words to each of some words, by the angle between their vectors."""
+    """Find the common words closest to each word, by the angle between their vectors."""
     vectors = F.normalize(model.centers(torch.from_numpy(ids(common))))
     for word in words:
         if word in common:
@@ -221,7 +227,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The arguments."""
+    """Parse the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mode", choices=("async", "sync", "single"), default="async")
     parser.add_argument("--words", type=int, default=1_000_000, help="of text, of all workers")

@@ -1,22 +1,22 @@
 # Decides whether the GPU engine is built, and finds the compiler for it. Sets FASTDIST_BUILDS_CUDA.
 #
-# FASTDIST_CUDA is auto (built where a compiler is found), on (an error where none is) or off; the
-# environment variable of that name is its default. The compiler is the machine's nvcc or, where
-# there is none, the one of NVIDIA's packages on PyPI. NCCL is not needed: csrc/nccl/abi.h declares
-# what is called, and libnccl is found at run time.
+# FASTDIST_CUDA is auto (build if a compiler is found), on (fail if none is found) or off; the
+# environment variable of that name is its default. The compiler is the machine's nvcc or, if there
+# is none, nvcc from NVIDIA's packages on PyPI. NCCL is not needed: csrc/nccl/abi.h declares its
+# functions, and libnccl is found at run time.
 
 if("$ENV{FASTDIST_CUDA}" STREQUAL "")
   set(default_cuda "auto")
 else()
   set(default_cuda "$ENV{FASTDIST_CUDA}")
 endif()
-set(FASTDIST_CUDA "${default_cuda}" CACHE STRING "build the engine for GPUs: auto, on or off")
+set(FASTDIST_CUDA "${default_cuda}" CACHE STRING "build the GPU engine: auto, on or off")
 string(TOLOWER "${FASTDIST_CUDA}" wanted)
 if(NOT wanted MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "FASTDIST_CUDA must be auto, on or off, got \"${FASTDIST_CUDA}\"")
 endif()
 
-# The nvcc of nvidia-cuda-nvcc, in a folder that Python imports from.
+# Finds the nvcc of the package nvidia-cuda-nvcc on Python's import path.
 function(find_nvcc_of_python result)
   find_package(Python COMPONENTS Interpreter QUIET)
   if(Python_Interpreter_FOUND)
@@ -44,7 +44,7 @@ if(NOT wanted STREQUAL "off")
     else()
       find_nvcc_of_python(CMAKE_CUDA_COMPILER)
       if(CMAKE_CUDA_COMPILER)
-        # Its profile names lib64, which the packages call lib.
+        # nvcc's profile expects lib64, but the packages have lib.
         get_filename_component(toolkit "${CMAKE_CUDA_COMPILER}/../.." ABSOLUTE)
         set(CMAKE_CUDA_FLAGS_INIT "-L${toolkit}/lib")
       endif()
@@ -70,7 +70,7 @@ if(FASTDIST_BUILDS_CUDA)
     message(FATAL_ERROR "CUDA 12.1 or newer is needed, got ${CMAKE_CUDA_COMPILER_VERSION} "
                         "(${CMAKE_CUDA_COMPILER}); FASTDIST_CUDA=off builds without it")
   endif()
-  # Code for these chips, and PTX of the first and last for those between and after them.
+  # Build code for these chips, and PTX of the first and last for chips between and after them.
   if(chosen_architectures STREQUAL "")
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
       set(all_architectures 80 90)
@@ -82,7 +82,7 @@ if(FASTDIST_BUILDS_CUDA)
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   set(CMAKE_CUDA_EXTENSIONS OFF)
-  # In the module itself: it needs no CUDA library where it runs.
+  # Linked statically, so that the module needs no CUDA library at run time.
   find_library(FASTDIST_CUDART cudart_static REQUIRED
                HINTS ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES} "${toolkit}/lib")
   message(STATUS "GPU engine: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "

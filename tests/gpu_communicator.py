@@ -206,7 +206,7 @@ def aborting(comm: Communicator) -> None:
 
 def bad_arrays(comm: Communicator) -> None:
     x = arrays.full(4, 1)
-    with pytest.raises(ValueError, match="in the machine's memory"):
+    with pytest.raises(ValueError, match="in host memory"):
         comm.all_reduce([x, np.ones(4, np.float32)])
     with pytest.raises((TypeError, ValueError)):
         comm.all_reduce([np.ones(4, np.float32), x])

@@ -174,7 +174,7 @@ def meanwhile(r: Rank) -> None:
 def bad_input(r: Rank) -> None:
     a = r.arrays
     for wrong in (np.ones(3), a.in_memory_of_host(), [a.full(3, 1), a.in_memory_of_host()]):
-        with pytest.raises(ValueError, match="must lie on cuda:"):
+        with pytest.raises(ValueError, match="must be on cuda:"):
             r.call("all_reduce", wrong, "sum", None, None, 0)
     with pytest.raises(ValueError, match="must be dense"):
         r.call("all_reduce", a.full(10, 1)[::2], "sum", None, None, 0)
@@ -199,8 +199,6 @@ def late(r: Rank) -> None:
         work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=2.0)
         with pytest.raises(errors.CollectiveTimeoutError, match="within 2 s"):
             work.synchronize(60)
-        with pytest.raises(errors.CollectiveTimeoutError):
-            gpu.check_usable()
         with pytest.raises(errors.CollectiveTimeoutError):
             r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
     r.host.barrier()

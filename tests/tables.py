@@ -28,9 +28,18 @@ def pulled(table: _core.RowTable, ids: Any) -> Floats:
 
 def slots_of(table: _core.RowTable, ids: Any) -> Floats:
     ids = np.asarray(ids)
-    out = np.full((ids.size, len(table.slots), table.dim), np.nan, np.float32)
-    table.read_slots(ids, out)
-    return out
+    pieces = list(table.snapshot())
+    present = np.concatenate([piece[0] for piece in pieces])
+    slots = np.concatenate([piece[2] for piece in pieces])
+    order = np.argsort(present)
+    at = order[np.searchsorted(present, ids, sorter=order)]
+    np.testing.assert_array_equal(present[at], ids)
+    return slots[at].reshape(ids.size, len(table.slots), table.dim)
+
+
+def present(table: _core.RowTable) -> set[int]:
+    """The ids of the rows that the table holds."""
+    return {int(row) for ids, _, _ in table.snapshot() for row in ids}
 
 
 def filled(values: Floats, rule: _core.UpdateRule = SGD, **options: Any) -> _core.RowTable:

@@ -490,7 +490,7 @@ def test_lists_are_not_packed_where_cuda_is_not_built() -> None:
 
 
 def test_lists_in_the_memory_of_the_host_are_not_packed() -> None:
-    with pytest.raises(ValueError, match="arrays must lie on cuda:0"):
+    with pytest.raises(ValueError, match="arrays must be on cuda:0"):
         _core.PackedList([np.ones(3)], 0, None, 1 << 20)
 
 

@@ -131,7 +131,7 @@ def test_an_absent_library_is_said_how_to_get(tmp_path: Path) -> None:
     if "path" in found:
         pytest.skip("the system has a libnccl")
     assert found["error"] == "UnsupportedError"
-    assert "pip install 'fastdist[cuda13]'" in found["message"]
+    assert "pip install nvidia-nccl-cu13" in found["message"]
     assert str(tmp_path) in found["message"]
 
 
@@ -146,7 +146,7 @@ def test_a_library_that_is_no_nccl_is_named(tmp_path: Path) -> None:
         pytest.skip(f"needs a C compiler: {error}")
     found = load(library)
     assert found["error"] == "UnsupportedError"
-    assert f"{library} is no NCCL that fastdist can use" in found["message"]
+    assert f"{library} is not an NCCL library that fastdist can use" in found["message"]
 
 
 def test_calls_need_a_library_and_a_gpu() -> None:

@@ -91,8 +91,6 @@ def test_wrong_tables(options: Given, message: str) -> None:
             ValueError,
             "slots must hold 2 × 3 elements, got 3",
         ),
-        ("read_slots", (IDS_OF_ROWS, ROWS[:1]), ValueError, "slots must hold 2 × 3"),
-        ("erase", (IDS_OF_ROWS,), ValueError, "fixed table cannot be erased"),
         ("snapshot", (0,), ValueError, "piece_rows must be 1 or more"),
     ],
     ids=str,

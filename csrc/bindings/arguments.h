@@ -1,4 +1,4 @@
-// Numbers as users pass them; errors name the argument.
+// Converts numeric arguments from Python; error messages name the argument.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,14 +9,15 @@
 
 namespace fastdist::bindings {
 
-// Throws "<expected>, got <got>": a TypeError where Python has just raised one, else a ValueError.
+// Throws "<expected>, got <got>": a TypeError if Python has just raised one, otherwise a
+// ValueError.
 [[noreturn]] void throw_unexpected(const std::string& expected, pybind11::handle got);
 
-// A rank of `size`; with `self`, another one than that.
+// Converts a rank below `size`. If `self` is given, the rank must differ from it.
 [[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,
                           std::optional<int> self = {});
 
-// The argument `timeout`, in seconds; a huge value means forever.
+// Converts a timeout in seconds; values above 1e9 count as 1e9.
 [[nodiscard]] std::chrono::nanoseconds to_duration(pybind11::handle timeout,
                                                    bool may_be_zero = false);
 

@@ -25,7 +25,7 @@ constexpr int kCContiguous = 0x1;
 constexpr int kAligned = 0x100;
 constexpr int kWriteable = 0x400;
 
-// Indexed by numpy's type numbers, which are part of its ABI.
+// The array is indexed by numpy's type numbers, which are part of its ABI.
 std::optional<DType> numpy_dtype(const py::detail::PyArray_Proxy* array) {
   constexpr auto kNone = std::optional<DType>{};
   static_assert(sizeof(long) == 8);
@@ -59,7 +59,7 @@ std::optional<DType> numpy_dtype(const py::detail::PyArray_Proxy* array) {
   if (number >= 0 && number < static_cast<int>(kBuiltin.size())) {
     return kBuiltin[static_cast<std::size_t>(number)];
   }
-  // Dtypes that packages add (ml_dtypes) are known by name.
+  // Dtypes registered by packages (ml_dtypes) are found by name.
   return dtype_from_name(py::handle(array->descr).attr("name").cast<std::string>());
 }
 
@@ -69,8 +69,8 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
   if (!dtype) {
     throw Error(ErrorCode::kType, std::string(argument) + " has dtype " +
                                       py::str(py::handle(array->descr)).cast<std::string>() +
-                                      ", which collectives do not know; expected a bool, integer, "
-                                      "float or complex dtype in native byte order");
+                                      ", which collectives do not support; expected a bool, "
+                                      "integer, float or complex dtype in native byte order");
   }
   if (access == Access::kWrite && (array->flags & kWriteable) == 0) throw_read_only(argument);
   if ((array->flags & kAligned) == 0) {
@@ -136,16 +136,17 @@ std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
   }
 }
 
-bool says(py::handle object, PyObject* method) {
+bool returns_true(py::handle object, PyObject* method) {
   const auto answer =
       py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(object.ptr(), method));
-  if (!answer) PyErr_Clear();  // not torch's
+  if (!answer) PyErr_Clear();  // not a torch tensor
   return answer.ptr() == Py_True;
 }
 
-// torch keeps conjugation and negation as bits, and the memory as it was. What it negates is an
-// imaginary part: every other number in memory, hence dense only where it is a single one, which
-// then lies in the second half of a complex number. Others are not asked: it takes 120 ns.
+// Reports torch's lazy conjugation and negation, which leave the memory unchanged. torch negates
+// only imaginary parts. In an array of real numbers, an imaginary part is every other number in
+// memory, so such an array is dense only if it has a single element, in the second half of a
+// complex number. Other arrays skip the check, which takes 120 ns.
 bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
   static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");
@@ -155,33 +156,34 @@ bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count
     const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
     if (t.dtype.code != 2 || count != 1 || address % (2 * item) != item) return false;
   }
-  return says(object, is_neg) || (is_complex && says(object, is_conj));
+  return returns_true(object, is_neg) || (is_complex && returns_true(object, is_conj));
 }
 
-void check_place(const dlpack::Device& device, const Place& place, const char* argument) {
+void check_placement(const dlpack::Device& device, const Placement& placement,
+                     const char* argument) {
   const bool on_host = device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
-  if (place.device) {
-    if (device.type == dlpack::kCuda && device.id == *place.device) return;
-    throw_elsewhere(argument, *place.device,
-                    on_host ? "in the machine's memory"
-                            : "on device " + std::to_string(device.id) + " (DLPack device type " +
-                                  std::to_string(device.type) + ")");
+  if (placement.device) {
+    if (device.type == dlpack::kCuda && device.id == *placement.device) return;
+    throw_wrong_device(argument, *placement.device,
+                       on_host ? "in host memory"
+                               : "on device " + std::to_string(device.id) +
+                                     " (DLPack device type " + std::to_string(device.type) + ")");
   }
   if (!on_host) {
     throw Error(ErrorCode::kUnsupported,
-                std::string(argument) + " lies on a device (DLPack device type " +
+                std::string(argument) + " is on a device (DLPack device type " +
                     std::to_string(device.type) +
-                    "), and no engine for it is built in; see `fastdist doctor`");
+                    ") that this build has no engine for; see `fastdist doctor`");
   }
 }
 
-TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Place& place,
+TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placement& placement,
                        const char* argument) {
-  check_place(t.device, place, argument);
+  check_placement(t.device, placement, argument);
   const auto dtype = dlpack_dtype(t.dtype);
   if (!dtype) {
     throw Error(ErrorCode::kType,
-                std::string(argument) + " has a dtype that collectives do not know (" +
+                std::string(argument) + " has a dtype that collectives do not support (" +
                     type_name(object) + ", DLPack code " + std::to_string(t.dtype.code) + ", " +
                     std::to_string(t.dtype.bits) + " bits)");
   }
@@ -190,20 +192,20 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Place& 
   std::size_t count = 1;
   for (int i = 0; i < t.ndim; ++i) count *= static_cast<std::size_t>(t.shape[i]);
   if (t.data == nullptr && count != 0) {
-    throw Error(ErrorCode::kValue, std::string(argument) + " has no memory (" + type_name(object) +
-                                       " of " + std::to_string(count) + " elements)");
+    throw Error(ErrorCode::kValue,
+                std::string(argument) + " has no memory: its data pointer is null (" +
+                    type_name(object) + " of " + std::to_string(count) + " elements)");
   }
   if (has_lazy_bits(t, object, count)) {
-    throw Error(ErrorCode::kValue,
-                std::string(argument) +
-                    " is a view that torch conjugates or negates when read; call "
-                    "x.resolve_conj().resolve_neg() first");
+    throw Error(ErrorCode::kValue, std::string(argument) +
+                                       " is a lazily conjugated or negated torch view; call "
+                                       "x.resolve_conj().resolve_neg() first");
   }
   return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order};
 }
 
-// The exchange table of a type, null where it has none. The last type seen is remembered: a
-// program's arrays are nearly always of one type.
+// Returns the DLPack exchange table of a type, or null. The first type found is cached: most
+// programs use arrays of a single type.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   static std::atomic<PyTypeObject*> known_type{nullptr};
   static std::atomic<const dlpack::ExchangeApi*> known_api{nullptr};
@@ -217,7 +219,7 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
       PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) throw py::error_already_set();
   if (api->version.major != 1 || api->tensor_from_object == nullptr) return nullptr;
-  // Only one type is ever remembered, so a reader cannot pair it with another type's table.
+  // Only one type is ever cached, so a reader cannot pair it with another type's table.
   PyTypeObject* none = nullptr;
   if (known_api.load(std::memory_order_relaxed) == nullptr) {
     known_api.store(api, std::memory_order_relaxed);
@@ -228,15 +230,15 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
-TensorView view_dlpack_object(py::handle object, Access access, const Place& place,
+TensorView view_dlpack_object(py::handle object, Access access, const Placement& placement,
                               const char* argument, py::object& holder) {
   py::object array = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(array, "detach")) array = array.attr("detach")();
   py::dict options;
-  if (place.device) {
+  if (placement.device) {
     const auto device = array.attr("__dlpack_device__")().cast<std::pair<int, int>>();
-    check_place({device.first, device.second}, place, argument);
-    // The array is ready on the stream that the call is made on: nothing to wait for.
+    check_placement({device.first, device.second}, placement, argument);
+    // -1: no synchronization. The array is ready on the stream that the call is made on.
     options["stream"] = -1;
   }
   py::object capsule;
@@ -244,7 +246,7 @@ TensorView view_dlpack_object(py::handle object, Access access, const Place& pla
     capsule = array.attr("__dlpack__")(py::arg("max_version") = py::make_tuple(1, 0), **options);
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_TypeError)) throw;
-    capsule = array.attr("__dlpack__")(**options);  // protocol from before DLPack 1.0
+    capsule = array.attr("__dlpack__")(**options);  // the protocol before DLPack 1.0
   }
   holder = capsule;
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned") != 0) {
@@ -253,18 +255,18 @@ TensorView view_dlpack_object(py::handle object, Access access, const Place& pla
     if (access == Access::kWrite && (managed->flags & dlpack::kReadOnly) != 0) {
       throw_read_only(argument);
     }
-    return view_dlpack(managed->tensor, object, place, argument);
+    return view_dlpack(managed->tensor, object, placement, argument);
   }
   const auto* managed =
       static_cast<const dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  return view_dlpack(managed->tensor, object, place, argument);
+  return view_dlpack(managed->tensor, object, placement, argument);
 }
 
 // --- buffer protocol --------------------------------------------------------------------------
 
 TensorView view_buffer(py::handle object, Access access, const char* argument, py::object& holder) {
-  // numpy knows every format of the protocol; through a memoryview it never copies.
+  // numpy understands every format of the buffer protocol and does not copy a memoryview.
   const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
   if (!view) throw py::error_already_set();
   py::object array = py::module_::import("numpy").attr("asarray")(view);
@@ -272,16 +274,16 @@ TensorView view_buffer(py::handle object, Access access, const char* argument, p
   return view_numpy(array, access, argument);
 }
 
-TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object, const Place& place,
-                          const char* argument) {
+TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
+                          const Placement& placement, const char* argument) {
   dlpack::Tensor tensor;
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
-    const py::error_already_set error;  // its message carries a stack trace after the first line
+    const py::error_already_set error;  // its text has a stack trace after the first line
     const std::string text = error.what();
     throw Error(ErrorCode::kType, std::string(argument) + " cannot be read in place (" +
                                       type_name(object) + "): " + text.substr(0, text.find('\n')));
   }
-  return view_dlpack(tensor, object, place, argument);
+  return view_dlpack(tensor, object, placement, argument);
 }
 
 TensorView view_host_array(py::handle object, Access access, const char* argument,
@@ -310,19 +312,19 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
                                     type_name(object));
 }
 
-TensorView view_array(py::handle object, Access access, const Place& place, const char* argument,
-                      py::object& holder) {
-  if (!place.device) return view_host_array(object, access, argument, holder);
+TensorView view_array(py::handle object, Access access, const Placement& placement,
+                      const char* argument, py::object& holder) {
+  if (!placement.device) return view_host_array(object, access, argument, holder);
   if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
-    return view_exchanged(*api, object, place, argument);
+    return view_exchanged(*api, object, placement, argument);
   }
   if (py::hasattr(object, "__dlpack__")) {
-    return view_dlpack_object(object, access, place, argument, holder);
+    return view_dlpack_object(object, access, placement, argument, holder);
   }
-  return view_cuda_interface(object, access, *place.device, argument, holder);
+  return view_cuda_interface(object, access, *placement.device, argument, holder);
 }
 
-// Throws unless arrays that are written share memory neither with each other nor with `read`.
+// Throws unless each written array is disjoint from all other written arrays and from `read`.
 void check_disjoint(TensorViews written, TensorViews read, const char* argument) {
   struct Extent {
     const std::byte* begin;
@@ -345,7 +347,7 @@ void check_disjoint(TensorViews written, TensorViews read, const char* argument)
           std::string(argument) + (read.empty() ? " holds arrays that share memory; pass each "
                                                   "of them once"
                                                 : " shares memory with the input or within "
-                                                  "itself; give it memory of its own"));
+                                                  "itself; pass separate memory"));
     }
     if (e.is_written) written_until = std::max(written_until, e.end);
     used_until = std::max(used_until, e.end);
@@ -358,21 +360,21 @@ bool overlap(const TensorView& a, const TensorView& b) {
 
 }  // namespace
 
-Arrays::Arrays(py::handle object, Access access, const char* argument, const Place& place)
+Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
     : argument_(argument) {
   is_list_ = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
   if (!is_list_) {
-    one_ = view_array(object, access, place, argument, holder_);
+    one_ = view_array(object, access, placement, argument, holder_);
     return;
   }
-  // The arrays themselves are held, not only the list, which the caller may change meanwhile.
+  // Holds the arrays themselves: the caller may change the list before the call ends.
   py::list holders;
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));
   if (!items) throw py::error_already_set();
   list_.reserve(items.size());
   for (const py::handle item : items) {
     py::object holder;
-    list_.push_back(view_array(item, access, place, argument, holder));
+    list_.push_back(view_array(item, access, placement, argument, holder));
     if (holder) holders.append(std::move(holder));
   }
   holders.append(items);
@@ -380,7 +382,7 @@ Arrays::Arrays(py::handle object, Access access, const char* argument, const Pla
   if (access == Access::kWrite) check_disjoint(list_, {}, argument);
 }
 
-void check_as_many(const Arrays& in, const Arrays& out) {
+void check_same_count(const Arrays& in, const Arrays& out) {
   if (in.is_list() == out.is_list() && in.views().size() == out.views().size()) return;
   const auto number = [](const Arrays& arrays) {
     return arrays.is_list() ? "a list of " + std::to_string(arrays.views().size())
@@ -392,7 +394,7 @@ void check_as_many(const Arrays& in, const Arrays& out) {
 }
 
 void check_fits(const Arrays& in, const Arrays& out) {
-  check_as_many(in, out);
+  check_same_count(in, out);
   const TensorViews a = in.views();
   const TensorViews b = out.views();
   for (std::size_t i = 0; i < a.size(); ++i) {
@@ -404,17 +406,17 @@ void check_fits(const Arrays& in, const Arrays& out) {
                       std::to_string(b[i].count));
     }
   }
-  std::vector<TensorView> others;  // inputs that are not the memory of their own output
+  std::vector<TensorView> others;  // inputs whose output is a different array
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].data != b[i].data) others.push_back(a[i]);
   }
   if (!others.empty()) check_disjoint(b, others, "out");
 }
 
-void check_apart(const Arrays& in, const Arrays& out) {
+void check_no_overlap(const Arrays& in, const Arrays& out) {
   if (in.is_list()) return check_disjoint(out.views(), in.views(), "out");
   if (overlap(in.views()[0], out.views()[0])) {
-    throw Error(ErrorCode::kValue, "out shares memory with the input; give it memory of its own");
+    throw Error(ErrorCode::kValue, "out shares memory with the input; pass separate memory");
   }
 }
 

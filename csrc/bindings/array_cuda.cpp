@@ -1,5 +1,5 @@
-// Arrays on GPUs that speak no DLPack: numba's, and those of older libraries. Source of the
-// protocol: numba.readthedocs.io, "CUDA Array Interface", version 3.
+// Views of GPU arrays without DLPack, such as numba's. The protocol is described at
+// numba.readthedocs.io, "CUDA Array Interface", version 3.
 
 #include <pybind11/stl.h>
 
@@ -47,7 +47,7 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
                                py::object& holder) {
   if (!py::hasattr(object, "__cuda_array_interface__")) {
     if (py::hasattr(object, "__array_interface__") || PyObject_CheckBuffer(object.ptr()) != 0) {
-      throw_elsewhere(argument, device, "in the machine's memory (" + type_name(object) + ")");
+      throw_wrong_device(argument, device, "in host memory (" + type_name(object) + ")");
     }
     throw Error(ErrorCode::kType, std::string(argument) +
                                       " must be a torch, cupy or other array on a GPU (DLPack or "
@@ -61,7 +61,7 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
   if (!dtype) {
     throw Error(
         ErrorCode::kType,
-        std::string(argument) + " has a dtype that collectives do not know (" + typestr + ")");
+        std::string(argument) + " has a dtype that collectives do not support (" + typestr + ")");
   }
   const auto [address, read_only] = interface["data"].cast<std::pair<std::uintptr_t, bool>>();
   if (access == Access::kWrite && read_only) throw_read_only(argument);
@@ -83,8 +83,8 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
   if (count != 0) {
     const auto found = cuda::device_of(data);
     if (found != device) {
-      throw_elsewhere(argument, device,
-                      found ? "on cuda:" + std::to_string(*found) : "in the machine's memory");
+      throw_wrong_device(argument, device,
+                         found ? "on cuda:" + std::to_string(*found) : "in host memory");
     }
   }
   return {data, count, *dtype, *order};

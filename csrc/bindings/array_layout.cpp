@@ -68,9 +68,9 @@ std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::in
   return ((hash ^ hash >> 16) | 1U) & 0xFFFFU;
 }
 
-void throw_elsewhere(const char* argument, int device, const std::string& where) {
+void throw_wrong_device(const char* argument, int device, const std::string& where) {
   throw Error(ErrorCode::kValue, std::string(argument) +
-                                     " must lie on cuda:" + std::to_string(device) +
+                                     " must be on cuda:" + std::to_string(device) +
                                      ", this communicator's GPU, got an array " + where);
 }
 

@@ -1,4 +1,4 @@
-// How arrays lie in memory, and what is said of those that cannot be used; for array.cpp and
+// Memory layout of arrays, and the errors for unusable layouts. Used by array.cpp and
 // array_cuda.cpp.
 #pragma once
 
@@ -15,17 +15,17 @@ namespace fastdist::bindings {
 
 [[nodiscard]] std::string type_name(pybind11::handle object);
 
-// 0 for row-major memory, else a hash of the order of the axes; nothing where there are gaps.
-// Strides in elements; null: row-major.
+// Returns 0 for row-major memory, otherwise a hash of the order of the axes; empty if the memory
+// has gaps. Strides are in elements; null means row-major.
 [[nodiscard]] std::optional<std::uint32_t> axis_order(const std::int64_t* shape,
                                                       const std::int64_t* strides, int ndim);
 
 [[noreturn]] void throw_strided(const char* argument, pybind11::handle object);
 [[noreturn]] void throw_read_only(const char* argument);
-// `where` it lies instead of on this GPU.
-[[noreturn]] void throw_elsewhere(const char* argument, int device, const std::string& where);
+// `where` describes the actual location.
+[[noreturn]] void throw_wrong_device(const char* argument, int device, const std::string& where);
 
-// An array by `__cuda_array_interface__`, on this GPU.
+// Views an array on GPU `device` through its `__cuda_array_interface__`.
 [[nodiscard]] TensorView view_cuda_interface(pybind11::handle object, Access access, int device,
                                              const char* argument, pybind11::object& holder);
 

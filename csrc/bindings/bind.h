@@ -1,4 +1,4 @@
-// One function per concept; module.cpp calls them all.
+// One registration function per concept; module.cpp calls all of them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,7 +14,7 @@ void bind_cuda(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 
-// Inside a catch block: sets the Python error that the exception stands for.
+// Sets the Python error for the exception being handled. Must be called in a catch block.
 void translate_exception();
 
 }  // namespace fastdist::bindings

@@ -14,7 +14,7 @@ namespace fastdist::bindings {
 namespace {
 
 void raise(const Error& error) {
-  // Parts of a message may be cut anywhere, also within a character.
+  // Messages may be cut in the middle of a UTF-8 character.
   const std::string message = error.what();
   const auto text = py::reinterpret_steal<py::object>(
       PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));

@@ -18,7 +18,7 @@ using host::Machine;
 using host::SharedBlock;
 using host::Tuning;
 
-// An array of bytes in this rank's shared memory; the memory goes back when the array does.
+// Returns an array of bytes in this rank's shared memory, which is freed with the array.
 py::array empty(Host& self, std::size_t bytes) {
   HostCommunicator& c = self.communicator();
   c.check_usable();
@@ -43,7 +43,7 @@ void bind_host(py::module_& m) {
   m.def("begin_exit", &begin_exit);
   m.def("tuning_for", &host::tuning_for);
 
-  // Big enough for the first block of every rank: peers may look at it before it is taken.
+  // The file holds each rank's first block, since peers may read the block before it is allocated.
   m.def("create_segment_file", [](int ranks, const Tuning& tuning) {
     return host::create_segment_file(HostCommunicator::block_bytes(ranks, tuning)).release();
   });
@@ -58,7 +58,7 @@ void bind_host(py::module_& m) {
       .def_static("of_threads", &Machine::of_threads)
       .def_property_readonly("size", &Machine::size);
 
-  // The part of a communicator's memory that this rank owns, in its own segment.
+  // The part of a communicator's shared memory that this rank owns.
   py::class_<SharedBlock, std::shared_ptr<SharedBlock>>(m, "SharedBlock")
       .def(py::init(
           [](std::shared_ptr<Machine> machine, int machine_rank, int ranks, const Tuning& tuning) {

@@ -43,7 +43,7 @@ std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device
   auto checker = make_checker(host);
   nccl::Connection connection{{}, rank, size, device, blocking, checker.get()};
   if (bytes.size() != sizeof(connection.id.bytes)) {
-    throw Error(ErrorCode::kValue, "id must be what new_nccl_id returned, got " +
+    throw Error(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got " +
                                        std::to_string(bytes.size()) + " bytes");
   }
   if (size < 1 || rank < 0 || rank >= size) {
@@ -61,7 +61,7 @@ std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device
   return own(std::move(made), std::move(checker));
 }
 
-// Device memory; given back when this object goes, which waits for the device.
+// Device memory. Freeing it waits for the device.
 struct GpuMemory {
   std::shared_ptr<nccl::Memory> memory;
   std::size_t bytes;
@@ -71,7 +71,7 @@ struct GpuMemory {
       : memory(std::move(memory)), bytes(bytes), device(device) {}
   GpuMemory(GpuMemory&&) = default;
   GpuMemory& operator=(GpuMemory&&) = delete;
-  // The device may wait for another rank, which may be a thread that wants the GIL.
+  // Waiting for the device may mean waiting for another rank, whose thread may need the GIL.
   ~GpuMemory() {
     if (!memory) return;
     const GilRelease release;
@@ -86,7 +86,8 @@ GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
   return {std::move(memory), bytes, self.communicator().device()};
 }
 
-// Version 3 of the CUDA array interface: torch.as_tensor and cupy.asarray take it without a copy.
+// Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
+// copy.
 py::dict array_interface(const GpuMemory& memory) {
   py::dict result;
   result["shape"] = py::make_tuple(memory.bytes);
@@ -105,7 +106,8 @@ py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
   return work.result;
 }
 
-// The host waits. The watcher ends calls that take too long, and this throws what it says then.
+// Blocks the host. If a call takes too long, the watcher aborts it and this function throws the
+// watcher's error.
 py::object synchronize(const GpuWork& work, const py::object& timeout) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::microseconds kLongestPause{500};
@@ -116,9 +118,9 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
   while (!Gpu::is_over(*work.mark)) {
     work.owner->communicator().check_usable();
     if (Clock::now() - start >= limit) {
-      throw Error(ErrorCode::kTimeout, "the call has not ended after " +
+      throw Error(ErrorCode::kTimeout, "the call has not finished after " +
                                            py::str(timeout).cast<std::string>() +
-                                           " s; it goes on, wait again");
+                                           " s; it is still running, wait again");
     }
     {
       const GilRelease release;
@@ -177,7 +179,6 @@ void bind_nccl(py::module_& m) {
       .def_property_readonly("rank", [](Gpu& g) { return g.communicator().rank(); })
       .def_property_readonly("size", [](Gpu& g) { return g.communicator().size(); })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
-      .def("check_usable", [](Gpu& g) { g.communicator().check_usable(); })
       .def("calls", &gpu_calls)
       .def("keep_for_last",
            [](Gpu& g, const py::object& stream, py::object arrays) {

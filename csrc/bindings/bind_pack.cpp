@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace fastdist::bindings {
 namespace {
 
-// The list, and the arrays that it points into.
+// A packed list with references to its arrays.
 struct PackedArrays {
   std::unique_ptr<cuda::PackedList> list;
   py::object arrays;
@@ -24,8 +24,8 @@ struct PackedArrays {
 
 PackedArrays make_packed(const py::object& arrays, int device, const py::object& compress,
                          std::size_t bucket_bytes) {
-  Arrays list(arrays, Access::kWrite, "arrays", Place{device});
-  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire(compress));
+  Arrays list(arrays, Access::kWrite, "arrays", Placement{device});
+  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire_dtype(compress));
   const std::vector<TensorView> views(list.views().begin(), list.views().end());
   auto made = [&] {
     const py::gil_scoped_release release;
@@ -34,7 +34,7 @@ PackedArrays make_packed(const py::object& arrays, int device, const py::object&
   return {std::move(made), arrays, list.take_holder()};
 }
 
-// Launches may wait for room in the device's queue.
+// Launches may block until the device's queue has room.
 void pack(PackedArrays& self, const py::object& stream) {
   auto* const handle = from_python<StreamArgument>(stream.ptr()).handle;
   const py::gil_scoped_release release;
@@ -52,8 +52,6 @@ void unpack(PackedArrays& self, const py::object& stream) {
 void bind_pack(py::module_& m) {
   py::class_<PackedArrays>(m, "PackedList")
       .def(py::init(&make_packed))
-      .def_property_readonly("bucket_count",
-                             [](const PackedArrays& p) { return p.list->bucket_count(); })
       .def_property_readonly("nbytes", [](const PackedArrays& p) { return p.list->bytes(); })
       .def("pack", &pack)
       .def("unpack", &unpack);

@@ -30,8 +30,7 @@ using table::RowSnapshot;
 using table::RowTable;
 using table::UpdateRule;
 
-// One row-major array of one of the dtypes, its memory as a span. Lives as long as the span is
-// used.
+// One row-major array of one of `dtypes`, as a span. The span is valid while this object lives.
 template <class T>
 class Array {
  public:
@@ -90,7 +89,7 @@ class FloatsOut : public Array<float> {
       : Array(object, Access::kWrite, argument, {DType::kFloat32}) {}
 };
 
-// None stands for an empty one.
+// None gives an empty span.
 std::optional<Floats> optional_floats(py::handle object, const char* argument) {
   if (object.is_none()) return std::nullopt;
   return Floats(object, argument);
@@ -124,7 +123,6 @@ std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
                                          std::optional<std::uint64_t> rows,
                                          const std::tuple<std::string, double, double>& initializer,
                                          std::uint64_t seed, const std::string& storage,
-                                         const std::string& rounding,
                                          std::optional<std::uint64_t> max_rows,
                                          std::optional<std::uint32_t> max_age) {
   const auto& [distribution, first, second] = initializer;
@@ -133,12 +131,11 @@ std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
   options.max_rows = max_rows;
   options.max_age = max_age;
   options.storage = table::storage_of(storage);
-  options.rounding = table::rounding_of(rounding);
   const GilRelease release;
   return std::make_shared<RowTable>(std::move(options));
 }
 
-// The next rows of a snapshot, as arrays of their own; StopIteration at the end.
+// Returns the next rows of a snapshot as new arrays; raises StopIteration at the end.
 py::tuple next_rows(RowSnapshot& snapshot, std::size_t limit) {
   const std::size_t dim = snapshot.table().dim();
   const std::size_t slot_floats = snapshot.table().slot_floats();
@@ -172,8 +169,8 @@ void bind_row_table(py::module_& m) {
       .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
            py::arg("rows") = py::none(),
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
-           py::arg("storage") = "float32", py::arg("rounding") = "nearest",
-           py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
+           py::arg("storage") = "float32", py::arg("max_rows") = py::none(),
+           py::arg("max_age") = py::none())
       .def(
           "pull",
           [](RowTable& t, py::handle ids, py::handle out) {
@@ -203,35 +200,6 @@ void bind_row_table(py::module_& m) {
           },
           py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
       .def(
-          "read_slots",
-          [](RowTable& t, py::handle ids, py::handle out) {
-            const Ids from(ids);
-            const FloatsOut to(out);
-            const GilRelease release;
-            t.read_slots(from.span(), to.span());
-          },
-          py::arg("ids"), py::arg("out"))
-      .def(
-          "contains",
-          [](RowTable& t, py::handle ids) {
-            const Ids asked(ids);
-            py::array_t<bool> found(static_cast<py::ssize_t>(asked.span().size()));
-            const std::span<bool> to(found.mutable_data(), asked.span().size());
-            const GilRelease release;
-            t.contains(asked.span(), to);
-            return found;
-          },
-          py::arg("ids"))
-      .def(
-          "erase",
-          [](RowTable& t, py::handle ids) {
-            const Ids unwanted(ids);
-            const GilRelease release;
-            return t.erase(unwanted.span());
-          },
-          py::arg("ids"))
-      .def("evict", &RowTable::evict, py::call_guard<py::gil_scoped_release>())
-      .def(
           "snapshot",
           [](std::shared_ptr<RowTable> t, std::size_t piece_rows) {
             if (piece_rows == 0) throw Error(ErrorCode::kValue, "piece_rows must be 1 or more");
@@ -247,14 +215,12 @@ void bind_row_table(py::module_& m) {
 
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
-      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage,
-                       const std::string& rounding) {
+      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage) {
              const Floats values(initial, "initial");
-             return std::make_unique<DenseVariable>(values.span(), rule, table::storage_of(storage),
-                                                    table::rounding_of(rounding));
+             return std::make_unique<DenseVariable>(values.span(), rule,
+                                                    table::storage_of(storage));
            }),
-           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32",
-           py::arg("rounding") = "nearest")
+           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32")
       .def(
           "pull",
           [](DenseVariable& v, py::handle out) {
@@ -318,9 +284,9 @@ py::tuple arrays_of(const table::Routes& routes) {
   const auto array = [](const auto& values) {
     return py::array(static_cast<py::ssize_t>(values.size()), values.data());
   };
-  py::object places = py::none();
-  if (!routes.places.empty()) places = array(routes.places);
-  return py::make_tuple(array(routes.ids), routes.counts, std::move(places));
+  py::object positions = py::none();
+  if (!routes.positions.empty()) positions = array(routes.positions);
+  return py::make_tuple(array(routes.ids), routes.counts, std::move(positions));
 }
 
 template <table::Routes (*kRoute)(const table::Owners&, std::span<const std::uint64_t>)>

@@ -37,9 +37,9 @@ void bind_work(py::module_& m) {
             const auto limit =
                 timeout.is_none() ? std::chrono::hours(24 * 365) : to_duration(timeout, true);
             if (!wait_interruptibly(*call.work, limit)) {
-              throw Error(ErrorCode::kTimeout, "the call has not ended after " +
+              throw Error(ErrorCode::kTimeout, "the call has not finished after " +
                                                    py::str(timeout).cast<std::string>() +
-                                                   " s; it goes on, wait again");
+                                                   " s; it is still running, wait again");
             }
             *call.kept = py::none();
             return call.result;

@@ -19,7 +19,7 @@ ReduceOp to_reduce_op(py::handle name) {
   throw_unexpected("op must be sum, mean, prod, min, max, and, or or xor", name);
 }
 
-DType to_wire(py::handle name) {
+DType to_wire_dtype(py::handle name) {
   const auto text = py::str(name).cast<std::string>();
   if (text == "fp16") return DType::kFloat16;
   if (text == "bf16") return DType::kBFloat16;
@@ -52,7 +52,7 @@ void check_row_major(const Arrays& arrays) {
 void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks) {
   check_row_major(part);
   check_row_major(whole);
-  check_as_many(part, whole);
+  check_same_count(part, whole);
   for (std::size_t i = 0; i < part.views().size(); ++i) {
     const TensorView& one = part.views()[i];
     const TensorView& all = whole.views()[i];
@@ -63,14 +63,14 @@ void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ra
                                        ": expected " + std::to_string(ranks) + " × " +
                                        text_of(one) + ", got " + text_of(all));
   }
-  check_apart(part, whole);
+  check_no_overlap(part, whole);
 }
 
 void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,
                       std::size_t n, std::size_t r) {
   check_row_major(in);
   check_row_major(to);
-  check_as_many(in, to);
+  check_same_count(in, to);
   const std::size_t arrays = in.views().size();
   const bool even = counts.empty();
   if (!even && counts.size() != arrays * n * n) {
@@ -96,7 +96,7 @@ void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std:
                                        std::to_string(received) + " to receive; got " +
                                        text_of(from) + " and " + text_of(into));
   }
-  check_apart(in, to);
+  check_no_overlap(in, to);
 }
 
 }  // namespace fastdist::bindings

@@ -1,4 +1,4 @@
-// What collectives of every engine are called with, checked.
+// Checks the arguments of collectives, for every engine.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,14 +14,15 @@
 namespace fastdist::bindings {
 
 [[nodiscard]] ReduceOp to_reduce_op(pybind11::handle name);
-// What `compress` names.
-[[nodiscard]] DType to_wire(pybind11::handle name);
+// Returns the dtype that `compress` names.
+[[nodiscard]] DType to_wire_dtype(pybind11::handle name);
 
 void check_reducible_all(ReduceOp op, TensorViews arrays);
 void check_row_major(const Arrays& arrays);
-// Throws unless `whole` holds `ranks` times what `part` does; one of them is written.
+// Throws unless `whole` has `ranks` times the elements of `part`. One of the two is written.
 void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks);
-// `counts`: for each array, elements from each of n ranks to each; empty: equal parts. For rank r.
+// `counts` has, for each array, the elements from each of n ranks to each rank; empty means equal
+// parts. Checks the arrays of rank r.
 void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,
                       std::size_t n, std::size_t r);
 

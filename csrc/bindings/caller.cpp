@@ -22,7 +22,7 @@ bool is_finalizing() noexcept {
 #endif
 }
 
-// As UTF-8 whatever it holds: file names may hold bytes that are no text.
+// Encodes as UTF-8; file names may contain bytes that are not valid text.
 std::string to_utf8(const py::object& text) {
   return py::bytes(text.attr("encode")("utf-8", "backslashreplace")).cast<std::string>();
 }
@@ -32,7 +32,7 @@ std::string to_utf8(const py::object& text) {
 void begin_exit() noexcept { exiting.store(true, std::memory_order_relaxed); }
 
 void retake_gil(PyThreadState* state) noexcept {
-  // It is the main thread that shuts the interpreter down, and it may go on.
+  // The main thread shuts the interpreter down, and may continue.
   const bool is_main = ::syscall(SYS_gettid) == ::getpid();
   while (!is_main && is_finalizing()) ::pause();
   PyEval_RestoreThread(state);
@@ -61,7 +61,7 @@ std::string PythonCaller::location() const {
   try {
     return python_location();
   } catch (...) {
-    return "";  // peers wait for this rank to say where it is; saying nothing is better than late
+    return "";  // peers wait for this answer: an empty location is better than a late one
   }
 }
 

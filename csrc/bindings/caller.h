@@ -1,4 +1,4 @@
-// Who made a call, for error messages and for Ctrl-C.
+// The caller of a collective, for error messages and Ctrl-C.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,19 +10,19 @@
 
 namespace fastdist::bindings {
 
-// "file.py:12 in train" of the innermost frame outside of fastdist; "" where there is none.
+// Returns "file.py:12 in train" for the innermost frame outside fastdist, or "" if there is none.
 // Needs the GIL.
 [[nodiscard]] std::string python_location();
 
-// Told when the interpreter is about to shut down.
+// Must be called when the interpreter is about to shut down.
 void begin_exit() noexcept;
 
-// Takes the GIL back. Where the interpreter is shutting down it would end the thread by unwinding
-// it, through destructors that may not throw; a thread that comes that late waits here for the end
-// of the process.
+// Takes the GIL again. While the interpreter shuts down, taking the GIL would end the thread by
+// unwinding through destructors that must not throw; this function instead blocks such a thread
+// until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
 
-// Lets go of the GIL for a while.
+// Releases the GIL for its lifetime.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -34,8 +34,9 @@ class GilRelease {
   PyThreadState* state_;
 };
 
-// The thread that waits is the one that called. It holds the GIL until the call may block, and
-// again when this object is gone: a small collective ends before it is worth letting go.
+// A caller whose own thread runs the call. The thread keeps the GIL until the call may block, and
+// takes it again when this object is destroyed: a small collective ends before releasing the GIL
+// would pay off.
 class PythonCaller final : public Caller {
  public:
   PythonCaller() = default;
@@ -52,7 +53,7 @@ class PythonCaller final : public Caller {
   mutable PyThreadState* released_ = nullptr;
 };
 
-// The call runs in a thread of ours.
+// A caller whose call runs in one of fastdist's own threads.
 class RecordedCaller final : public Caller {
  public:
   explicit RecordedCaller(std::string location) : location_(std::move(location)) {}

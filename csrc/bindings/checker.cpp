@@ -33,8 +33,8 @@ class HostChecker final : public nccl::Checker {
     if (!rank) return std::nullopt;
     return Error(ErrorCode::kPeerFailure,
                  "rank " + std::to_string(*rank) +
-                     " has died or given up, while calls on GPUs waited for it; the communicator "
-                     "was given up",
+                     " has died or aborted while calls on GPUs waited for it; the communicator was "
+                     "aborted",
                  {*rank});
   }
 
@@ -43,7 +43,8 @@ class HostChecker final : public nccl::Checker {
   Host& host_;
 };
 
-// Over several machines, or threads of several processes: engines written in Python.
+// Compares calls through an engine written in Python: several machines, or threads of several
+// processes.
 class PythonChecker final : public nccl::Checker {
  public:
   explicit PythonChecker(py::object engine) : engine_(std::move(engine)) {
@@ -58,7 +59,7 @@ class PythonChecker final : public nccl::Checker {
     const double timeout_s = std::chrono::duration<double>(options.timeout).count();
     return engine_.attr("agree")(words, flag, site, timeout_s).cast<bool>();
   }
-  // Such engines notice when they are called next.
+  // Python engines detect lost ranks in their next call.
   [[nodiscard]] std::optional<Error> find_lost() const override { return std::nullopt; }
 
  private:

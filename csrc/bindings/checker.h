@@ -1,4 +1,4 @@
-// How the hosts of ranks with GPUs compare what they call: see nccl::Checker.
+// Comparison of the calls of GPU ranks through their hosts; see nccl::Checker.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,9 +9,10 @@
 
 namespace fastdist::bindings {
 
-// By a HostCommunicator of the same ranks, in order with its own calls; or by a Python object whose
-// `size` they are, and whose `agree(signature, flag, site, timeout_s)` is called with a signature's
-// words. None: null. Holds `hosts`; made and destroyed under the GIL.
+// Makes a checker from a HostCommunicator of the same ranks (its comparisons are ordered with its
+// own calls), or from a Python object with an attribute `size` and a method `agree(signature_words,
+// flag, site, timeout_s)`. Returns null for None. The checker holds `hosts`; create and destroy it
+// with the GIL held.
 [[nodiscard]] std::unique_ptr<nccl::Checker> make_checker(const pybind11::object& hosts);
 
 }  // namespace fastdist::bindings

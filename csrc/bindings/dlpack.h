@@ -1,4 +1,4 @@
-// The parts of DLPack's C ABI (version 1) that are read here. Source: dmlc.github.io/dlpack.
+// The parts of DLPack's C ABI (version 1) that fastdist reads. Source: dmlc.github.io/dlpack.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,8 @@ struct ManagedTensorVersioned {
   Tensor tensor;
 };
 
-// What `type(array).__dlpack_c_exchange_api__` points to: calls without Python objects.
+// The functions that `type(array).__dlpack_c_exchange_api__` points to; they make no Python
+// objects.
 struct ExchangeApi {
   Version version;
   const void* previous;

@@ -1,5 +1,5 @@
-// Calls from Python at the cost of a builtin: a third of what pybind11's dispatch takes, which is
-// as long as a small collective itself.
+// Bindings as plain CPython builtins. They cost a third of pybind11's dispatch, which takes as long
+// as a small collective.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -35,7 +35,7 @@ inline bool from_python<bool>(PyObject* object) {
   return value != 0;
 }
 
-// A builtin that calls `kFunction(self, arguments…)`; positional arguments only.
+// A builtin that calls `kFunction(self, arguments…)` with positional arguments.
 template <auto kFunction>
 struct FastCall;
 
@@ -66,7 +66,8 @@ struct FastCall<kFunction> {
   }
 };
 
-// The builtin of a definition, which must live forever. `owner` holds `self` and is kept alive.
+// Makes a builtin from `definition`, which must live forever. `owner` holds `self` and is kept
+// alive.
 template <class Self>
 pybind11::object bind_fast(PyMethodDef& definition, Self& self, pybind11::handle owner) {
   const auto capsule =

@@ -1,4 +1,4 @@
-// One rank's communicator between GPUs as Python holds it, and what its calls in flight work on.
+// One rank's GPU communicator as Python holds it, with the arrays that its pending calls use.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,7 +23,7 @@ namespace fastdist::bindings {
 namespace py = pybind11;
 using nccl::GpuCommunicator;
 
-// A stream as Python passes it: the handle as an integer.
+// A CUDA stream, which Python passes as an integer handle.
 struct StreamArgument {
   nccl::StreamHandle handle;
 };
@@ -37,7 +37,7 @@ inline StreamArgument from_python<StreamArgument>(PyObject* object) {
 
 class Gpu;
 
-// A call on the communicator's own stream.
+// An asynchronous call on the communicator's own stream.
 struct GpuWork {
   std::shared_ptr<Gpu> owner;
   std::shared_ptr<const nccl::Mark> mark;
@@ -46,7 +46,7 @@ struct GpuWork {
 
 class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
-  // `checker` is what the communicator compares its calls by; or null.
+  // `checker` compares the communicator's calls; it may be null.
   Gpu(std::unique_ptr<GpuCommunicator> communicator, std::unique_ptr<nccl::Checker> checker)
       : communicator_(std::move(communicator)), checker_(std::move(checker)) {}
   Gpu(const Gpu&) = delete;
@@ -58,7 +58,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
 
   [[nodiscard]] GpuCommunicator& communicator() noexcept { return *communicator_; }
-  [[nodiscard]] Place place() const { return {communicator_->device()}; }
+  [[nodiscard]] Placement placement() const { return {communicator_->device()}; }
   [[nodiscard]] int root(py::handle root) const {
     return to_rank(root, "root", communicator_->size());
   }
@@ -66,15 +66,15 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     return to_rank(peer, argument, communicator_->size(), communicator_->rank());
   }
 
-  // Enqueues `call(communicator, options)`: on `stream`, and returns `result`; or, `async`, on the
-  // communicator's own, and returns a GpuWork. `kept` holds what the call reads and writes.
+  // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
+  // communicator's own stream, returning a GpuWork. `kept` holds the arrays that the call uses.
   template <class Call>
   py::object run(const Call& call, const StreamArgument& stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
     std::shared_ptr<const nccl::Mark> mark;
     {
       const PythonCaller caller;
-      caller.may_block();  // never wait for another thread's call with the GIL in hand
+      caller.may_block();  // never wait for another thread's call while holding the GIL
       const std::lock_guard lock(mutex_);
       CallOptions options{timeout, &caller, nullptr, stream.handle};
       if (async) {
@@ -90,10 +90,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
         GpuWork{shared_from_this(), std::move(mark), py::reinterpret_borrow<py::object>(result)});
   }
 
-  // Keeps arrays until the call that `mark` ends is over; lets go of those of earlier calls. Their
-  // library does not know that a stream of ours uses them, and would give their memory away.
+  // Keeps arrays until the call that `mark` ends has finished, and releases arrays of finished
+  // calls. The arrays' library does not know about the communicator's stream and would reuse their
+  // memory.
   void keep(std::shared_ptr<const nccl::Mark> mark, py::object kept) {
-    std::vector<py::object> dropped;  // may run Python code: not under the lock
+    std::vector<py::object> dropped;  // destroyed after the lock: destruction may run Python code
     const std::lock_guard lock(kept_mutex_);
     while (!kept_.empty() && is_over(*kept_.front().first)) {
       dropped.push_back(std::move(kept_.front().second));
@@ -101,7 +102,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     }
     kept_.emplace_back(std::move(mark), std::move(kept));
   }
-  // The same for the last call, which was made on a stream that the arrays' library does not know.
+  // Does the same for the last call, which ran on a stream that the arrays' library does not know.
   void keep_for_last(nccl::StreamHandle stream, py::object kept) {
     std::shared_ptr<const nccl::Mark> mark;
     {
@@ -112,7 +113,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     keep(std::move(mark), std::move(kept));
   }
 
-  // Whether a call has ended. A device that fails has ended all of them.
+  // Returns true if the call has finished. A failed device counts as having finished all calls.
   [[nodiscard]] static bool is_over(const nccl::Mark& mark) {
     try {
       return mark.is_done();
@@ -129,7 +130,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::deque<std::pair<std::shared_ptr<const nccl::Mark>, py::object>> kept_;
 };
 
-// Every collective as a builtin bound to the communicator that `owner` holds, by name.
+// Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.
 py::dict gpu_calls(const py::object& owner);
 
 }  // namespace fastdist::bindings

@@ -1,5 +1,5 @@
-// The collectives of the engine for GPUs, from Python's arguments to views of memory. A call is
-// enqueued before it returns, so views live on the stack; what async calls work on is kept.
+// The GPU engine's collectives: converts Python arguments to views. A call is enqueued before it
+// returns, so views are on the stack; the arrays of asynchronous calls are kept.
 
 #include <array>
 #include <optional>
@@ -14,7 +14,7 @@ namespace {
 
 using Timeout = std::chrono::nanoseconds;
 
-// Several arrays that NCCL takes one by one, as one call.
+// Runs one call per array, as one collective.
 template <class Call>
 void one_by_one(GpuCommunicator& c, std::size_t count, const Signature& whole,
                 const CallOptions& options, const Call& call) {
@@ -24,14 +24,14 @@ void one_by_one(GpuCommunicator& c, std::size_t count, const Signature& whole,
   });
 }
 
-// Where the result goes: `array` itself, or `out`.
+// The destination of the result: `array` itself, or `out`.
 struct Target {
   std::optional<Arrays> apart;
   const Arrays* arrays;
 
-  Target(const Arrays& array, py::handle out, const Place& place) : arrays(&array) {
+  Target(const Arrays& array, py::handle out, const Placement& placement) : arrays(&array) {
     if (out.is_none()) return;
-    apart.emplace(out, Access::kWrite, "out", place);
+    apart.emplace(out, Access::kWrite, "out", placement);
     arrays = &*apart;
   }
   Target(const Target&) = delete;
@@ -44,11 +44,11 @@ py::object all_reduce(Gpu& self, py::handle array, py::handle op_name, py::handl
                       Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const bool in_place = out.is_none();
-  const Arrays in(array, in_place ? Access::kWrite : Access::kRead, "array", self.place());
-  const Target to(in, out, self.place());
+  const Arrays in(array, in_place ? Access::kWrite : Access::kRead, "array", self.placement());
+  const Target to(in, out, self.placement());
   check_fits(in, *to.arrays);
   check_reducible_all(op, in.views());
-  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire(compress));
+  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire_dtype(compress));
   const std::size_t bytes = bucket_bytes == 0 ? nccl::kDefaultBucketBytes : bucket_bytes;
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
@@ -64,8 +64,8 @@ py::object reduce(Gpu& self, py::handle array, py::handle op_name, py::handle ro
   const bool is_root = self.communicator().rank() == root;
   const bool in_place = out.is_none();
   const Arrays in(array, is_root && in_place ? Access::kWrite : Access::kRead, "array",
-                  self.place());
-  const Target to(in, is_root ? out : py::handle(py::none()), self.place());
+                  self.placement());
+  const Target to(in, is_root ? out : py::handle(py::none()), self.placement());
   check_fits(in, *to.arrays);
   check_reducible_all(op, in.views());
   return self.run(
@@ -82,9 +82,10 @@ py::object broadcast(Gpu& self, py::handle array, py::handle root_rank, py::hand
   const bool in_place = out.is_none();
   std::optional<Arrays> from;
   std::optional<Arrays> to;
-  if (is_root) from.emplace(array, Access::kRead, "array", self.place());
+  if (is_root) from.emplace(array, Access::kRead, "array", self.placement());
   if (!is_root || !in_place) {
-    to.emplace(in_place ? array : out, Access::kWrite, in_place ? "array" : "out", self.place());
+    to.emplace(in_place ? array : out, Access::kWrite, in_place ? "array" : "out",
+               self.placement());
   }
   if (from && to) check_fits(*from, *to);
   const TensorViews ins = (from ? *from : *to).views();
@@ -96,8 +97,8 @@ py::object broadcast(Gpu& self, py::handle array, py::handle root_rank, py::hand
 
 py::object all_gather(Gpu& self, py::handle array, py::handle out, StreamArgument stream,
                       Timeout timeout, bool async) {
-  const Arrays in(array, Access::kRead, "array", self.place());
-  const Arrays to(out, Access::kWrite, "out", self.place());
+  const Arrays in(array, Access::kRead, "array", self.placement());
+  const Arrays to(out, Access::kWrite, "out", self.placement());
   check_sizes("all_gather", in, to, self.communicator().size());
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
@@ -114,10 +115,10 @@ py::object gather(Gpu& self, py::handle array, py::handle root_rank, py::handle 
                   StreamArgument stream, Timeout timeout, bool async) {
   const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
-  const Arrays in(array, Access::kRead, "array", self.place());
+  const Arrays in(array, Access::kRead, "array", self.placement());
   std::optional<Arrays> to;
   if (is_root) {
-    to.emplace(out, Access::kWrite, "out", self.place());
+    to.emplace(out, Access::kWrite, "out", self.placement());
     check_sizes("gather", in, *to, self.communicator().size());
   } else {
     check_row_major(in);
@@ -138,8 +139,8 @@ py::object scatter(Gpu& self, py::handle array, py::handle root_rank, py::handle
   const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
   std::optional<Arrays> in;
-  if (is_root) in.emplace(array, Access::kRead, "array", self.place());
-  const Arrays to(out, Access::kWrite, "out", self.place());
+  if (is_root) in.emplace(array, Access::kRead, "array", self.placement());
+  const Arrays to(out, Access::kWrite, "out", self.placement());
   if (is_root) {
     check_sizes("scatter", to, *in, self.communicator().size());
   } else {
@@ -159,8 +160,8 @@ py::object scatter(Gpu& self, py::handle array, py::handle root_rank, py::handle
 py::object reduce_scatter(Gpu& self, py::handle array, py::handle op_name, py::handle out,
                           StreamArgument stream, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
-  const Arrays in(array, Access::kRead, "array", self.place());
-  const Arrays to(out, Access::kWrite, "out", self.place());
+  const Arrays in(array, Access::kRead, "array", self.placement());
+  const Arrays to(out, Access::kWrite, "out", self.placement());
   check_sizes("reduce_scatter", to, in, self.communicator().size());
   check_reducible_all(op, in.views());
   return self.run(
@@ -174,11 +175,11 @@ py::object reduce_scatter(Gpu& self, py::handle array, py::handle op_name, py::h
       stream, timeout, async, out, py::make_tuple(array, out));
 }
 
-// `counts`: for each array, elements from each rank to each rank; empty: equal parts.
+// `counts` has, for each array, the elements from each rank to each rank; empty means equal parts.
 py::object all_to_all(Gpu& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
                       StreamArgument stream, Timeout timeout, bool async) {
-  const Arrays in(array, Access::kRead, "array", self.place());
-  const Arrays to(out, Access::kWrite, "out", self.place());
+  const Arrays in(array, Access::kRead, "array", self.placement());
+  const Arrays to(out, Access::kWrite, "out", self.placement());
   const auto n = static_cast<std::size_t>(self.communicator().size());
   check_all_to_all(in, to, counts, n, static_cast<std::size_t>(self.communicator().rank()));
   return self.run(
@@ -201,7 +202,7 @@ py::object all_to_all(Gpu& self, py::handle array, py::handle out, std::vector<s
 py::object send(Gpu& self, py::handle array, py::handle dst_rank, StreamArgument stream,
                 Timeout timeout, bool async) {
   const int dst = self.peer(dst_rank, "dst");
-  const Arrays in(array, Access::kRead, "array", self.place());
+  const Arrays in(array, Access::kRead, "array", self.placement());
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : in.views()) c.send(view, dst, options);
@@ -212,7 +213,7 @@ py::object send(Gpu& self, py::handle array, py::handle dst_rank, StreamArgument
 py::object recv(Gpu& self, py::handle array, py::handle src_rank, StreamArgument stream,
                 Timeout timeout, bool async) {
   const int src = self.peer(src_rank, "src");
-  const Arrays to(array, Access::kWrite, "array", self.place());
+  const Arrays to(array, Access::kWrite, "array", self.placement());
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : to.views()) c.recv(view, src, options);

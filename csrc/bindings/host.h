@@ -1,5 +1,5 @@
-// One rank's communicator as Python holds it: with queues for calls that run later, and with what
-// those calls work on.
+// One rank's host communicator as Python holds it, with queues of pending calls and the arrays that
+// they use.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ namespace fastdist::bindings {
 namespace py = pybind11;
 using host::HostCommunicator;
 
-// One rank's communicator with its queues: collectives in one, each direction of each lane in one.
+// A host communicator with one queue for collectives and one per lane and direction.
 class Host {
  public:
   Host(std::shared_ptr<host::Machine> machine, const std::vector<int>& members, int rank,
@@ -34,7 +34,7 @@ class Host {
       : communicator_(std::move(machine), members, rank, offsets, std::move(block), tuning) {}
   Host(const Host&) = delete;
   Host& operator=(const Host&) = delete;
-  // The queues end before the communicator does; closing it makes their calls fail at once.
+  // The queues end before the communicator. Closing it makes their pending calls fail at once.
   ~Host() {
     communicator_.close();
     const GilRelease release;
@@ -43,14 +43,14 @@ class Host {
 
   [[nodiscard]] HostCommunicator& communicator() noexcept { return communicator_; }
 
-  // Runs `call(communicator, options)` in order: now, returning `result`; or later, returning a
-  // PendingCall. `kept` holds what the call reads and writes.
+  // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
+  // returning a PendingCall. `kept` holds the arrays that the call uses.
   template <class Call>
   py::object run(Call call, py::handle kept, py::handle result, std::chrono::nanoseconds timeout,
                  bool async) {
     return run_in(collectives_, std::move(call), kept, result, timeout, async);
   }
-  // Runs the call in this thread if nothing is pending before it; false if something is.
+  // Runs the call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
   bool run_now(Call&& call, std::chrono::nanoseconds timeout) {
     return run_now_in(collectives_, call, timeout);
@@ -60,7 +60,7 @@ class Host {
                          std::chrono::nanoseconds timeout, bool async) {
     return run_in(lane(peer, sends), std::move(call), kept, result, timeout, async);
   }
-  // The same for a caller without the GIL, whom the call works for: it waits for what is pending.
+  // Does the same for a caller that does not hold the GIL. Waits for pending calls.
   template <class Call>
   void run_without_gil(const Call& call, const CallOptions& options) {
     if (collectives_.try_run([&] { call(communicator_, options); })) return;
@@ -72,7 +72,7 @@ class Host {
       try {
         options.caller->check_interrupt();
       } catch (...) {
-        communicator_.close();  // ends the call, which works on what is on this stack
+        communicator_.close();  // ends the call, which uses this function's stack
         work->wait(std::chrono::hours(24 * 365));
         throw;
       }
@@ -81,7 +81,7 @@ class Host {
   [[nodiscard]] int root(py::handle root) const {
     return to_rank(root, "root", communicator_.size());
   }
-  // The other end of a lane.
+  // Converts the rank at the other end of a lane.
   [[nodiscard]] int peer(py::handle peer, const char* argument) const {
     return to_rank(peer, argument, communicator_.size(), communicator_.rank());
   }
@@ -91,9 +91,9 @@ class Host {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
   }
-  // Keeps what a call works on until it has ended; lets go of what earlier calls worked on.
+  // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
   void keep_until_done(const PendingCall& call) {
-    std::vector<std::shared_ptr<py::object>> dropped;  // may run Python code: not under the lock
+    std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
     const std::lock_guard lock(mutex_);
     while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
       dropped.push_back(std::move(in_flight_.front().second));
@@ -128,13 +128,13 @@ class Host {
   }
 
   HostCommunicator communicator_;
-  std::mutex mutex_;  // guards in_flight_ and the map of lanes
+  std::mutex mutex_;  // guards in_flight_ and lanes_
   std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;
 };
 
-// Every collective as a builtin bound to the communicator that `owner` holds, by name.
+// Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.
 py::dict host_calls(const py::object& owner);
 
 }  // namespace fastdist::bindings

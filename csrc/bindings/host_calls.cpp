@@ -1,4 +1,4 @@
-// The collectives of the host engine, from Python's arguments to views of memory.
+// The host engine's collectives: converts Python arguments to views of memory.
 
 #include <pybind11/pybind11.h>
 
@@ -27,8 +27,8 @@ namespace {
 using host::HostCommunicator;
 using Timeout = std::chrono::nanoseconds;
 
-// Makes a call for each array. The ranks compare the whole list each time: where they disagree,
-// nothing has moved.
+// Makes one call per array. The ranks compare the whole list in each call, so a mismatch throws
+// before any data moves.
 template <class Call>
 void one_by_one(std::size_t count, const Signature& whole, const CallOptions& options,
                 const Call& call) {
@@ -38,7 +38,7 @@ void one_by_one(std::size_t count, const Signature& whole, const CallOptions& op
   for (std::size_t i = 0; i < count; ++i) call(i, each);
 }
 
-// What a call reads and writes must outlive it when it runs later.
+// Returns an object that holds `things` until the call has ended.
 template <class... Things>
 py::object keep(Things&&... things) {
   return py::make_tuple(std::forward<Things>(things)...);
@@ -52,7 +52,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
                       py::handle compress, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const bool in_place = out.is_none();
-  if (!async && in_place && compress.is_none()) {  // nothing to keep, nothing to allocate
+  if (!async && in_place && compress.is_none()) {  // the fast path: no allocation
     const Arrays in(array, Access::kWrite, "array");
     check_reducible_all(op, in.views());
     const auto call = [&in, op](HostCommunicator& c, const CallOptions& options) {
@@ -64,7 +64,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
   const auto to = in_place ? in : make_arrays(out, Access::kWrite, "out");
   check_fits(*in, *to);
   check_reducible_all(op, in->views());
-  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire(compress));
+  const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire_dtype(compress));
   return self.run(
       [in, to, op, wire](HostCommunicator& c, const CallOptions& options) {
         if (wire) {
@@ -196,7 +196,7 @@ py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::
       keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-// `counts`: for each array, elements from each rank to each rank; empty: equal parts.
+// `counts` has, for each array, the elements from each rank to each rank; empty means equal parts.
 py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
                       Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");

@@ -1,4 +1,4 @@
-// A call in flight, as Python sees it.
+// An asynchronous call as Python sees it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,16 +11,16 @@
 
 namespace fastdist::bindings {
 
-// A call that runs later: its arrays stay alive until it has ended, whoever drops this object.
+// A queued call. Its arrays stay alive until it has ended, even if this object is dropped.
 struct PendingCall {
   std::shared_ptr<Work> work;
   pybind11::object result;
-  // Shared with the communicator, and emptied by whoever first sees that the call has ended.
+  // Shared with the communicator. The first thread that sees the call has ended empties it.
   std::shared_ptr<pybind11::object> kept;
 };
 
-// Waits for a call in slices, so that Ctrl-C gets through. Needs the GIL, releases it. False when
-// `timeout` passes first.
+// Waits for a call in slices, so that Ctrl-C is handled. Needs the GIL and releases it. Returns
+// false if `timeout` passes first.
 bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout);
 
 }  // namespace fastdist::bindings

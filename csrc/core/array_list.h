@@ -1,4 +1,4 @@
-// Several arrays of one dtype, seen as one run of bytes: how lists are fused without being packed.
+// Views several arrays of one dtype as one run of bytes, so that lists are fused without copying.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ class ArrayList {
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   [[nodiscard]] TensorViews arrays() const noexcept { return arrays_; }
 
-  // Calls f(array index, offset in that array, offset in the run, bytes) for each stretch of
-  // [begin, end) that lies in one array, in order.
+  // Calls f(array index, offset in that array, offset in the run, bytes) for each part of
+  // [begin, end), in order; a part lies within one array.
   template <class F>
   void for_each_piece(std::size_t begin, std::size_t end, F&& f) const {
     if (begin >= end) return;
@@ -44,7 +44,7 @@ class ArrayList {
 
  private:
   TensorViews arrays_;
-  std::vector<std::size_t> ends_;  // where each array ends in the run; empty for one array
+  std::vector<std::size_t> ends_;  // end of each array in the run; empty for a single array
   std::size_t bytes_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// What every engine implements: the collectives on views of memory.
+// The interface of an engine: the collectives on views of memory.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace fastdist {
 
-// Who called a collective, asked only when something goes wrong or takes long.
+// The caller of a collective. Queried only when a call fails or blocks.
 class Caller {
  public:
   Caller() = default;
@@ -19,27 +19,28 @@ class Caller {
   Caller& operator=(const Caller&) = delete;
   virtual ~Caller() = default;
 
-  // The line of the user's source that made the call, or "".
+  // Returns the line of the user's source that made the call, or "".
   [[nodiscard]] virtual std::string location() const = 0;
-  // Throws when the call should be given up (Ctrl-C).
+  // Throws if the call should be aborted (Ctrl-C).
   virtual void check_interrupt() const = 0;
-  // Told, at least once, before anything that takes longer than a microsecond or two: time to let
-  // go of what others may need.
+  // Called at least once before anything that takes longer than one or two microseconds: the caller
+  // releases resources that others may need, such as the GIL.
   virtual void may_block() const {}
 };
 
 struct CallOptions {
   std::chrono::nanoseconds timeout;
   const Caller* caller;
-  // What the ranks compare and see in messages, where this call is one step of another.
+  // The signature of the enclosing call if this call is one step of it. The ranks compare it, and
+  // messages show it, instead of the step's own signature.
   const Signature* whole = nullptr;
-  // Engines of devices: where the call takes its turn (a CUDA stream; null: the default one).
+  // GPU engines: the CUDA stream that the call is enqueued on; null is the default stream.
   void* stream = nullptr;
 };
 
-// One rank of a group. Every method but send and recv is called by every rank, in the same order,
-// with arguments that agree; ranks that disagree all throw kMismatch and nothing has moved.
-// `in` and `out` hold the same arrays, or arrays that do not overlap. One call at a time.
+// One rank of a group. Every rank must call every method except send and recv, in the same order
+// and with matching arguments. On a mismatch all ranks throw kMismatch and no data has moved. `in`
+// and `out` hold the same arrays, or arrays that do not overlap. Not thread-safe.
 class Communicator {
  public:
   Communicator() = default;
@@ -61,8 +62,8 @@ class Communicator {
   // `in` holds size() times the elements of `out`; read on the root only.
   virtual void scatter(TensorView in, TensorView out, int root, const CallOptions&) = 0;
   virtual void reduce_scatter(TensorView in, TensorView out, ReduceOp op, const CallOptions&) = 0;
-  // Rank i sends counts[i * size() + j] elements to rank j, the same table on every rank; an empty
-  // table: all parts are equal.
+  // Rank i sends counts[i * size() + j] elements to rank j. `counts` is the same on every rank;
+  // empty means equal parts.
   virtual void all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
                           const CallOptions&) = 0;
   virtual void send(TensorView in, int dst, const CallOptions&) = 0;

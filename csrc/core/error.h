@@ -1,4 +1,4 @@
-// The one exception of the C++ core; bindings map its code to a Python exception.
+// The exception of the C++ core; the bindings map its code to a Python exception.
 #pragma once
 
 #include <stdexcept>
@@ -27,7 +27,7 @@ class Error : public std::runtime_error {
       : std::runtime_error(message), code_(code), ranks_(std::move(ranks)) {}
 
   [[nodiscard]] ErrorCode code() const noexcept { return code_; }
-  // The ranks to blame, where the error is about ranks.
+  // The ranks that caused the error, if any.
   [[nodiscard]] const std::vector<int>& ranks() const noexcept { return ranks_; }
 
  private:
@@ -35,7 +35,7 @@ class Error : public std::runtime_error {
   std::vector<int> ranks_;
 };
 
-// An Error with the text of errno behind the message.
+// Makes an Error of `message` followed by the text of errno.
 [[nodiscard]] Error system_error(const std::string& message);
 
 }  // namespace fastdist

@@ -1,4 +1,4 @@
-// Which of the instruction sets that loops are compiled for this processor has.
+// The processor's instruction sets that loops are compiled for.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace fastdist {
 
 enum class InstructionSet : std::uint8_t { kGeneric, kAvx2, kAvx512 };
 
-// The widest one.
+// Returns the widest supported instruction set.
 [[nodiscard]] InstructionSet instruction_set() noexcept;
 
 }  // namespace fastdist

@@ -1,10 +1,10 @@
-// Which process this is, counted in forks.
+// Identifies this process by its number of forks.
 #pragma once
 
 namespace fastdist {
 
-// Counts the forks between the first process and this one: what was made under another number
-// belongs to an ancestor and must be left alone.
+// Returns the number of forks between the first process and this one. An object created under
+// another number belongs to an ancestor process and must not be used.
 [[nodiscard]] int process_generation() noexcept;
 
 }  // namespace fastdist

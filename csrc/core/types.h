@@ -1,4 +1,4 @@
-// What a collective is called on: element types, reductions, operations, views of memory.
+// Element types, reductions, operations and views of memory.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +46,7 @@ enum class Op : std::uint8_t {
   kSend,
   kRecv,
   kBarrier,
-  kEmpty,  // memory that engines know
+  kEmpty,  // allocation of memory that the engine can use in place
 };
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;
@@ -56,7 +56,7 @@ enum class Op : std::uint8_t {
 [[nodiscard]] std::optional<DType> dtype_from_name(std::string_view name) noexcept;
 [[nodiscard]] std::optional<ReduceOp> reduce_op_from_name(std::string_view name) noexcept;
 
-// Throws kType where the reduction has no meaning for the element type.
+// Throws kType if the reduction is not defined for the dtype.
 void check_reducible(ReduceOp op, DType dtype);
 
 // A dense array: `count` elements at `data`, not owned.
@@ -64,7 +64,7 @@ struct TensorView {
   std::byte* data = nullptr;
   std::size_t count = 0;
   DType dtype = DType::kUInt8;
-  // 0 for row-major order; else a hash of the order of the axes in memory.
+  // 0 for row-major order; otherwise a hash of the order of the axes in memory.
   std::uint32_t order = 0;
 
   [[nodiscard]] std::size_t bytes() const noexcept { return count * size_of(dtype); }

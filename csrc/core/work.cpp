@@ -61,7 +61,7 @@ void WorkQueue::loop() {
     state_->queue.pop_front();
     lock.unlock();
     for (int seen; (seen = pending_.load(std::memory_order_acquire)) >= kRunningHere;) {
-      pending_.wait(seen, std::memory_order_acquire);  // a call that came before runs elsewhere
+      pending_.wait(seen, std::memory_order_acquire);  // an earlier call runs in another thread
     }
     work->run();
     pending_.fetch_sub(1, std::memory_order_release);

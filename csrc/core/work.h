@@ -1,4 +1,4 @@
-// Calls that run later, in the order in which they were made.
+// Queued calls, run in the order in which they were submitted.
 #pragma once
 
 #include <atomic>
@@ -16,13 +16,13 @@
 
 namespace fastdist {
 
-// A call that was handed to a WorkQueue.
+// A call submitted to a WorkQueue.
 class Work {
  public:
   explicit Work(std::function<void()> task) : task_(std::move(task)) {}
 
   [[nodiscard]] bool is_done() const;
-  // Waits for the end of the call; false when `timeout` passes first. Rethrows what it threw.
+  // Waits for the call to end and rethrows its exception. Returns false if `timeout` passes first.
   bool wait(std::chrono::nanoseconds timeout);
 
   void run() noexcept;
@@ -35,18 +35,18 @@ class Work {
   std::exception_ptr error_;
 };
 
-// Runs calls one at a time and in order: at once in the caller's thread when nothing is pending,
-// else in a thread of its own, which starts with the first call that is submitted.
+// Runs calls one at a time and in order: immediately in the caller's thread if nothing is pending,
+// otherwise in the queue's own thread, which starts with the first submitted call.
 class WorkQueue {
  public:
   WorkQueue() = default;
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
-  ~WorkQueue();  // waits for what was submitted
+  ~WorkQueue();  // waits for submitted calls
 
   std::shared_ptr<Work> submit(std::function<void()> task);
 
-  // True when `task` was run here; false, and it was not, when calls are pending before it.
+  // Runs `task` in this thread and returns true, or returns false if calls are pending.
   template <class Task>
   bool try_run(Task&& task) {
     int idle = 0;
@@ -70,8 +70,8 @@ class WorkQueue {
 
   static constexpr int kRunningHere = 1 << 24;
 
-  // What the thread shares with those who submit. A forked child has no such thread, and can
-  // neither join it nor destroy what it waits on: the child's copy is left alone.
+  // State shared with the queue's thread. A forked child has no such thread and can neither join it
+  // nor destroy its condition variable, so the child leaks its copy.
   struct State {
     std::mutex mutex;
     std::condition_variable submitted;
@@ -80,7 +80,7 @@ class WorkQueue {
     std::thread thread;
   };
 
-  std::atomic<int> pending_{0};  // calls submitted and not ended, plus kRunningHere
+  std::atomic<int> pending_{0};  // unfinished submitted calls, plus kRunningHere
   std::unique_ptr<State> state_ = std::make_unique<State>();
   int generation_ = process_generation();
 };

@@ -14,7 +14,7 @@ DeviceBuffer::DeviceBuffer(std::size_t bytes) : bytes_(bytes) {
 
 DeviceBuffer::~DeviceBuffer() {
   if (data_ == nullptr) return;
-  auto mode = cudaStreamCaptureModeRelaxed;  // another thread's capture is not to be spoilt
+  auto mode = cudaStreamCaptureModeRelaxed;  // do not invalidate another thread's capture
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
   (void)cudaFree(data_);
   (void)cudaThreadExchangeStreamCaptureMode(&mode);

@@ -1,4 +1,4 @@
-// Memory of a device.
+// Device memory.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace fastdist::cuda {
 
-// Of the device that was current when it was made.
+// Owns memory of the device that was current at construction.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -18,7 +18,7 @@ class DeviceBuffer {
     std::swap(bytes_, other.bytes_);
     return *this;
   }
-  // Waits for the device: nothing that was enqueued may still use it.
+  // Waits for the device; no enqueued work may use the memory afterwards.
   ~DeviceBuffer();
 
   [[nodiscard]] std::byte* data() const noexcept { return data_; }

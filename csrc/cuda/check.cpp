@@ -10,14 +10,14 @@ std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-// Without a driver the runtime calls it too old, which would send people the wrong way.
+// Without a driver, the runtime reports one that is too old, which would be misleading.
 std::string explain_driver() {
   const int driver = driver_version();
   if (driver == 0) {
     return "there is no CUDA driver on this machine (libcuda.so.1 was not found); in a container, "
            "start it with the GPUs made visible";
   }
-  return "the CUDA driver is too old: it serves CUDA " + version_text(driver) +
+  return "the CUDA driver is too old: it supports CUDA " + version_text(driver) +
          ", and this package was built with CUDA " + version_text(runtime_version()) +
          "; update the driver, or build with an older toolkit";
 }
@@ -36,11 +36,11 @@ ErrorCode code_of(cudaError_t error) {
 std::string explain(cudaError_t error, const std::string& call) {
   if (error == cudaErrorInsufficientDriver) return explain_driver();
   if (error == cudaErrorNoDevice) {
-    return "the CUDA driver finds no GPU that this process may use; CUDA_VISIBLE_DEVICES hides "
-           "them, or there is none";
+    return "the CUDA driver finds no GPU that this process may use: there is none, or "
+           "CUDA_VISIBLE_DEVICES hides it";
   }
   std::string text = std::string(cudaGetErrorName(error)) + " (" + cudaGetErrorString(error) + ")";
-  if (error == cudaErrorInvalidResourceHandle) text += ", as for a stream of another GPU,";
+  if (error == cudaErrorInvalidResourceHandle) text += ", e.g. for a stream of another GPU,";
   return call.empty() ? text : text + " from " + call.substr(0, call.find('('));
 }
 

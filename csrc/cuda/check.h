@@ -1,4 +1,4 @@
-// Errors of the CUDA runtime as errors of ours.
+// Conversion of CUDA runtime errors to Error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,10 +7,11 @@
 
 namespace fastdist::cuda {
 
-// What an error of the runtime means, for people; `call` is what failed, or "".
+// Describes an error for users; `call` is the failed call, or "".
 [[nodiscard]] std::string explain(cudaError_t error, const std::string& call);
 
-// Throws the Error that stands for it, and clears it, so that no other library trips over it.
+// Throws the corresponding Error, and clears the runtime's last error so that other libraries do
+// not see it.
 [[noreturn]] void throw_error(cudaError_t error, const char* call);
 
 inline void check(cudaError_t error, const char* call) {

@@ -1,4 +1,4 @@
-// The GPUs of this machine, and what keeps them from being used.
+// The GPUs of this machine, and the reason if none can be used.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,23 @@ namespace fastdist::cuda {
 
 struct DeviceFacts {
   std::string name;
-  std::string uuid;  // tells whether two ranks have the same GPU, in whatever containers they are
+  std::string uuid;  // identifies the GPU across processes and containers
   int major;         // compute capability
   int minor;
   int multiprocessors;
   std::size_t bytes;
 };
 
-// Whether this package was built with CUDA.
+// Returns true if this package was built with CUDA.
 [[nodiscard]] bool is_built() noexcept;
-// Versions as 1000 · major + 10 · minor; 0: not built, or no driver.
+// Return versions as 1000 · major + 10 · minor; 0 if built without CUDA, or if there is no driver.
 [[nodiscard]] int runtime_version() noexcept;
 [[nodiscard]] int driver_version() noexcept;
-// Why no GPU can be used, for people; "" where one can.
+// Returns the reason why no GPU can be used, or "".
 [[nodiscard]] std::string why_unusable();
-// Every GPU that this process sees; none where none can be used.
+// Returns the GPUs that this process can use; empty if there are none.
 [[nodiscard]] std::vector<DeviceFacts> devices();
-// The GPU whose memory this is; nothing for other memory.
+// Returns the GPU that owns the memory at `address`; nothing for host memory.
 [[nodiscard]] std::optional<int> device_of(const void* address);
 
 }  // namespace fastdist::cuda

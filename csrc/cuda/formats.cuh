@@ -1,4 +1,4 @@
-// Floating formats of 16 and 8 bits, to float and back, rounded to nearest even.
+// Conversions between float and floating formats of 16 and 8 bits, rounded to nearest even.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,7 +32,8 @@ template <>
 __device__ inline __nv_bfloat16 from_float(float x) {
   return __float2bfloat16_rn(x);
 }
-// What is too large becomes infinite or NaN, and not the largest number: an overflow must be seen.
+// Values that are too large become infinite or NaN rather than the largest number, so that
+// overflows are visible.
 template <>
 __device__ inline __nv_fp8_e4m3 from_float(float x) {
   __nv_fp8_e4m3 result;

@@ -1,8 +1,8 @@
-// What one launch of a packing kernel is told about the pieces of a bucket.
+// The pieces of a bucket as parameters of one packing kernel launch.
 //
-// The table goes to the device as a parameter of the kernel: it needs no memory that would have to
-// live until the kernel has run, and a captured launch holds its own copy. Parameters may take
-// 32 KiB (CUDA 12.1), which is what kMostPieces comes from: one launch per bucket, always.
+// The table is a kernel parameter, so it needs no memory that must live until the kernel has run,
+// and a captured launch has its own copy. Parameters may take 32 KiB (CUDA 12.1), which determines
+// kMostPieces: every bucket takes exactly one launch.
 #pragma once
 
 #include <cstddef>
@@ -14,15 +14,15 @@
 
 namespace fastdist::cuda {
 
-// A thread moves a quantum of the bucket at a time, a block of threads a tile.
+// A thread moves one quantum of the bucket at a time, and a block of threads moves one tile.
 inline constexpr std::uint32_t kTileQuanta = 1024;
 
 struct Move {
   std::byte* array;          // the piece's first element
-  std::uint32_t at;          // where it lies in the bucket, in quanta
+  std::uint32_t at;          // offset in the bucket, in quanta
   std::uint32_t count;       // elements
-  std::uint32_t first_tile;  // of all tiles of the launch, in the order of the moves
-  std::uint32_t index : 24;  // of the array in the list, which is where its magnitude is found
+  std::uint32_t first_tile;  // index among all tiles of the launch, in the order of the moves
+  std::uint32_t index : 24;  // of the array in the list, and of its magnitude
   std::uint32_t dtype : 8;   // of the array
 };
 static_assert(sizeof(Move) == 24);

@@ -1,7 +1,7 @@
-// Arrays into a bucket and out of it. A block of threads finds its piece by the number of its tile,
-// and each of its threads moves a few quanta of 16 bytes of the bucket. Where an array does not
-// begin at a multiple of 16 bytes, or a piece ends within a quantum, its elements are moved one by
-// one; the bucket's side is always aligned.
+// Copies arrays into and out of a bucket. A block of threads finds its piece by the number of its
+// tile, and each thread moves a few quanta of 16 bytes of the bucket. If an array does not begin at
+// a multiple of 16 bytes, or a piece ends within a quantum, its elements are moved one by one; the
+// bucket's side is always aligned.
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +20,8 @@ constexpr int kFewMoves = 64;
 constexpr int kManyMoves = static_cast<int>(kMostPieces);
 constexpr unsigned kAll = 0xFFFFFFFFU;
 
-// The parameter of every kernel here. Two sizes: copying it is part of what a launch costs.
+// The parameter of every kernel in this file. There are two sizes, since copying it is part of the
+// cost of a launch.
 template <int kCapacity>
 struct Table {
   Move moves[kCapacity];
@@ -33,7 +34,7 @@ static_assert(sizeof(Table<kManyMoves>) <= 32764);
 
 enum class Direction { kPack, kUnpack };
 
-// Words of an array that need no more than this alignment.
+// A quantum as words, for arrays that are aligned to the word size only.
 template <class Word>
 struct alignas(sizeof(Word)) Quantum {
   static constexpr int kWords = kQuantumBytes / sizeof(Word);
@@ -44,7 +45,7 @@ __device__ bool is_aligned(const void* address, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
 }
 
-// The move that a tile belongs to: the last one that begins at or before it.
+// Returns the move that a tile belongs to: the last one that begins at or before the tile.
 template <int kCapacity>
 __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile) {
   int low = 0;
@@ -60,8 +61,8 @@ __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile
   return table.moves[low];
 }
 
-// The power of two that maps the sum over all ranks into the format's range, although every rank
-// rounds its part up by one part in 16 or 8.
+// Returns the power of two that maps the sum over all ranks into the format's range, although every
+// rank may round its part up by 1/16 or 1/8.
 __device__ float scale_of(float magnitude, int ranks, DType wire) {
   const float most = magnitude * static_cast<float>(ranks);
   if (!isfinite(most) || most <= 0.0F) return 1.0F;
@@ -71,7 +72,7 @@ __device__ float scale_of(float magnitude, int ranks, DType wire) {
   return ldexpf(1.0F, min(max(ilogbf(ratio), -126), 126));
 }
 
-// --- Bytes as they are ------------------------------------------------------------------------
+// --- Copies without casts ---------------------------------------------------------------------
 
 template <Direction kDirection>
 __device__ void copy_whole(std::byte* array, uint4* bucket) {
@@ -82,7 +83,7 @@ __device__ void copy_whole(std::byte* array, uint4* bucket) {
   }
 }
 
-// `bytes` of one quantum, word by word.
+// Copies `bytes` of one quantum word by word.
 template <Direction kDirection, class Word>
 __device__ void copy_words(std::byte* array, uint4* bucket, std::uint32_t bytes) {
   auto* a = reinterpret_cast<Word*>(array);
@@ -103,7 +104,7 @@ __device__ void copy_tile(const Move& move, std::uint32_t item, uint4* bucket,
   const std::uint32_t whole = bytes / kQuantumBytes;
   const std::uint32_t end = min(first + kTileQuanta, (bytes + 15U) / 16U);
   const bool aligned = is_aligned(move.array, kQuantumBytes);
-  if (aligned && first + kTileQuanta <= whole) {  // a full tile: all loads before the first store
+  if (aligned && first + kTileQuanta <= whole) {  // a full tile: load everything before storing
     constexpr int kEach = kTileQuanta / kThreads;
     uint4 held[kEach];
     auto* array = reinterpret_cast<uint4*>(move.array);
@@ -162,7 +163,7 @@ __device__ void cast_tile(const Move& move, uint4* bucket, std::uint32_t first, 
       for (std::uint32_t i = 0; i < kEach; ++i) {
         narrow.values[i] = from_float<Wire>(to_float(wide.values[i]) * scale);
       }
-      // Behind the last element come zeros: the whole quantum belongs to this piece.
+      // Zeros fill the rest of the quantum, which belongs to this piece.
       *reinterpret_cast<Numbers<Wire, kEach>*>(bucket + q) = narrow;
     } else {
       narrow = *reinterpret_cast<const Numbers<Wire, kEach>*>(bucket + q);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- Magnitudes -------------------------------------------------------------------------------
 
-// |x| as the bits of a float, which are in the order of the numbers, NaN above all.
+// Returns |x| as the bits of a float, which have the order of the numbers, with NaN above all.
 template <class Number>
 __device__ std::uint32_t largest_in_tile(const Move& move, std::uint32_t each,
                                          std::uint32_t first) {
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kCapacity, class Kernel>
 void launch(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast& cast, float* measured,
             StreamHandle stream) {
-  Table<kCapacity> table;  // what lies behind `count` is never read
+  Table<kCapacity> table;  // moves beyond `count` stay uninitialized and are never read
   std::memcpy(table.moves, moves.moves.data(), moves.moves.size() * sizeof(Move));
   table.count = static_cast<int>(moves.moves.size());
   table.bucket = bucket;

@@ -41,7 +41,7 @@ class DevicePackedList final : public PackedList {
       : device_(device) {
     const DType dtype = dtype_of(arrays);
     const DeviceGuard guard(device);
-    // With a dtype to cast to, be it the arrays' own, the plan leaves no array alone.
+    // Always pass a dtype to cast to, so that the plan puts every array into buckets.
     const BucketPlan plan =
         plan_buckets(arrays, checked_wire(dtype, wire.value_or(dtype)), bucket_bytes);
     for (const Bucket& bucket : plan.buckets) {
@@ -51,7 +51,6 @@ class DevicePackedList final : public PackedList {
     }
   }
 
-  [[nodiscard]] std::size_t bucket_count() const noexcept override { return buckets_.size(); }
   [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
 
   void pack(StreamHandle stream) override {

@@ -1,5 +1,5 @@
-// A list of arrays with buckets of its own, packed and unpacked outside of any collective: what the
-// kernels take is measured by it.
+// A list of arrays with its own buckets, packed and unpacked outside collectives, to measure the
+// kernels.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,16 @@ class PackedList {
  public:
   virtual ~PackedList() = default;
 
-  [[nodiscard]] virtual std::size_t bucket_count() const noexcept = 0;
-  // Of all buckets.
+  // Size of all buckets.
   [[nodiscard]] virtual std::size_t bytes() const noexcept = 0;
 
-  // A launch per bucket, enqueued on `stream`, which is of the device that the list lies on.
+  // Enqueue one launch per bucket on `stream`, which must belong to the list's device.
   virtual void pack(StreamHandle stream) = 0;
   virtual void unpack(StreamHandle stream) = 0;
 };
 
-// `arrays`: of one dtype, on `device`, and valid as long as the result is used. `wire`: what they
-// are cast to. No array is too large for the buckets: it is cut.
+// `arrays` must have one dtype, be on `device` and stay valid while the result is used. `wire` is
+// the dtype they are cast to. Arrays larger than a bucket are cut.
 [[nodiscard]] std::unique_ptr<PackedList> make_packed_list(const std::vector<TensorView>& arrays,
                                                            std::optional<DType> wire,
                                                            std::size_t bucket_bytes, int device);

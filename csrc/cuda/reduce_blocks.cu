@@ -1,5 +1,5 @@
-// Reductions that NCCL does not know, of blocks that all ranks' parts have been gathered into.
-// Blocks are read in rank order, each element by one thread: the same bits on every rank.
+// Reductions that NCCL lacks, of blocks gathered from all ranks. One thread reads an element's
+// blocks in rank order, so every rank computes the same bits.
 
 #include <cstdint>
 #include <string>
@@ -28,7 +28,7 @@ struct Complex {
   T im;
 };
 
-// What an element is accumulated in, and how it gets there and back.
+// The accumulator type of an element, with its conversions.
 template <class T>
 struct Wide {
   using Type = T;
@@ -45,7 +45,7 @@ template <>
 struct Wide<__nv_fp8_e4m3> : WideFloat<__nv_fp8_e4m3> {};
 template <>
 struct Wide<__nv_fp8_e5m2> : WideFloat<__nv_fp8_e5m2> {};
-// Integers of 16 bits are promoted to int, whose products of unsigned ones would overflow.
+// The product of two uint16_t promoted to int would overflow.
 template <>
 struct Wide<std::uint16_t> {
   using Type = std::uint32_t;
@@ -131,7 +131,7 @@ void launch(const Blocks& blocks, StreamHandle stream, float factor = 1.0F) {
   check(cudaGetLastError(), "launch of reduce_kernel(");
 }
 
-[[noreturn]] void throw_unknown(DType dtype, ReduceOp op) {
+[[noreturn]] void throw_no_kernel(DType dtype, ReduceOp op) {
   throw Error(ErrorCode::kUnsupported, "op=\"" + std::string(name_of(op)) + "\" of " +
                                            std::string(name_of(dtype)) + " has no kernel");
 }
@@ -154,7 +154,7 @@ void reduce_numbers(DType dtype, ReduceOp op, const Blocks& blocks, StreamHandle
     case ReduceOp::kXor:
       break;
   }
-  throw_unknown(dtype, op);
+  throw_no_kernel(dtype, op);
 }
 
 }  // namespace
@@ -163,7 +163,7 @@ void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_
                    std::byte* out, std::size_t bytes, StreamHandle stream) {
   if (bytes == 0) return;
   const Blocks all{blocks, stride, count, out, bytes / kQuantumBytes};
-  // Bits are bits, whatever the dtype.
+  // Bitwise operations do not depend on the dtype.
   if (op == ReduceOp::kAnd) return launch<std::uint64_t, And>(all, stream);
   if (op == ReduceOp::kOr) return launch<std::uint64_t, Or>(all, stream);
   if (op == ReduceOp::kXor) return launch<std::uint64_t, Xor>(all, stream);
@@ -177,7 +177,7 @@ void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_
   if (op == ReduceOp::kProd && dtype == DType::kComplex128) {
     return launch<Complex<double>, Product>(all, stream);
   }
-  throw_unknown(dtype, op);
+  throw_no_kernel(dtype, op);
 }
 
 }  // namespace fastdist::cuda

@@ -33,7 +33,7 @@ RelaxedCapture::~RelaxedCapture() {
 bool is_capturing(StreamHandle stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  // The default stream, asked while another one is captured: it is not.
+  // The default stream while another stream is captured: the default stream is not capturing.
   if (error == cudaErrorStreamCaptureImplicit) {
     (void)cudaGetLastError();
     return false;
@@ -44,7 +44,7 @@ bool is_capturing(StreamHandle stream) {
 
 Event::Event() { FASTDIST_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
 
-// Frees only once the device is done with it, hence also while it is waited for.
+// CUDA frees the event only once the device is done with it, so pending waits stay valid.
 Event::~Event() {
   if (event_ != nullptr) (void)cudaEventDestroy(event_);
 }
@@ -58,7 +58,7 @@ void Event::make_wait(StreamHandle stream) const {
 }
 
 bool Event::is_done() const {
-  const RelaxedCapture relaxed;  // asking must not spoil a capture, of this thread or another's
+  const RelaxedCapture relaxed;  // a query must not invalidate a capture of any thread
   const cudaError_t error = cudaEventQuery(event_);
   if (error == cudaErrorNotReady) {
     (void)cudaGetLastError();
@@ -74,7 +74,7 @@ void Event::synchronize() const {
 }
 
 Stream::Stream() {
-  // First in line among the device's streams: whoever computes meanwhile waits for the result.
+  // The highest priority: other streams' work waits for the result.
   int least = 0;
   int greatest = 0;
   FASTDIST_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));

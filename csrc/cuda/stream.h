@@ -9,14 +9,14 @@ struct CUevent_st;
 
 namespace fastdist::cuda {
 
-// A stream of anybody's, not owned; null is the legacy default stream.
+// A CUDA stream, not owned; null is the legacy default stream.
 using StreamHandle = CUstream_st*;
 
-// Makes a device current in this thread for good: one that we started. To make the one before
-// current again would take memory of that one, which the process may not use.
+// Makes a device current in this thread permanently, for threads that fastdist has started.
+// Restoring the previous device would allocate memory on it, though the process may not use it.
 void make_current(int device);
 
-// Makes a device current for a while.
+// Makes a device current for its lifetime.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -25,11 +25,11 @@ class DeviceGuard {
   ~DeviceGuard();
 
  private:
-  static constexpr int kNothing = -1;  // to be restored
+  static constexpr int kNothing = -1;  // the device was current before
   int previous_;
 };
 
-// Allows memory to be allocated in this thread while a stream of it is being captured.
+// Allows this thread to allocate memory while a stream is being captured.
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -43,7 +43,7 @@ class RelaxedCapture {
 
 [[nodiscard]] bool is_capturing(StreamHandle stream);
 
-// A point in a stream; of the device that was current when it was made.
+// A point in a stream, on the device that was current at construction.
 class Event {
  public:
   Event();
@@ -55,17 +55,17 @@ class Event {
   ~Event();
 
   void record(StreamHandle stream) const;
-  // Work enqueued on `stream` from now on starts after this point.
+  // Makes later work on `stream` wait for this point.
   void make_wait(StreamHandle stream) const;
   [[nodiscard]] bool is_done() const;
-  // The host waits.
+  // Blocks the host.
   void synchronize() const;
 
  private:
   CUevent_st* event_ = nullptr;
 };
 
-// A stream of the device that was current when it was made; it does not wait for the default one.
+// A stream of the device that was current at construction; it does not wait for the default stream.
 class Stream {
  public:
   Stream();

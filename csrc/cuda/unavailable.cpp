@@ -1,4 +1,4 @@
-// What stands in for this folder where CUDA is not built.
+// This folder's functions in builds without CUDA.
 
 #include "core/error.h"
 #include "cuda/devices.h"
@@ -10,7 +10,7 @@ bool is_built() noexcept { return false; }
 int runtime_version() noexcept { return 0; }
 int driver_version() noexcept { return 0; }
 std::string why_unusable() {
-  return "this package was built without CUDA; build it again with FASTDIST_CUDA=on";
+  return "this package was built without CUDA; rebuild it with FASTDIST_CUDA=on";
 }
 std::vector<DeviceFacts> devices() { return {}; }
 std::optional<int> device_of(const void*) { return std::nullopt; }

@@ -17,8 +17,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often a sleeping rank looks whether its peers live and whether it is interrupted.
-constexpr std::chrono::milliseconds kPatrol{50};
+// How often a sleeping rank checks that its peers are alive and whether it is interrupted.
+constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr int kSpinsPerClock = 32;
 
 }  // namespace
@@ -48,9 +48,9 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
               tuning.lane_bytes},
       sources_(members_.size()),
       targets_(members_.size()),
-      gives_(members_.size()),
-      takes_(members_.size()),
-      starts_(members_.size()),
+      outgoing_(members_.size()),
+      incoming_(members_.size()),
+      source_offsets_(members_.size()),
       sent_(members_.size()),
       received_(members_.size()) {
   for (std::size_t i = 0; i < members_.size(); ++i) {
@@ -65,14 +65,14 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
     peers_.push_back(p);
   }
   spin_ = tuning.spin;
-  publish_facts();
+  publish_window_and_cores();
 }
 
 HostCommunicator::~HostCommunicator() {
   close();
   if (generation_ != process_generation()) return;
-  // No call of this rank touches the peers' blocks any more. They may still read this rank's: it
-  // is free when all of them are done with it.
+  // No call of this rank uses the peers' blocks any more. Peers may still read this rank's block:
+  // it is free when every rank has marked it closed.
   for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
   machine_->retire(block_, [control = me().control, n = size()] {
     return control->closed.load(std::memory_order_acquire) == static_cast<std::uint32_t>(n);
@@ -81,13 +81,13 @@ HostCommunicator::~HostCommunicator() {
 
 void HostCommunicator::close() noexcept {
   if (generation_ != process_generation() || is_closed_.exchange(true)) return;
-  auto active = static_cast<std::uint32_t>(Departure::kActive);
-  me().control->departure.compare_exchange_strong(active,
-                                                  static_cast<std::uint32_t>(Departure::kClosed));
+  auto active = static_cast<std::uint32_t>(RankState::kActive);
+  me().control->state.compare_exchange_strong(active,
+                                              static_cast<std::uint32_t>(RankState::kClosed));
   wake_everyone();
 }
 
-void HostCommunicator::publish_facts() noexcept {
+void HostCommunicator::publish_window_and_cores() noexcept {
   me().control->window.store(machine_->window_bytes(), std::memory_order_relaxed);
   cpu_set_t cores;
   if (::sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
@@ -99,9 +99,9 @@ void HostCommunicator::publish_facts() noexcept {
   }
 }
 
-// Ranks may be bound to cores, so how crowded it is shows in the cores of all ranks together. Asked
-// while waiting, until every rank has published its own.
-void HostCommunicator::learn_cores() noexcept {
+// Ranks may be bound to cores, so the number of cores is that of all ranks together. Called while
+// waiting, until every rank has published its cores.
+void HostCommunicator::choose_spin() noexcept {
   int total = 0;
   std::array<std::uint64_t, std::tuple_size_v<decltype(Control::cores)>> all{};
   for (const Peer& p : peers_) {
@@ -115,7 +115,7 @@ void HostCommunicator::learn_cores() noexcept {
   }
   for (const std::uint64_t word : all) total += std::popcount(word);
   spin_.store(size() > total ? tuning_.spin_crowded : tuning_.spin, std::memory_order_relaxed);
-  knows_cores_.store(true, std::memory_order_relaxed);
+  has_chosen_spin_.store(true, std::memory_order_relaxed);
 }
 
 void HostCommunicator::check_usable() const {
@@ -124,14 +124,14 @@ void HostCommunicator::check_usable() const {
                 "the communicator belongs to the parent process; a forked child cannot use it");
   }
   const auto* control = peers_[static_cast<std::size_t>(rank_)].control;
-  switch (static_cast<Departure>(control->departure.load(std::memory_order_seq_cst))) {
-    case Departure::kActive:
+  switch (static_cast<RankState>(control->state.load(std::memory_order_seq_cst))) {
+    case RankState::kActive:
       return;
-    case Departure::kClosed:
+    case RankState::kClosed:
       throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
-    case Departure::kTimeout:
-    case Departure::kPeerFailure:
-    case Departure::kInterrupted:
+    case RankState::kTimeout:
+    case RankState::kPeerFailure:
+    case RankState::kInterrupted:
       throw Error(ErrorCode::kState, "the communicator cannot be used any more on rank " +
                                          std::to_string(rank_) +
                                          ": an earlier call failed half-way; make a new one");
@@ -142,13 +142,13 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   check_usable();
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
-  Signature told = options.whole != nullptr ? *options.whole : signature;
-  told.phase = phase_.load(std::memory_order_relaxed);
-  wait_ = {&options, told, &me().control->bell, {}};
+  Signature announced = options.whole != nullptr ? *options.whole : signature;
+  announced.phase = phase_.load(std::memory_order_relaxed);
+  wait_ = {&options, announced, &me().control->bell, {}};
   Header& header = header_of(rank_);
-  header.signature.store(told.packed(), std::memory_order_relaxed);
-  header.count.store(told.count, std::memory_order_relaxed);
-  header.list.store(told.list, std::memory_order_relaxed);
+  header.signature.store(announced.packed(), std::memory_order_relaxed);
+  header.count.store(announced.count, std::memory_order_relaxed);
+  header.list.store(announced.list, std::memory_order_relaxed);
   header.input.store(0, std::memory_order_relaxed);
   header.output.store(0, std::memory_order_relaxed);
   return header;
@@ -166,46 +166,47 @@ void HostCommunicator::exchange(Header& header) {
     if (theirs.signature.load(std::memory_order_relaxed) != packed ||
         theirs.count.load(std::memory_order_relaxed) != signature.count ||
         theirs.list.load(std::memory_order_relaxed) != signature.list) {
-      compare_headers();
+      throw_mismatch();
     }
   }
 }
 
-void HostCommunicator::begin_touching() noexcept {
-  me().control->touching.store(sequence_, std::memory_order_seq_cst);
+void HostCommunicator::begin_access() noexcept {
+  me().control->accessing.store(sequence_, std::memory_order_seq_cst);
 }
 
-void HostCommunicator::end_touching() noexcept {
-  // An exchange, since it drains stores that bypassed the caches.
-  me().control->touching.exchange(0, std::memory_order_seq_cst);
+void HostCommunicator::end_access() noexcept {
+  // An exchange rather than a store, since it drains stores that bypassed the caches.
+  me().control->accessing.exchange(0, std::memory_order_seq_cst);
 }
 
-void HostCommunicator::check_here(int p) {
-  if (peer(p).control->departure.load(std::memory_order_seq_cst) ==
-      static_cast<std::uint32_t>(Departure::kActive)) {
+void HostCommunicator::check_active(int p) {
+  if (peer(p).control->state.load(std::memory_order_seq_cst) ==
+      static_cast<std::uint32_t>(RankState::kActive)) {
     return;
   }
-  end_touching();
-  check_departures(wait_);
-  give_up_on(p, wait_);
+  end_access();
+  check_failures(wait_);
+  throw_peer_failure(p, wait_);
 }
 
-void HostCommunicator::withdraw() noexcept {
-  for (int p = 0; p < size(); ++p) await_end_of(p, peer(p).control->touching, sequence_);
+void HostCommunicator::await_accesses() noexcept {
+  for (int p = 0; p < size(); ++p) await_access_end(p, peer(p).control->accessing, sequence_);
 }
 
-// Nothing keeps a rank from ending what it touches, but its own end.
-void HostCommunicator::await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept {
+// Has no timeout: only the accessing rank can end its access, or die.
+void HostCommunicator::await_access_end(int p, const Counter& accessing,
+                                        std::uint64_t call) noexcept {
   if (p == rank_) return;
-  while (touching.load(std::memory_order_seq_cst) == call &&
+  while (accessing.load(std::memory_order_seq_cst) == call &&
          machine_->is_alive(peer(p).machine_rank)) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
-// Signatures differ, and every rank knows it. Each writes down where it was called from, waits for
-// the others to do so, and throws; nothing has moved, so the next call finds all in order.
-void HostCommunicator::compare_headers() {
+// Called by every rank when signatures differ. Each rank publishes where it made the call, waits
+// until all others have done so, and throws. No data has moved, so the next call can proceed.
+void HostCommunicator::throw_mismatch() {
   const Signature& signature = wait_.signature;
   CallSite& site = me().control->site;
   site.write(wait_.options->caller->location());
@@ -242,8 +243,8 @@ bool HostCommunicator::phases_differ() noexcept {
   return false;
 }
 
-// An exchange and not a store: it comes before the looks into the bells, and it drains stores that
-// bypassed the caches.
+// An exchange rather than a store: it is ordered before the loads of the bells, and it drains
+// stores that bypassed the caches.
 void HostCommunicator::publish(Counter& counter, std::uint64_t value) noexcept {
   counter.exchange(value, std::memory_order_seq_cst);
   for (Peer& p : peers_) p.control->bell.ring_if_waiting(rank_);
@@ -251,18 +252,19 @@ void HostCommunicator::publish(Counter& counter, std::uint64_t value) noexcept {
 
 void HostCommunicator::await(int p, const Counter& counter, std::uint64_t value) {
   if (counter.load(std::memory_order_acquire) >= value) return;
-  stall(p, counter, value, wait_);
+  await_slowly(p, counter, value, wait_);
 }
 
-void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value, Wait& wait) {
+void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t value,
+                                    Wait& wait) {
   const auto ready = [&] { return counter.load(std::memory_order_seq_cst) >= value; };
   for (int i = 0; i < kSpinsPerClock; ++i) {
     if (ready()) return;
     cpu_relax();
   }
   wait.options->caller->may_block();
-  if (!knows_cores_.load(std::memory_order_relaxed)) learn_cores();
-  // The peer may be waiting for this very core: after a moment, offer it.
+  if (!has_chosen_spin_.load(std::memory_order_relaxed)) choose_spin();
+  // The peer may need this core: after `hold`, yield it.
   const std::chrono::nanoseconds spin = spin_.load(std::memory_order_relaxed);
   const auto start = Clock::now();
   for (auto now = start; now - start < spin; now = Clock::now()) {
@@ -273,18 +275,18 @@ void HostCommunicator::stall(int p, const Counter& counter, std::uint64_t value,
     }
   }
   wait.start = start;
-  auto patrol = start;
+  auto last_poll = start;
   while (!ready()) {
-    wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPatrol, ready);
+    wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPollInterval, ready);
     if (ready()) return;
-    check_departures(wait);
+    check_failures(wait);
     const auto now = Clock::now();
-    if (now - patrol < kPatrol) continue;
-    patrol = now;
+    if (now - last_poll < kPollInterval) continue;
+    last_poll = now;
     check_interrupt(wait);
-    const bool gone = is_gone(p);
-    if (ready()) return;  // what it published before it left still counts
-    if (gone) give_up_on(p, wait);
+    const bool gone = has_left(p);
+    if (ready()) return;  // values published before the peer left are still valid
+    if (gone) throw_peer_failure(p, wait);
     check_timeout(wait, p);
   }
 }
@@ -294,19 +296,19 @@ std::uint64_t HostCommunicator::locate(TensorViews arrays) const noexcept {
   if (arrays.size() != 1) return 0;
   const int own = peers_[static_cast<std::size_t>(rank_)].machine_rank;
   const std::uint64_t location = machine_->locate(own, arrays[0].data);
-  return location != 0 && location + arrays[0].bytes() <= reach() ? location : 0;
+  return location != 0 && location + arrays[0].bytes() <= mapped_bytes() ? location : 0;
 }
 
-// How much of a window every rank has mapped: where the address space of one is limited, less than
-// this rank has. 0 until all have told.
-std::uint64_t HostCommunicator::reach() const noexcept {
-  std::uint64_t least = reach_.load(std::memory_order_relaxed);
+// The bytes of a window that every rank has mapped, which may be less than this rank's if another
+// rank's address space is limited. 0 until all ranks have published theirs.
+std::uint64_t HostCommunicator::mapped_bytes() const noexcept {
+  std::uint64_t least = mapped_bytes_.load(std::memory_order_relaxed);
   if (least != 0) return least;
   least = ~std::uint64_t{0};
   for (const Peer& p : peers_) {
     least = std::min(least, p.control->window.load(std::memory_order_relaxed));
   }
-  reach_.store(least, std::memory_order_relaxed);
+  mapped_bytes_.store(least, std::memory_order_relaxed);
   return least;
 }
 

@@ -1,13 +1,13 @@
 // Collectives between the ranks of one machine, through shared memory.
 //
-// Every collective starts with an exchange of headers: each rank writes one line that holds its
+// Every collective starts with an exchange of headers: each rank writes one cache line with its
 // sequence number and the signature of its call, and reads the lines of all others. Small payloads
-// travel with it, so that a small collective is one hop. After the exchange every rank has seen
-// every signature: where two differ all ranks know it, nothing has moved, and all throw.
+// travel with the header, so a small collective takes one exchange. After the exchange every rank
+// has seen every signature: if two differ, all ranks know, no data has moved, and all ranks throw.
 //
-// It also means that a rank which has published header s has finished collective s - 1. Hence two
-// slots are enough (header s + 2 overwrites header s, which every rank has read by then), and the
-// staging area is free as soon as all headers of a call have been seen.
+// A rank that has published header s has finished collective s - 1. Hence two slots suffice (header
+// s + 2 overwrites header s, which every rank has read by then), and the staging area is free as
+// soon as all headers of a call have been seen.
 #pragma once
 
 #include <atomic>
@@ -32,12 +32,12 @@ namespace fastdist::host {
 
 class HostCommunicator final : public Communicator {
  public:
-  // `members[i]` is the machine's rank of this communicator's rank i, `offsets[i]` the place of
-  // its block (`block_bytes` long, zeroed) in its segment; `block` keeps the own one alive.
+  // `members[i]` is the machine rank of this communicator's rank i, and `offsets[i]` the offset of
+  // its block (`block_bytes` long, zeroed) in its segment. `block` keeps this rank's block alive.
   HostCommunicator(std::shared_ptr<Machine> machine, std::vector<int> members, int rank,
                    const std::vector<std::size_t>& offsets, std::shared_ptr<SharedBlock> block,
                    const Tuning& tuning);
-  // Closes. All calls must have ended.
+  // Closes the communicator. All calls must have ended.
   ~HostCommunicator() override;
 
   [[nodiscard]] static std::size_t block_bytes(int ranks, const Tuning& tuning);
@@ -48,15 +48,16 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] const std::vector<int>& members() const noexcept { return members_; }
   [[nodiscard]] const Tuning& tuning() const noexcept { return tuning_; }
 
-  // Throws kState when no call can be made any more: closed, lost, or a forked child's copy.
+  // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   void check_usable() const;
-  // Calls that begin from now on belong to this phase of the caller's program, of kPhases that
-  // repeat: they agree only with calls of the same phase. Ranks that do the same things in each
-  // phase, one of which has left a phase early, so learn of it.
+  // Sets the phase of the caller's program for calls that begin from now on; phases repeat after
+  // kPhases. Calls of different phases do not match, so ranks that make the same calls in every
+  // phase detect a rank that has left a phase early.
   void set_phase(std::uint8_t phase) noexcept { phase_.store(phase, std::memory_order_relaxed); }
-  // A rank that has died, or given the communicator up after an error; from any thread.
+  // Returns a rank that has died or failed. Thread-safe.
   [[nodiscard]] std::optional<int> find_lost() const noexcept;
-  // Leaves: peers that wait for this rank throw kPeerFailure. Wakes own calls of other threads.
+  // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
+  // calls in other threads.
   void close() noexcept;
 
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
@@ -85,12 +86,12 @@ class HostCommunicator final : public Communicator {
     std::size_t end = 0;
     [[nodiscard]] std::size_t size() const noexcept { return end - begin; }
   };
-  // The part of a run that one rank reduces in one round, and where it lies in the staging area.
+  // The part of a run that one rank reduces in one round, and its offset in the staging area.
   struct Slice {
     Range run;
     std::size_t staged;
   };
-  // What a thread that waits needs to know.
+  // The state of a waiting thread.
   struct Wait {
     const CallOptions* options;
     Signature signature;
@@ -102,26 +103,27 @@ class HostCommunicator final : public Communicator {
   struct PullPlan;
   struct Transfer;
 
-  // communicator.cpp: announcing a call, waiting, using arrays in place.
+  // communicator.cpp: announces calls, waits, accesses arrays in place.
   [[nodiscard]] Header& announce(const Signature& signature, const CallOptions& options);
   void exchange(Header& header);
-  void compare_headers();
+  [[noreturn]] void throw_mismatch();
   [[nodiscard]] bool phases_differ() noexcept;
   void publish(Counter& counter, std::uint64_t value) noexcept;
   void await(int p, const Counter& counter, std::uint64_t value);
-  void stall(int p, const Counter& counter, std::uint64_t value, Wait& wait);
-  // Arrays are used in place between `begin_touching` and `end_touching`, each peer's after
-  // `check_here`. A rank whose call fails owns its arrays again when the call throws, so it waits
-  // for those who are at them (`withdraw`). One side stores that it touches and then looks
-  // whether the other has departed, the other departs and then looks whether it is touched, all
-  // sequentially consistent: at least one of them sees the other.
-  void begin_touching() noexcept;
-  void end_touching() noexcept;
-  void check_here(int p);
-  void withdraw() noexcept;
-  void await_end_of(int p, const Counter& touching, std::uint64_t call) noexcept;
-  void publish_facts() noexcept;
-  void learn_cores() noexcept;
+  void await_slowly(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  // Arrays are used in place between `begin_access` and `end_access`; each peer's arrays only after
+  // `check_active` for that peer. When a call fails, its arrays belong to the caller again as soon
+  // as it throws, so it first waits for ranks that use them (`await_accesses`). The accessing rank
+  // stores `accessing` and then loads the peer's state; the failing rank stores its state and then
+  // loads `accessing`. All four are sequentially consistent, so at least one rank sees the other's
+  // store.
+  void begin_access() noexcept;
+  void end_access() noexcept;
+  void check_active(int p);
+  void await_accesses() noexcept;
+  void await_access_end(int p, const Counter& accessing, std::uint64_t call) noexcept;
+  void publish_window_and_cores() noexcept;
+  void choose_spin() noexcept;
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
   [[nodiscard]] Peer& peer(int p) noexcept { return peers_[static_cast<std::size_t>(p)]; }
   [[nodiscard]] Header& header_of(int p) noexcept { return *peer(p).slots[sequence_ & 1]; }
@@ -137,21 +139,21 @@ class HostCommunicator final : public Communicator {
     return peer(p).block + layout_.result(round & 1);
   }
 
-  // Where peers find the arrays of a run; 0: they cannot. See `data_of`.
+  // Returns where peers find the arrays of a run, or 0 if they cannot access them. See `data_of`.
   [[nodiscard]] std::uint64_t locate(TensorViews arrays) const noexcept;
-  [[nodiscard]] std::uint64_t reach() const noexcept;
-  // Array `i` of a run that rank p located.
+  [[nodiscard]] std::uint64_t mapped_bytes() const noexcept;
+  // Returns array `i` of a run that rank p located.
   [[nodiscard]] std::byte* data_of(int p, std::uint64_t location, std::size_t i) const noexcept;
 
-  // departures.cpp: peers that left, leaving, and saying why.
+  // failures.cpp: detects peers that have left, announces failures and describes them.
   void check_interrupt(const Wait& wait);
-  void check_departures(const Wait& wait);
+  void check_failures(const Wait& wait);
   void check_timeout(const Wait& wait, int p);
-  [[nodiscard]] bool is_gone(int p) const noexcept;
-  [[nodiscard]] std::string how_gone(int p) const;
-  [[noreturn]] void give_up_on(int p, const Wait& wait);
-  [[noreturn]] void depart(Departure why, int blamed, const Error& error);
-  void leave(Departure why, int blamed) noexcept;
+  [[nodiscard]] bool has_left(int p) const noexcept;
+  [[nodiscard]] std::string describe_exit(int p) const;
+  [[noreturn]] void throw_peer_failure(int p, const Wait& wait);
+  [[noreturn]] void fail(RankState why, int failed_rank, const Error& error);
+  void announce_failure(RankState why, int failed_rank) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] std::uint64_t last_sequence(int p) const noexcept;
   [[nodiscard]] std::string last_calls() const;
@@ -172,8 +174,8 @@ class HostCommunicator final : public Communicator {
   // pull.cpp
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
   [[nodiscard]] std::size_t chunk_of(const PullPlan& plan, std::size_t source_bytes) const;
-  void pull_announced(const PullPlan& plan, bool gives_staged);
-  void pull_staged(const PullPlan& plan, bool gives_staged, bool stream);
+  void pull_announced(const PullPlan& plan, bool stages_input);
+  void pull_staged(const PullPlan& plan, bool stages_input, bool stream);
 
   // lanes.cpp
   void open(Transfer& transfer);
@@ -181,8 +183,8 @@ class HostCommunicator final : public Communicator {
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
   void compare(Transfer& transfer);
   void fill(Transfer& transfer, std::uint64_t round);
-  void push(Transfer& transfer);
-  void take(Transfer& transfer);
+  void send_chunks(Transfer& transfer);
+  void receive_chunks(Transfer& transfer);
 
   std::shared_ptr<Machine> machine_;
   std::vector<int> members_;
@@ -191,20 +193,20 @@ class HostCommunicator final : public Communicator {
   Tuning tuning_;
   Layout layout_;
   std::vector<Peer> peers_;
-  // How long to stay awake; several threads may find it out at once.
-  std::atomic<bool> knows_cores_{false};
+  // How long to spin before sleeping; several threads may set it at once.
+  std::atomic<bool> has_chosen_spin_{false};
   std::atomic<std::chrono::nanoseconds> spin_;
-  mutable std::atomic<std::uint64_t> reach_{0};
+  mutable std::atomic<std::uint64_t> mapped_bytes_{0};
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
   std::atomic<std::uint8_t> phase_{0};
   std::uint64_t sequence_ = 0;
-  Wait wait_{};                                 // of the collective that runs
-  std::vector<const std::byte*> sources_;       // of the collective that runs: one per rank
-  std::vector<std::byte*> targets_;             // of the collective that runs: one per rank
-  std::vector<Range> gives_, takes_;            // of the collective that runs: one per rank
-  std::vector<std::size_t> starts_;             // of the collective that runs: one per rank
-  std::vector<std::uint64_t> sent_, received_;  // transfers so far, per peer
+  Wait wait_{};                                 // of the current collective
+  std::vector<const std::byte*> sources_;       // of the current collective, per rank
+  std::vector<std::byte*> targets_;             // of the current collective, per rank
+  std::vector<Range> outgoing_, incoming_;      // of the current collective, per rank
+  std::vector<std::size_t> source_offsets_;     // of the current collective, per rank
+  std::vector<std::uint64_t> sent_, received_;  // number of transfers, per peer
 };
 
 }  // namespace fastdist::host

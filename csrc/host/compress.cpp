@@ -13,12 +13,13 @@ namespace {
 
 constexpr std::size_t kBucketElements = std::size_t{1} << 20;
 
-// The largest sum that stays finite although every rank rounds its part up, by one part in 16 or 8.
+// The largest sum that stays finite although every rank may round its part up by 1/16 or 1/8.
 float largest_sum(DType wire) { return wire == DType::kFloat8E5M2 ? 50972.0F : 421.0F; }
 
 bool needs_scale(DType wire) { return wire == DType::kFloat8E4M3FN || wire == DType::kFloat8E5M2; }
 
-// Per array, the power of two that maps n times the largest magnitude on any rank into range.
+// Returns, per array, the power of two that maps n times the largest magnitude on any rank into
+// range.
 std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, DType wire,
                                    const CallOptions& options) {
   std::vector<float> magnitudes(in.size());
@@ -59,7 +60,7 @@ void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorVie
 
   const std::size_t item = size_of(wire);
   std::vector<std::byte> bucket;
-  std::vector<TensorView> parts;  // of `out`, in the order in which they lie in the bucket
+  std::vector<TensorView> parts;  // of `out`, in their order in the bucket
   std::vector<float> part_scales;
   const auto flush = [&] {
     if (bucket.empty()) return;

@@ -1,13 +1,13 @@
-// all_reduce with fewer bytes on the way: values travel in a narrower floating format.
+// all_reduce with fewer bytes: values are sent in a narrower floating format.
 #pragma once
 
 #include "core/communicator.h"
 
 namespace fastdist::host {
 
-// float32 and float64 arrays only, sum and mean only. Inputs are rounded to `wire`, reduced in
-// float32, and the result is rounded to `wire` once more; every rank gets the same bits. For
-// float8 each array is scaled by a power of two so that the reduced values fit its range.
+// Takes float32 and float64 arrays, sum and mean. Inputs are rounded to `wire`, reduced in float32,
+// and the result is rounded to `wire` again; every rank gets the same bits. For float8 each array
+// is scaled by a power of two so that the reduced values fit its range.
 void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out, ReduceOp op,
                            DType wire, const CallOptions& options);
 

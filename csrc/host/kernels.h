@@ -1,5 +1,5 @@
-// Loops over memory: reduce, copy past the caches, convert. Compiled once per instruction set; the
-// best one that the processor has is picked when first used.
+// Loops over memory: reduce, copy, convert. They are compiled once per instruction set; the widest
+// one that the processor supports is used.
 #pragma once
 
 #include <cstddef>
@@ -10,25 +10,25 @@
 
 namespace fastdist::host {
 
-// dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources. `also` gets
-// the same, unless it is null.
-// float16, bfloat16 and float8 accumulate in float32. The operation must be defined for the dtype.
+// Computes dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources. `also`
+// receives a copy unless it is null. float16, bfloat16 and float8 accumulate in float32. The
+// operation must be defined for the dtype.
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
             std::span<const std::byte* const> sources, std::size_t count);
 
-// Copies; with `stream` by stores that bypass the caches, for data that nobody reads again soon. A
-// release does not order such stores, an atomic exchange does (on x86 a locked instruction drains
-// them).
+// Copies memory. With `stream`, stores bypass the caches, for data that is not read again soon. A
+// release store does not order such stores; an atomic exchange does (on x86 a locked instruction
+// drains them).
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream);
 
-// dst[i] = src[i] × scale between floating dtypes, rounded to nearest even.
+// Computes dst[i] = src[i] × scale between floating dtypes, rounded to nearest even.
 void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
              std::size_t count, float scale);
 
-// max |src[i]| of a floating array; NaN where one is NaN.
+// Returns max |src[i]| of a floating array, or NaN if any element is NaN.
 [[nodiscard]] double largest_magnitude(DType dtype, const std::byte* src, std::size_t count);
 
-// "avx512", "avx2", "neon" or "generic".
+// Returns "avx512", "avx2" or "generic".
 [[nodiscard]] std::string_view instruction_set();
 
 }  // namespace fastdist::host

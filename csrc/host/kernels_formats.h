@@ -1,6 +1,6 @@
-// What the loops of kernels_loops.h compute with: element formats, and operations on single values
-// and on the compiler's vector types alike. Included by kernels_loops.h only, for one instruction
-// set at a time; everything has internal linkage.
+// Element formats and operations for the loops of kernels_loops.h, on single values and on vectors.
+// Included only by kernels_loops.h, for one instruction set at a time; everything has internal
+// linkage.
 
 #if !defined(FASTDIST_ISA) || !defined(FASTDIST_VECTOR_BYTES)
 #error "included by kernels_loops.h only"
@@ -39,7 +39,7 @@ inline To bits(const From& from) {
   return to;
 }
 
-// --- element formats: how elements in memory become values to compute with --------------------
+// --- element formats: conversion between elements in memory and values to compute with --------
 
 template <class T>
 struct Native {
@@ -55,8 +55,8 @@ using Floats = Vector<float>;
 using Words = Vector<std::uint32_t>;
 using Halves = Vector<std::uint16_t, kVector / 2>;
 
-// The 32-bit codecs below work on one uint32_t/float and on vectors of them alike: `U` is the
-// unsigned type, `F` the float type, and a comparison of F gives something `select` understands.
+// The 32-bit codecs below work on a single uint32_t and float and on vectors of them. `U` is the
+// unsigned type and `F` the float type; a comparison of F gives a mask for `select`.
 inline std::uint32_t select(bool c, std::uint32_t a, std::uint32_t b) { return c ? a : b; }
 template <class M>
 inline Words select(M c, Words a, Words b) {
@@ -81,7 +81,7 @@ struct Float16Codec {
   static F widen(U u) {
     const U sign = (u & 0x8000U) << 16;
     const U magnitude = (u & 0x7FFFU) << 13;
-    // Exact, also for subnormals: the exponent is rebased by a multiplication.
+    // Exact, also for subnormals: a multiplication rebases the exponent.
     const U finite = bits<U>(F(bits<F>(magnitude) * 0x1p112F));
     return bits<F>(U(sign | select((u & 0x7FFFU) >= 0x7C00U, U(magnitude | 0x7F800000U), finite)));
   }
@@ -91,7 +91,7 @@ struct Float16Codec {
     const U sign = u >> 16 & 0x8000U;
     const U magnitude = u & 0x7FFFFFFFU;
     const U normal = (magnitude - (112U << 23) + 0xFFFU + (magnitude >> 13 & 1U)) >> 13;
-    // Adding 0.5 lines the bits of a subnormal up and rounds them to nearest even.
+    // Adding 0.5 aligns the bits of a subnormal and rounds them to nearest even.
     const U subnormal = bits<U>(F(bits<F>(magnitude) + 0.5F)) - 0x3F000000U;
     const U finite = select(magnitude < (113U << 23), subnormal, normal);
     const U special =
@@ -118,7 +118,8 @@ struct HalfPrecision {
   }
 };
 
-// Eight-bit floats. E4M3FN has no infinity: what is too large becomes NaN, as in OCP's format.
+// Eight-bit floats. E4M3FN has no infinity: values that are too large become NaN, as in the OCP
+// format.
 template <int kExponentBits, int kMantissaBits, bool kHasInfinity>
 struct Float8 {
   using Storage = std::uint8_t;
@@ -149,7 +150,7 @@ struct Float8 {
     if (magnitude > 0x7F800000U) {
       code = kNaN;
     } else if (magnitude < kSmallestNormal) {
-      // A power of two whose last bit is worth one unit of the subnormals.
+      // A power of two whose last bit equals one unit of the subnormals.
       constexpr std::uint32_t kMagic = (127U - kBias + 1 + kShift) << 23;
       code = bits<std::uint32_t>(bits<float>(magnitude) + bits<float>(kMagic)) - kMagic;
     } else {
@@ -179,7 +180,7 @@ struct Complex {
   T re, im;
 };
 
-// --- operations: on single values and on vectors alike ----------------------------------------
+// --- operations on single values and on vectors -----------------------------------------------
 
 struct Sum {
   template <class V>
@@ -192,7 +193,7 @@ struct Prod {
   static V apply(const V& a, const V& b) {
     return a * b;
   }
-  // Two uint16_t would be multiplied as ints, which overflow.
+  // The product of two uint16_t promoted to int would overflow.
   static std::uint16_t apply(const std::uint16_t& a, const std::uint16_t& b) {
     return static_cast<std::uint16_t>(std::uint32_t{a} * b);
   }
@@ -201,8 +202,8 @@ struct Prod {
     return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
   }
 };
-// A NaN in any source gives NaN, as numpy.minimum does: `a != a` keeps a NaN in a; a NaN in b
-// fails the comparison and is taken.
+// A NaN in any source gives NaN, as in numpy.minimum: `a != a` keeps a NaN in a; a NaN in b fails
+// the comparison, so b is chosen.
 struct Min {
   template <class V>
   static V apply(const V& a, const V& b) {

@@ -1,10 +1,10 @@
-// The loops behind kernels.h, written once on the compiler's vector types. Each kernels_<set>.cpp
-// sets FASTDIST_ISA and FASTDIST_VECTOR_BYTES and includes this file under its own compiler flags.
-// Everything here has internal linkage and no standard templates are called, so that no function
-// compiled for a wide instruction set can be picked by the linker for another file.
+// The loops behind kernels.h, written with the compiler's vector types. Each kernels_<set>.cpp
+// defines FASTDIST_ISA and FASTDIST_VECTOR_BYTES and includes this file under its own compiler
+// flags. Everything has internal linkage and no standard templates are called, so that the linker
+// cannot pick a function compiled for a wide instruction set for another file.
 
 #if !defined(FASTDIST_ISA) || !defined(FASTDIST_VECTOR_BYTES)
-#error "included by kernels_<instruction set>.cpp only"
+#error "include this file only from kernels_<instruction set>.cpp"
 #endif
 
 #include <cstddef>
@@ -24,7 +24,7 @@ constexpr std::size_t kUnroll = 4;
 
 // --- loops --------------------------------------------------------------------------------------
 
-// kSources: the number of sources where it is worth knowing it, else 0.
+// kSources is the number of sources if known at compile time, otherwise 0.
 template <class Format, class Operation, class Finish, std::size_t kSources>
 void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* const* source_bytes,
                  std::size_t n_sources, std::size_t count) {
@@ -74,7 +74,7 @@ void reduce_any(std::byte* dst, std::byte* also, const std::byte* const* sources
   }
 }
 
-// Sums and means of complex numbers are those of their parts.
+// Sums and means of complex numbers are computed on their parts.
 template <class T, class Operation, class Finish = Keep>
 void reduce_parts(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
                   std::size_t count) {
@@ -116,7 +116,7 @@ ReduceFunction floating(ReduceOp op) {
   return nullptr;
 }
 
-// `Ordered` is the element type; where signs do not matter its unsigned twin does the work.
+// `Ordered` is the element type; operations that ignore the sign use `Unsigned`.
 template <class Ordered, class Unsigned>
 ReduceFunction integral(ReduceOp op) {
   switch (op) {
@@ -140,7 +140,7 @@ ReduceFunction integral(ReduceOp op) {
   return nullptr;
 }
 
-// As numpy has it: the sum of bools is their or, the product their and.
+// As in numpy, the sum of bools is their or, and the product their and.
 ReduceFunction boolean(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -237,7 +237,7 @@ inline void store_past_caches(std::byte* p, const Vector<float>& v) { store(p, v
 template <bool kPastCaches>
 void copy_loop(std::byte* dst, const std::byte* src, std::size_t bytes) {
   constexpr std::size_t kStep = 4 * 64;
-  // Stores that bypass the caches must be aligned, and fill whole lines to be worth it.
+  // Stores that bypass the caches must be aligned, and pay off only for whole lines.
   const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(dst) % 64) % 64;
   if (bytes < head + kStep) {
     __builtin_memcpy(dst, src, bytes);
@@ -271,8 +271,8 @@ void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) 
 
 // --- conversion ---------------------------------------------------------------------------------
 
-// Rounded so that rounding it again, to a still narrower format, gives what rounding once would:
-// what is not exact gets an odd last bit.
+// Rounds a double to float such that rounding the result to a narrower format gives the same value
+// as rounding once: an inexact result gets an odd last bit.
 inline float round_to_odd(double v) {
   const auto f = static_cast<float>(v);
   const auto u = bits<std::uint32_t>(f);

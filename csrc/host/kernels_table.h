@@ -1,4 +1,4 @@
-// The functions that each instruction set provides; see kernels.h for what they do.
+// The functions that each instruction set provides; kernels.h describes them.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace fastdist::host {
 
-// `also` gets what dst gets; it may be null.
+// `also` receives a copy of dst; it may be null.
 using ReduceFunction = void (*)(std::byte* dst, std::byte* also, const std::byte* const* sources,
                                 std::size_t n_sources, std::size_t count);
 

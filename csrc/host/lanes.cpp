@@ -1,9 +1,9 @@
-// send and recv: two ranks, a lane between them for each direction.
+// send and recv: a lane between two ranks for each direction.
 //
-// Transfer number s of a lane: both sides announce it in their half of the lane and compare the
-// announcements; differing ones throw on both sides. The sender fills two buffers ahead of the
-// receiver, or lets it read the array itself where it can be reached. A send returns when its data
-// has been taken, so that nothing of transfer s is left when s + 1 begins.
+// For transfer number s of a lane, both ranks announce it in their half of the lane and compare the
+// announcements; if they differ, both ranks throw. The sender fills up to two buffers ahead of the
+// receiver, or lets the receiver read its array directly if the array is accessible. A send returns
+// after the receiver has copied the data, so that transfer s has ended when s + 1 begins.
 
 #include <algorithm>
 
@@ -18,7 +18,7 @@ struct HostCommunicator::Transfer {
   std::uint64_t number;
   LaneHalf* own;
   LaneHalf* theirs;
-  std::uint64_t location;  // of the sender's array
+  std::uint64_t location;  // of the sender's array, or 0
   Wait wait;
 
   [[nodiscard]] Header& own_header() const noexcept { return own->headers[number & 1]; }
@@ -32,24 +32,24 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                             .root = static_cast<std::int16_t>(dst),
                             .order = static_cast<std::uint16_t>(in.order),
                             .count = in.count};
-  const bool reach = in.bytes() > tuning_.in_place_bytes;
+  const bool in_place = in.bytes() > tuning_.in_place_bytes;
   Transfer transfer{dst,
                     in,
                     ++sent_[static_cast<std::size_t>(dst)],
                     &half,
                     &peer(dst).lanes[rank_].from,
-                    reach ? locate({&in, 1}) : 0,
+                    in_place ? locate({&in, 1}) : 0,
                     Wait{&options, signature, &half.bell, {}}};
   try {
     check_usable();
-    if (transfer.location == 0) {  // travels with the header
+    if (transfer.location == 0) {  // the first chunk travels with the header
       fill(transfer, 0);
       half.chunks.store(progress(transfer.number, 1), std::memory_order_relaxed);
     }
     open(transfer);
-    push(transfer);
+    send_chunks(transfer);
   } catch (...) {
-    await_end_of(dst, transfer.theirs->touching, transfer.number);
+    await_access_end(dst, transfer.theirs->accessing, transfer.number);
     throw;
   }
 }
@@ -69,7 +69,7 @@ void HostCommunicator::recv(TensorView out, int src, const CallOptions& options)
                     0,
                     Wait{&options, signature, &half.bell, {}}};
   open(transfer);
-  take(transfer);
+  receive_chunks(transfer);
 }
 
 void HostCommunicator::publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept {
@@ -79,7 +79,7 @@ void HostCommunicator::publish(Transfer& transfer, Counter& counter, std::uint64
 
 void HostCommunicator::await(Transfer& transfer, const Counter& counter, std::uint64_t value) {
   if (counter.load(std::memory_order_acquire) >= value) return;
-  stall(transfer.other, counter, value, transfer.wait);
+  await_slowly(transfer.other, counter, value, transfer.wait);
 }
 
 void HostCommunicator::open(Transfer& transfer) {
@@ -95,7 +95,7 @@ void HostCommunicator::open(Transfer& transfer) {
   compare(transfer);
 }
 
-// Both sides see that they do not fit; each tells the other where it was called.
+// Both ranks detect a mismatch; each tells the other where it made its call.
 void HostCommunicator::compare(Transfer& transfer) {
   const Header& theirs = transfer.their_header();
   const Signature other = unpack_signature(theirs.signature.load(std::memory_order_relaxed),
@@ -111,7 +111,7 @@ void HostCommunicator::compare(Transfer& transfer) {
            (where.empty() ? "" : " at " + where);
   };
   throw Error(ErrorCode::kMismatch,
-              "send and recv do not fit (transfer " + std::to_string(transfer.number) +
+              "send and recv do not match (transfer " + std::to_string(transfer.number) +
                   " between these ranks):" + line(rank_, own, transfer.own->site) +
                   line(transfer.other, other, transfer.theirs->site),
               {transfer.other});
@@ -123,7 +123,7 @@ void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {
              std::min(tuning_.lane_bytes, transfer.array.bytes() - at), false);
 }
 
-void HostCommunicator::push(Transfer& transfer) {
+void HostCommunicator::send_chunks(Transfer& transfer) {
   const std::size_t bytes = transfer.array.bytes();
   const std::uint64_t number = transfer.number;
   const std::size_t chunk = tuning_.lane_bytes;
@@ -136,23 +136,23 @@ void HostCommunicator::push(Transfer& transfer) {
   await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));
 }
 
-void HostCommunicator::take(Transfer& transfer) {
+void HostCommunicator::receive_chunks(Transfer& transfer) {
   const std::size_t bytes = transfer.array.bytes();
   const std::uint64_t number = transfer.number;
   const std::size_t chunk = tuning_.lane_bytes;
   const bool stream = bytes >= tuning_.stream_bytes;
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
-  if (location != 0) {  // as in `begin_touching`
-    Counter& touching = transfer.own->touching;
-    touching.store(number, std::memory_order_seq_cst);
-    if (peer(transfer.other).control->departure.load(std::memory_order_seq_cst) !=
-        static_cast<std::uint32_t>(Departure::kActive)) {
-      touching.store(0, std::memory_order_release);
-      check_departures(transfer.wait);
-      give_up_on(transfer.other, transfer.wait);
+  if (location != 0) {  // the same protocol as `begin_access`
+    Counter& accessing = transfer.own->accessing;
+    accessing.store(number, std::memory_order_seq_cst);
+    if (peer(transfer.other).control->state.load(std::memory_order_seq_cst) !=
+        static_cast<std::uint32_t>(RankState::kActive)) {
+      accessing.store(0, std::memory_order_release);
+      check_failures(transfer.wait);
+      throw_peer_failure(transfer.other, transfer.wait);
     }
     copy(transfer.array.data, data_of(transfer.other, location, 0), bytes, stream);
-    touching.exchange(0, std::memory_order_seq_cst);
+    accessing.exchange(0, std::memory_order_seq_cst);
   } else {
     for (std::uint64_t k = 0; k * chunk < bytes; ++k) {
       await(transfer, transfer.theirs->chunks, progress(number, k + 1));

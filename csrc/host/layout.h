@@ -1,10 +1,10 @@
-// What one rank of a communicator keeps in shared memory. Zero bytes are the initial state.
+// The layout of one rank's block of shared memory. Zero bytes are the initial state.
 //
 //   Control | Lane × ranks | 2 slots | staging: 2 inputs, 2 results | 2 lane buffers × ranks
 //
-// Words written by the owner and read by all are counters that only grow. A collective is known by
-// its sequence number; within it, progress is counted in rounds, and `progress(sequence, round)`
-// orders both, so that a counter never has to be set back.
+// Words that the owner writes and all ranks read are counters that only grow. A collective is
+// identified by its sequence number, and progress within it is counted in rounds;
+// `progress(sequence, round)` orders both, so a counter is never reset.
 #pragma once
 
 #include <algorithm>
@@ -28,25 +28,25 @@ inline constexpr std::uint64_t kAllRounds = (std::uint64_t{1} << kRoundBits) - 1
   return sequence << kRoundBits | round;
 }
 
-// Why a rank left a communicator; kActive while it has not.
-enum class Departure : std::uint32_t { kActive, kClosed, kTimeout, kPeerFailure, kInterrupted };
+// The state of a rank in a communicator: active, closed, or the reason for its failure.
+enum class RankState : std::uint32_t { kActive, kClosed, kTimeout, kPeerFailure, kInterrupted };
 
-// One line that announces a call: its number, its signature, where the arrays lie; a payload of up
-// to 16 bytes rides along. All fields but `sequence` are written before it and read after it.
+// One cache line that announces a call: its number, its signature, the location of the arrays, and
+// a payload of up to 16 bytes. All other fields are written before `sequence` and read after it.
 struct alignas(kCacheLine) Header {
   Counter sequence;
   Counter signature;
   Counter count;
   Counter list;
-  Counter input;   // location of the input, 0: not reachable, or it is the payload
-  Counter output;  // location of the output, 0: not reachable
+  Counter input;   // location of the input; 0 if not accessible, or if it is the payload
+  Counter output;  // location of the output; 0 if not accessible
   std::array<std::byte, 16> payload;
 };
 static_assert(sizeof(Header) == kCacheLine);
 
-// Where a rank made a call that others contradict: "file.py:12 in train".
+// The location of a call that does not match other ranks' calls: "file.py:12 in train".
 struct alignas(kCacheLine) CallSite {
-  Counter call;  // the number of the call that `text` is about
+  Counter call;  // the number of the call that `text` describes
   std::array<char, 512 - sizeof(Counter)> text;
 
   void write(const std::string& location) noexcept {
@@ -57,44 +57,44 @@ struct alignas(kCacheLine) CallSite {
 };
 
 struct Control {
-  Bell bell;                             // of the thread that runs collectives
-  alignas(kCacheLine) Counter exposed;   // rounds whose input lies in the staging area
-  alignas(kCacheLine) Counter consumed;  // rounds whose peers' input has been read
-  alignas(kCacheLine) Counter gathered;  // rounds whose peers' results have been read
-  alignas(kCacheLine) Counter touching;  // the call whose peers' arrays are used in place now, or 0
-  alignas(kCacheLine) std::atomic<std::uint32_t> departure;
-  std::atomic<std::uint32_t> blamed;  // the rank that a departure is about
-  std::atomic<std::uint32_t> closed;  // how many ranks are done with this block
+  Bell bell;                              // of the thread that runs collectives
+  alignas(kCacheLine) Counter exposed;    // rounds whose input is in the staging area
+  alignas(kCacheLine) Counter consumed;   // rounds for which the peers' input has been read
+  alignas(kCacheLine) Counter gathered;   // rounds for which the peers' results have been read
+  alignas(kCacheLine) Counter accessing;  // the call that uses peers' arrays in place now, or 0
+  alignas(kCacheLine) std::atomic<std::uint32_t> state;
+  std::atomic<std::uint32_t> failed_rank;  // the rank that caused `state`
+  std::atomic<std::uint32_t> closed;       // number of ranks that no longer use this block
   CallSite site;
-  std::array<Counter, 16> cores;  // a bit for each of the first 1024 that this rank may run on
+  std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on
   Counter window;                 // bytes of each segment that this rank has mapped
 };
 
-// Half of a channel between two ranks. The sender's half announces data and counts chunks filled;
-// the receiver's half announces the receive and counts chunks emptied.
+// One rank's half of a lane. The sender's half announces data and counts filled chunks; the
+// receiver's half announces the receive and counts emptied chunks.
 struct LaneHalf {
-  Bell bell;                      // of the thread that runs this rank's side
-  std::array<Header, 2> headers;  // of odd and even transfers
+  Bell bell;                      // of the thread that runs this rank's half
+  std::array<Header, 2> headers;  // of even and odd transfers
   CallSite site;
   alignas(kCacheLine) Counter chunks;
-  Counter touching;  // the transfer whose sender's array is being read in place now, or 0
+  Counter accessing;  // the transfer whose sender's array is being read in place now, or 0
 };
 
-// What a rank keeps for one other rank.
+// A rank's lanes to and from one other rank.
 struct Lane {
   LaneHalf to;    // this rank sends
   LaneHalf from;  // this rank receives
 };
 
-// What loops work on at a time: fits the first-level cache.
+// Bytes that loops process at a time: fits the first-level cache.
 inline constexpr std::size_t kBlock = std::size_t{16} << 10;
 
-// Sizes of the parts and where they lie.
+// Sizes and offsets of the parts of a block.
 struct Layout {
   int ranks;
   std::size_t slot_bytes;   // payload of a slot
   std::size_t chunk_bytes;  // of input per round
-  std::size_t lane_bytes;   // of a chunk of send and recv
+  std::size_t lane_bytes;   // of a send and recv chunk
 
   [[nodiscard]] std::size_t slot(int parity) const noexcept {
     return align(sizeof(Control) + static_cast<std::size_t>(ranks) * sizeof(Lane)) +
@@ -111,7 +111,7 @@ struct Layout {
   }
   [[nodiscard]] std::size_t bytes() const noexcept { return lane_buffer(ranks, 0); }
 
-  // One slice of a chunk, rounded up to whole lines; also the scratch of `reduce_in_place`.
+  // One slice of a chunk, rounded up to whole lines; also the scratch memory of `reduce_in_place`.
   [[nodiscard]] std::size_t result_bytes() const noexcept {
     const std::size_t slice = chunk_bytes / static_cast<std::size_t>(ranks) + kCacheLine;
     return align(std::max(kBlock, slice));

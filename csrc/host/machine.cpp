@@ -15,13 +15,14 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kSmallestWindow = std::size_t{64} << 20;
-constexpr std::size_t kAddressSpace = std::size_t{1} << 44;  // of 2^47, for all windows together
+constexpr std::size_t kAddressSpace = std::size_t{1} << 44;  // of 2^47, shared by all windows
 
 std::size_t in_pages(std::size_t bytes) {
   return std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
 }
 
-// As much as a rank could ever fill: the machine's memory, if all windows fit the address space.
+// Returns the most that a rank could fill, the machine's memory, or less if the address space
+// cannot hold all windows.
 std::size_t window_size(std::size_t ranks) {
   const auto physical = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
                         static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
@@ -32,7 +33,7 @@ std::size_t window_size(std::size_t ranks) {
 
 std::size_t Heap::take(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  bytes = in_pages(std::min(bytes, capacity_ + 1));  // no overflow: that is too much already
+  bytes = in_pages(std::min(bytes, capacity_ + 1));  // avoids overflow; capacity_ + 1 never fits
   const auto fit = std::find_if(free_.begin(), free_.end(),
                                 [bytes](const auto& range) { return range.second >= bytes; });
   if (fit != free_.end()) {
@@ -42,9 +43,9 @@ std::size_t Heap::take(std::size_t bytes) {
     return offset;
   }
   if (bytes > capacity_ - end_) {
-    throw Error(ErrorCode::kMemory, "shared memory is full: asked for " + std::to_string(bytes) +
+    throw Error(ErrorCode::kMemory, "shared memory is full: requested " + std::to_string(bytes) +
                                         " bytes, " + std::to_string(capacity_ - end_) +
-                                        " are left of this rank's window");
+                                        " bytes left in this rank's window");
   }
   return std::exchange(end_, end_ + bytes);
 }
@@ -92,10 +93,10 @@ SharedBlock::~SharedBlock() {
 
 std::byte* SharedBlock::data() const noexcept { return machine_->window(rank_) + offset_; }
 
-// All windows of a process are of one size: the largest that the address space has room for, and a
-// page. The kernel maps one next to the other, so that the page keeps equal arrays of two ranks
-// from differing in high address bits only: Zen processors predict the way of the first-level cache
-// from bits 12 to 27, and where those agree each access to one array evicts the other (reducing in
+// All windows of a process have the same size, the largest that the address space has room for,
+// plus one page. The kernel maps them next to each other; without the page, equal arrays of two
+// ranks would differ only in high address bits. Zen processors predict the way of the first-level
+// cache from bits 12 to 27: if those agree, each access to one array evicts the other (reducing in
 // place took seven times as long).
 Machine::Machine(std::vector<FileDescriptor> files, int self) : self_(self) {
   std::vector<Mapping> mappings;

@@ -1,4 +1,4 @@
-// The ranks of one machine and the shared memory of each, as one rank sees them.
+// The ranks of one machine and their shared memory, as seen by one rank.
 #pragma once
 
 #include <cstddef>
@@ -14,12 +14,12 @@
 
 namespace fastdist::host {
 
-// Hands out ranges of one rank's segment, in whole pages. Thread safe.
+// Allocates ranges of one rank's segment, in whole pages. Thread-safe.
 class Heap {
  public:
   explicit Heap(std::size_t capacity) : capacity_(capacity) {}
 
-  // The offset of `bytes` bytes that nobody else has; throws kMemory when the window is full.
+  // Returns the offset of an unused range of `bytes` bytes; throws kMemory if the window is full.
   [[nodiscard]] std::size_t take(std::size_t bytes);
   void give(std::size_t offset, std::size_t bytes);
 
@@ -32,7 +32,7 @@ class Heap {
 
 class Machine;
 
-// A range of this rank's segment; gives its memory back when destroyed.
+// A range of this rank's segment, freed on destruction.
 class SharedBlock {
  public:
   SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t bytes);
@@ -54,9 +54,10 @@ class SharedBlock {
 
 class Machine {
  public:
-  // Ranks as processes: `files[r]` is rank r's segment; this process made `files[self]`.
+  // Makes the machine of ranks that are processes. `files[r]` is rank r's segment; this process
+  // created `files[self]`.
   static std::shared_ptr<Machine> of_processes(std::vector<FileDescriptor> files, int self);
-  // Ranks as threads of this process: every address is readable by every rank.
+  // Makes the machine of ranks that are threads of this process, which can read every address.
   static std::shared_ptr<Machine> of_threads(int size);
 
   [[nodiscard]] int size() const noexcept { return static_cast<int>(segments_.size()); }
@@ -65,16 +66,16 @@ class Machine {
     return segments_[static_cast<std::size_t>(rank)].mapping.data();
   }
   [[nodiscard]] std::size_t window_bytes() const noexcept { return segments_[0].mapping.size(); }
-  // Takes the range of `block` over, and gives it back when `unused` says that no rank reads it any
-  // more; asked now and at later calls. Where the machine goes first, the range stays as it is for
+  // Takes ownership of the range of `block`, and frees it once `unused` returns true, which is
+  // checked now and in later calls. If the machine is destroyed first, the range stays valid for
   // peers that have it mapped.
   void retire(const std::shared_ptr<SharedBlock>& block, std::function<bool()> unused);
 
-  // False once the process of that rank has ended.
+  // Returns false once the rank's process has ended.
   [[nodiscard]] bool is_alive(int rank) const noexcept;
 
-  // A word that lets every rank of the machine find `data`: its address where ranks are threads,
-  // its offset in the window of `rank` where they are processes; 0 when others cannot reach it.
+  // Returns a word with which every rank can find `data`: the address if ranks are threads, the
+  // offset in the window of `rank` if they are processes; 0 if other ranks cannot access it.
   [[nodiscard]] std::uint64_t locate(int rank, const std::byte* data) const noexcept;
   [[nodiscard]] std::byte* find(int rank, std::uint64_t location) const noexcept;
 
@@ -88,7 +89,7 @@ class Machine {
 
   Machine(std::vector<FileDescriptor> files, int self);
 
-  // A range, not the block: a block would keep the machine, and the machine the block, for ever.
+  // Holds a range and not the block, since block and machine would keep each other alive.
   struct Retired {
     int rank;
     std::size_t offset;
@@ -102,7 +103,7 @@ class Machine {
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
   int generation_ = process_generation();
-  int self_;  // this process's rank; -1 where all ranks are threads of it
+  int self_;  // this process's rank, or -1 if all ranks are threads of this process
 };
 
 }  // namespace fastdist::host

@@ -1,9 +1,9 @@
-// broadcast, all_gather, gather, scatter, all_to_all, barrier: every rank says which range of its
-// input each peer may read, and reads its own ranges of theirs.
+// broadcast, all_gather, gather, scatter, all_to_all, barrier: every rank announces which range of
+// its input each peer may read, and reads its own ranges of the peers' inputs.
 //
-// A range is read from the payload that came with the header where the input is small, from the
-// peer's array where that can be reached, and else through the peer's staging area in rounds: the
-// owner exposes round k + 1 while the readers still copy round k.
+// A range is read from the payload in the header if the input is small, from the peer's array if
+// that is accessible, and otherwise through the peer's staging area in rounds: the owner exposes
+// round k + 1 while the readers copy round k.
 
 #include <algorithm>
 
@@ -12,13 +12,13 @@
 #include "host/kernels.h"
 
 namespace fastdist::host {
-// The ranges are in `gives_` (of the source, one per reader), `takes_` (of the target,
-// one per owner) and `starts_` (where takes_[p] begins in p's source).
+// The ranges are in `outgoing_` (of the source, one per reader), `incoming_` (of the target, one
+// per owner) and `source_offsets_` (where incoming_[p] begins in p's source).
 struct HostCommunicator::PullPlan {
   ArrayList source;
   ArrayList target;
-  bool shared;   // every reader reads the same range: it is exposed once
-  bool aligned;  // takes_ lie at the same place in source and target (lists, in place)
+  bool shared;   // every reader reads the same range, which is exposed once
+  bool aligned;  // incoming_ has the same offsets in source and target (lists, in place)
 };
 
 void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
@@ -27,7 +27,7 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
   const std::size_t bytes = plan.source.bytes();
   bool has_readers = false;
   for (int p = 0; p < size(); ++p) {
-    has_readers |= p != rank_ && gives_[static_cast<std::size_t>(p)].size() != 0;
+    has_readers |= p != rank_ && outgoing_[static_cast<std::size_t>(p)].size() != 0;
   }
   std::uint64_t location = 0;
   const bool small = bytes <= tuning_.slot_bytes;
@@ -49,32 +49,34 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     pull_announced(plan, has_readers && location == 0 && !small);
     if (location == 0) return;
     for (int p = 0; p < size(); ++p) {
-      if (p == rank_ || gives_[static_cast<std::size_t>(p)].size() == 0) continue;
+      if (p == rank_ || outgoing_[static_cast<std::size_t>(p)].size() == 0) continue;
       await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
     }
   } catch (...) {
-    withdraw();
+    await_accesses();
     throw;
   }
 }
 
-void HostCommunicator::pull_announced(const PullPlan& plan, bool gives_staged) {
-  // Less than a reduction's, which reads its results' lines before it writes them.
+void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
+  // A quarter of a reduction's limit: a reduction reads the lines of its results before writing
+  // them.
   const bool stream = plan.target.bytes() >= tuning_.stream_bytes / 4;
-  bool any_staged = gives_staged;
-  bool touches = false;
+  bool any_staged = stages_input;
+  bool accesses = false;
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
-    const Range take = takes_[q];
+    const Range take = incoming_[q];
     if (take.size() == 0) continue;
     if (p == rank_) {
-      if (gives_staged) continue;  // copied round by round, while it is in the cache
+      if (stages_input) continue;  // copied round by round, while the data is in the cache
       plan.target.for_each_piece(
           take.begin, take.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
             const std::byte* src = plan.source.arrays()[plan.aligned ? i : 0].data;
             copy(plan.target.arrays()[i].data + at,
-                 src + (plan.aligned ? at : gives_[q].begin + run_at - take.begin), length, stream);
+                 src + (plan.aligned ? at : outgoing_[q].begin + run_at - take.begin), length,
+                 stream);
           });
       continue;
     }
@@ -86,27 +88,27 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool gives_staged) {
       continue;
     }
     if (their_input != 0) {
-      if (!touches) begin_touching();
-      touches = true;
-      check_here(p);
+      if (!accesses) begin_access();
+      accesses = true;
+      check_active(p);
     }
     plan.target.for_each_piece(
         take.begin, take.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          const std::size_t from = starts_[q] + (run_at - take.begin);
+          const std::size_t from = source_offsets_[q] + (run_at - take.begin);
           const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
                                  : plan.aligned   ? data_of(p, their_input, i) + at
                                                   : data_of(p, their_input, 0) + from;
           copy(plan.target.arrays()[i].data + at, src, length, stream);
         });
   }
-  if (touches) end_touching();
-  if (any_staged) pull_staged(plan, gives_staged, stream);
+  if (accesses) end_access();
+  if (any_staged) pull_staged(plan, stages_input, stream);
   publish(me().control->consumed, progress(sequence_, kAllRounds));
 }
 
-// Bytes of a source that are exposed per round to each reader. Several rounds even for what would
-// fit one, so that readers copy while the owner goes on exposing.
+// Returns the bytes of a source exposed per round to each reader. Even small sources take several
+// rounds, so that readers copy while the owner exposes the next round.
 std::size_t HostCommunicator::chunk_of(const PullPlan& plan, std::size_t source_bytes) const {
   constexpr std::size_t kRounds = 8;
   constexpr std::size_t kSmallest = std::size_t{64} << 10;
@@ -116,7 +118,7 @@ std::size_t HostCommunicator::chunk_of(const PullPlan& plan, std::size_t source_
   return std::max(kCacheLine, per_reader / kCacheLine * kCacheLine);
 }
 
-void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool stream) {
+void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool stream) {
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
   const std::size_t own_chunk = chunk_of(plan, plan.source.bytes());
@@ -136,24 +138,24 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
   std::size_t take_rounds = 0;
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
-    if (gives_staged) {
-      give_rounds = std::max(give_rounds, (gives_[q].size() + own_chunk - 1) / own_chunk);
+    if (stages_input) {
+      give_rounds = std::max(give_rounds, (outgoing_[q].size() + own_chunk - 1) / own_chunk);
     }
     if (staged_from(p)) {
       const std::size_t chunk = chunk_from(p);
-      take_rounds = std::max(take_rounds, (takes_[q].size() + chunk - 1) / chunk);
+      take_rounds = std::max(take_rounds, (incoming_[q].size() + chunk - 1) / chunk);
     }
   }
 
   const auto expose = [&](std::size_t round) {
     std::byte* input = input_of(rank_, round);
     for (std::size_t q = 0; q < n && round >= 2; ++q) {
-      if (q == r || part(gives_[q], round - 2, own_chunk).size() == 0) continue;
+      if (q == r || part(outgoing_[q], round - 2, own_chunk).size() == 0) continue;
       await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
             progress(sequence_, round - 1));
     }
     for (std::size_t q = 0; q < n; ++q) {
-      const Range give = part(gives_[q], round, own_chunk);
+      const Range give = part(outgoing_[q], round, own_chunk);
       if (give.size() == 0 || q == r) continue;
       std::byte* staged = input + (plan.shared ? 0 : q * own_chunk);
       plan.source.for_each_piece(
@@ -164,10 +166,10 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
           });
       if (plan.shared) break;
     }
-    const Range own = part(takes_[r], round, own_chunk);
+    const Range own = part(incoming_[r], round, own_chunk);
     if (own.size() != 0) {
       copy(plan.target.arrays()[0].data + own.begin,
-           plan.source.arrays()[0].data + gives_[r].begin + (own.begin - takes_[r].begin),
+           plan.source.arrays()[0].data + outgoing_[r].begin + (own.begin - incoming_[r].begin),
            own.size(), stream);
     }
     publish(me().control->exposed, progress(sequence_, round + 1));
@@ -177,7 +179,7 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool gives_staged, bool
       const auto q = static_cast<std::size_t>(p);
       if (!staged_from(p)) continue;
       const std::size_t chunk = chunk_from(p);
-      const Range take = part(takes_[q], round, chunk);
+      const Range take = part(incoming_[q], round, chunk);
       if (take.size() == 0) continue;
       await(p, peer(p).control->exposed, progress(sequence_, round + 1));
       const std::byte* staged = input_of(p, round) + (plan.shared ? 0 : r * chunk);
@@ -208,9 +210,9 @@ void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions&
   const Range whole{0, run.bytes()};
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
-    gives_[q] = rank_ == root && p != root ? whole : Range{};
-    takes_[q] = rank_ != root && p == root ? whole : Range{};
-    starts_[q] = 0;
+    outgoing_[q] = rank_ == root && p != root ? whole : Range{};
+    incoming_[q] = rank_ != root && p == root ? whole : Range{};
+    source_offsets_[q] = 0;
   }
   pull({run, run, true, true}, signature, options);
 }
@@ -218,10 +220,10 @@ void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions&
 void HostCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   const Signature signature{.op = Op::kAllGather, .dtype = in.dtype, .count = in.count};
   const std::size_t bytes = in.bytes();
-  for (std::size_t q = 0; q < gives_.size(); ++q) {
-    gives_[q] = {0, bytes};
-    takes_[q] = {q * bytes, (q + 1) * bytes};
-    starts_[q] = 0;
+  for (std::size_t q = 0; q < outgoing_.size(); ++q) {
+    outgoing_[q] = {0, bytes};
+    incoming_[q] = {q * bytes, (q + 1) * bytes};
+    source_offsets_[q] = 0;
   }
   pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
 }
@@ -232,10 +234,10 @@ void HostCommunicator::gather(TensorView in, TensorView out, int root, const Cal
                             .root = static_cast<std::int16_t>(root),
                             .count = in.count};
   const std::size_t bytes = in.bytes();
-  for (std::size_t q = 0; q < gives_.size(); ++q) {
-    gives_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
-    takes_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
-    starts_[q] = 0;
+  for (std::size_t q = 0; q < outgoing_.size(); ++q) {
+    outgoing_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
+    incoming_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
+    source_offsets_[q] = 0;
   }
   pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
 }
@@ -247,10 +249,10 @@ void HostCommunicator::scatter(TensorView in, TensorView out, int root,
                             .root = static_cast<std::int16_t>(root),
                             .count = out.count};
   const std::size_t bytes = out.bytes();
-  for (std::size_t q = 0; q < gives_.size(); ++q) {
-    gives_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
-    takes_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
-    starts_[q] = bytes * static_cast<std::size_t>(rank_);
+  for (std::size_t q = 0; q < outgoing_.size(); ++q) {
+    outgoing_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
+    incoming_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
+    source_offsets_[q] = bytes * static_cast<std::size_t>(rank_);
   }
   pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
 }
@@ -261,7 +263,7 @@ void HostCommunicator::all_to_all(TensorView in, TensorView out,
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
   const std::size_t item = size_of(in.dtype);
-  if (!counts.empty()) {  // ranks may hold different amounts; the table is what must agree
+  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
     signature.count = 0;
     signature.list = table_hash(counts, {&in, 1});
   }
@@ -271,19 +273,20 @@ void HostCommunicator::all_to_all(TensorView in, TensorView out,
   std::size_t give_at = 0;
   std::size_t take_at = 0;
   for (std::size_t q = 0; q < n; ++q) {
-    gives_[q] = {give_at, give_at + bytes_between(r, q)};
-    takes_[q] = {take_at, take_at + bytes_between(q, r)};
-    give_at = gives_[q].end;
-    take_at = takes_[q].end;
-    starts_[q] = 0;
-    for (std::size_t before = 0; before < r; ++before) starts_[q] += bytes_between(q, before);
+    outgoing_[q] = {give_at, give_at + bytes_between(r, q)};
+    incoming_[q] = {take_at, take_at + bytes_between(q, r)};
+    give_at = outgoing_[q].end;
+    take_at = incoming_[q].end;
+    source_offsets_[q] = 0;
+    for (std::size_t before = 0; before < r; ++before)
+      source_offsets_[q] += bytes_between(q, before);
   }
   pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
 }
 
 void HostCommunicator::barrier(const CallOptions& options) {
-  std::fill(gives_.begin(), gives_.end(), Range{});
-  std::fill(takes_.begin(), takes_.end(), Range{});
+  std::fill(outgoing_.begin(), outgoing_.end(), Range{});
+  std::fill(incoming_.begin(), incoming_.end(), Range{});
   pull({ArrayList({}), ArrayList({}), true, true}, Signature{.op = Op::kBarrier}, options);
 }
 

@@ -1,18 +1,17 @@
-// all_reduce, reduce and reduce_scatter: one algorithm that differs in who gets which results.
+// all_reduce, reduce and reduce_scatter: one algorithm, with different destinations of the results.
 //
-// Three ways, chosen by size and by where the arrays lie:
-// - payloads: the inputs travel with the headers, every rank reduces what it needs. One hop; each
-//   rank reads n·N bytes.
-// - in place: every rank can reach every array (threads, or `comm.empty`). Each rank reduces its
+// Three methods, chosen by size and by location of the arrays:
+// - payloads: the inputs travel with the headers, and every rank reduces the part it needs. One
+//   exchange; each rank reads n·N bytes.
+// - in place: every rank can access every array (threads, or `comm.empty`). Each rank reduces its
 //   slice of all inputs and writes the result into all outputs: the n·N bytes are read once and
 //   written once.
-// - staged: the inputs go through the staging area in rounds of a chunk. In each round a rank
+// - staged: the inputs go through the staging area in rounds of one chunk. In each round a rank
 //   exposes its chunk, reduces its slice of all chunks, and gathers the other slices' results. The
 //   three steps of successive rounds overlap, the staging area stays in the caches, and memory
-//   sees only the arrays themselves.
+//   traffic is that of the arrays alone.
 //
-// Each element is reduced by one rank, in rank order: the results are the same bits everywhere,
-// whatever way was taken.
+// One rank reduces each element, in rank order, so every rank and every method gives the same bits.
 
 #include <algorithm>
 
@@ -31,12 +30,12 @@ constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
 
 struct HostCommunicator::ReduceCall {
   ArrayList in;
-  ArrayList out;  // empty where this rank gets no results
+  ArrayList out;  // empty if this rank gets no results
   DType dtype;
   ReduceOp op;
   Results results;
   int root;
-  std::size_t chunk;  // bytes per round, of the run or of each rank's block of it
+  std::size_t chunk;  // bytes per round, of the run or of each rank's block of the run
   std::size_t rounds;
   bool stream;
 
@@ -60,7 +59,7 @@ void HostCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
   reduce_arrays({&in, 1}, {&out, 1}, op, Op::kReduceScatter, 0, options);
 }
 
-// Splits a list into runs of one dtype; every run's header carries the hash of the whole list.
+// Splits a list into runs of one dtype; every run's header has the hash of the whole list.
 void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name,
                                      int root, const CallOptions& options) {
   Signature signature{.op = name, .reduce_op = op, .root = static_cast<std::int16_t>(root)};
@@ -132,7 +131,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
     exchange(header);
     reduce_announced(call, small);
   } catch (...) {
-    withdraw();
+    await_accesses();
     throw;
   }
 }
@@ -189,9 +188,9 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   const std::size_t begin = std::min(bytes, r * share);
   const std::size_t end = std::min(bytes, begin + share);
   std::byte* scratch = result_of(rank_, 0);
-  begin_touching();
+  begin_access();
   for (int p = 0; p < size(); ++p) {
-    if (p != rank_) check_here(p);
+    if (p != rank_) check_active(p);
   }
 
   const auto reduce_block = [&](std::size_t i, std::size_t at, std::size_t run_at,
@@ -221,9 +220,9 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
         }
       });
 
-  end_touching();
+  end_access();
 
-  // Peers read this rank's input and write its output until they say so.
+  // Peers read this rank's input and write its output until they have published this.
   publish(me().control->consumed, progress(sequence_, kAllRounds));
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, peer(p).control->consumed, progress(sequence_, kAllRounds));
@@ -249,8 +248,8 @@ HostCommunicator::Slice HostCommunicator::slice(const ReduceCall& call, std::siz
   return {{start + begin, start + end}, begin};
 }
 
-// The buffers of a round are used again two rounds later: `expose` waits until the peers have
-// reduced that earlier round (consumed), `reduce` until they have gathered its results.
+// The buffers of a round are reused two rounds later: `expose_round` waits until the peers have
+// reduced the earlier round (consumed), `reduce_round` until they have gathered its results.
 void HostCommunicator::reduce_staged(const ReduceCall& call) {
   constexpr std::size_t kReduceLag = 1;
   constexpr std::size_t kGatherLag = 2;

@@ -53,7 +53,7 @@ void grow(const FileDescriptor& file, std::size_t bytes) {
   if (::fstat(file.get(), &status) != 0) throw system_error("fstat on shared memory");
   if (static_cast<std::size_t>(status.st_size) >= bytes) return;
   if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) {
-    // Another thread has made it larger in between, and it cannot shrink.
+    // Another thread has grown the file meanwhile, and it cannot shrink.
     if (errno == EPERM) return;
     throw system_error("growing shared memory to " + std::to_string(bytes) + " bytes");
   }
@@ -73,7 +73,7 @@ Mapping::Mapping(const FileDescriptor& file, std::size_t bytes) : bytes_(bytes) 
                                         "limit (ulimit -v)?");
   }
   data_ = static_cast<std::byte*>(data);
-  ::madvise(data, bytes, MADV_HUGEPAGE);  // a wish: most kernels have it off for shared memory
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // a hint: most kernels ignore it for shared memory
 }
 
 Mapping::Mapping(Mapping&& other) noexcept

@@ -1,4 +1,4 @@
-// Shared memory of one rank: an unnamed file (memfd) mapped by every rank of the machine.
+// Shared memory of one rank: an anonymous file (memfd) mapped by every rank of the machine.
 #pragma once
 
 #include <cstddef>
@@ -21,23 +21,22 @@ class FileDescriptor {
   int fd_ = -1;
 };
 
-// A new memfd of `bytes` zero bytes that can grow but never shrink (so that no peer can be made to
-// fault), and on which this process holds a record lock for as long as it lives: see
-// `is_locked_by_other`.
+// Creates a memfd of `bytes` zero bytes that can grow but never shrink (so that no peer can be made
+// to fault). This process holds a record lock on the file until it ends: see `is_locked_by_other`.
 [[nodiscard]] FileDescriptor create_segment_file(std::size_t bytes);
 
-// True while the process that called `create_segment_file` lives. The kernel drops record locks
-// when their process ends, however it ends; they are not inherited by fork.
+// Returns true while the process that called `create_segment_file` is alive. The kernel releases
+// record locks when their process ends for any reason; a forked child does not inherit them.
 [[nodiscard]] bool is_locked_by_other(const FileDescriptor& file) noexcept;
 
-// Grows the file to at least `bytes`; new pages read as zero and take memory when first touched.
+// Grows the file to at least `bytes`. New pages read as zero and use memory once touched.
 void grow(const FileDescriptor& file, std::size_t bytes);
 
-// Gives the memory of a range back to the system; the range reads as zero afterwards.
+// Returns the memory of a range to the system; the range reads as zero afterwards.
 void discard(const FileDescriptor& file, std::size_t offset, std::size_t bytes) noexcept;
 
-// Maps the first `bytes` of a file, which may reach beyond its present end: the owner grows the
-// file and every mapping sees the new pages. Throws kMemory where the address space is limited.
+// Maps the first `bytes` of a file, which may extend beyond its current end: when the owner grows
+// the file, every mapping sees the new pages. Throws kMemory if the address space is limited.
 class Mapping {
  public:
   Mapping() = default;

@@ -1,9 +1,9 @@
 // Waiting for a peer and waking it: spin briefly, then sleep in the kernel.
 //
-// A rank that waits watches one word of one peer. Before it sleeps it names that peer in its Bell;
-// a peer that has stored a new value looks into the bells of the others and rings only those that
-// wait for it. Both sides store, then load what the other stored, with sequential consistency, so
-// at least one of them sees the other: a wake-up cannot be lost.
+// A waiting rank watches one word of one peer. Before it sleeps, it names that peer in its Bell. A
+// peer that has stored a new value checks the bells of the other ranks and rings those that wait
+// for it. Both ranks first store and then load the other's word, with sequential consistency, so at
+// least one of them sees the other's store: a wake-up cannot be lost.
 #pragma once
 
 #include <atomic>
@@ -23,22 +23,22 @@ inline void cpu_relax() noexcept {
 #endif
 }
 
-// One line in shared memory per waiting thread of a rank. Zero bytes are its initial state.
+// One cache line in shared memory per waiting thread of a rank. Zero bytes are the initial state.
 struct alignas(kCacheLine) Bell {
   static constexpr std::uint32_t kNobody = 0;
-  static constexpr std::uint32_t kAnybody = 0xFFFFFFFF;
 
-  std::atomic<std::uint32_t> waits_for;  // rank + 1, kNobody or kAnybody
+  std::atomic<std::uint32_t> waits_for;  // rank + 1, or kNobody
   std::atomic<std::uint32_t> rings;      // the futex word
 
-  // Called by rank `by` after it stored, with sequential consistency, what may be waited for.
+  // Called by rank `by` after it has stored a new value with sequential consistency.
   void ring_if_waiting(int by) noexcept {
     const std::uint32_t target = waits_for.load(std::memory_order_seq_cst);
-    if (target == static_cast<std::uint32_t>(by) + 1 || target == kAnybody) ring();
+    if (target == static_cast<std::uint32_t>(by) + 1) ring();
   }
   void ring() noexcept;
 
-  // Sleeps until rung, or until `duration` has passed, unless `ready` after announcing the wait.
+  // Announces the wait and then, unless `ready()`, sleeps until rung or until `duration` has
+  // passed.
   template <class Ready>
   void sleep(std::uint32_t target, std::chrono::nanoseconds duration, Ready ready) noexcept {
     const std::uint32_t seen = rings.load(std::memory_order_relaxed);

@@ -7,8 +7,8 @@
 namespace fastdist::host {
 namespace {
 
-// What one core sees of the last-level cache, 0 where the kernel doesn't tell. sysconf is not
-// asked: on AMD it gives all caches of a socket together, eight times too much.
+// Returns the size of one core's last-level cache, or 0 if the kernel does not report it. sysconf
+// is not used: on AMD it reports all caches of a socket together, eight times too much.
 std::size_t last_level_cache_bytes() {
   std::size_t largest_kib = 0;
   for (int index = 0;; ++index) {
@@ -24,10 +24,10 @@ std::size_t last_level_cache_bytes() {
 
 Tuning tuning_for(int ranks) {
   Tuning tuning;
-  // All lanes of a rank together take no more than 2 MiB.
+  // All lanes of a rank together use at most 2 MiB.
   const std::size_t share = (std::size_t{1} << 20) / static_cast<std::size_t>(ranks);
   tuning.lane_bytes = std::clamp(share, std::size_t{16} << 10, tuning.lane_bytes);
-  // Arrays that the last-level cache cannot hold are not worth keeping there.
+  // Arrays larger than the last-level cache bypass it.
   const std::size_t last_level = last_level_cache_bytes();
   if (last_level > 0) tuning.stream_bytes = std::max(std::size_t{16} << 20, last_level);
   return tuning;

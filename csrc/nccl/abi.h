@@ -1,6 +1,7 @@
-// The parts of NCCL's C ABI (2.27 and newer) that are called here, declared anew: NCCL is found at
-// run time, in whatever version the process has, so that no header of one version is built upon.
-// Source: docs.nvidia.com/deeplearning/nccl. tests/cpp/nccl_header.cpp compares these with nccl.h.
+// The parts of NCCL's C ABI (2.27 and newer) that fastdist calls. They are declared here rather
+// than included, because NCCL is found at run time in whatever version the process has loaded.
+// Source: docs.nvidia.com/deeplearning/nccl. tests/cpp/nccl_header.cpp compares this file with
+// nccl.h.
 #pragma once
 
 #include <array>
@@ -46,12 +47,12 @@ struct UniqueId {
   std::array<char, 128> bytes;
 };
 
-// As of 2.27; newer ones have more behind it, and see by `size` that it is not there.
+// The layout of 2.27. Newer versions append fields, and use `size` to detect that they are missing.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xCAFEBEEF;
   unsigned version = 22700;
-  int blocking = INT_MIN;  // INT_MIN, null: NCCL's default
+  int blocking = INT_MIN;  // INT_MIN and null mean NCCL's default
   int cga_cluster_size = INT_MIN;
   int min_ctas = INT_MIN;
   int max_ctas = INT_MIN;
@@ -67,8 +68,8 @@ struct Config {
 
 inline constexpr int kSymmetricWindow = 1;
 
-// Every function: its name here, its name in NCCL, and its parameters. The optional ones are null
-// where the library is older than they are.
+// All functions: the name here, the name in NCCL, and the parameters. Optional functions are null
+// if the library is too old to have them.
 #define FASTDIST_NCCL_FUNCTIONS(REQUIRED, OPTIONAL)                                              \
   REQUIRED(get_version, ncclGetVersion, (int*))                                                  \
   REQUIRED(get_unique_id, ncclGetUniqueId, (UniqueId*))                                          \

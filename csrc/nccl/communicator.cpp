@@ -26,9 +26,9 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
   if (outermost_) {
     options.caller->may_block();
     c_.check_usable();
-    const Signature told = c_.told(signature, options);
+    const Signature announced = announced_signature(signature, options);
     if (compared == Compared::kYes && c_.checker_ != nullptr) {
-      c_.checker_->agree(told, true, options);
+      c_.checker_->agree(announced, true, options);
     }
     device_.emplace(c_.device());
     c_.capturing_ = cuda::is_capturing(stream_of(options));
@@ -36,7 +36,7 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
       if (!c_.handle_->is_captured()) c_.handle_->hold_until_end(c_.captured_);
       c_.handle_->note_capture();
     } else {
-      c_.watcher_.enter(told, options);
+      c_.watcher_.enter(announced, options);
       entered_ = true;
     }
   }
@@ -51,7 +51,7 @@ NcclCommunicator::Call::~Call() {
 void NcclCommunicator::Call::end() {
   if (!outermost_) return;
   if (c_.capturing_) {
-    c_.last_.reset();  // `mark` makes one where it is wanted
+    c_.last_.reset();  // `mark` creates one on demand
     return;
   }
   c_.last_ = std::make_shared<EventMark>(c_.events_, stream_of(options_), false);
@@ -65,7 +65,7 @@ NcclCommunicator::Group::Group(NcclCommunicator& communicator, const CallOptions
   ++c_.group_depth_;
 }
 
-// After an exception: the group must be closed, or the thread's next calls would belong to it.
+// After an exception the group must be closed, or this thread's next calls would join it.
 NcclCommunicator::Group::~Group() {
   if (!open_) return;
   --c_.group_depth_;
@@ -104,10 +104,11 @@ bool NcclCommunicator::agree(const Signature& signature, const CallOptions& opti
   if (checker_ == nullptr || depth_ != 0) return false;
   options.caller->may_block();
   check_usable();
-  return checker_->agree(told(signature, options), flag, options);
+  return checker_->agree(announced_signature(signature, options), flag, options);
 }
 
-Signature NcclCommunicator::told(const Signature& signature, const CallOptions& options) {
+Signature NcclCommunicator::announced_signature(const Signature& signature,
+                                                const CallOptions& options) {
   Signature result = options.whole != nullptr ? *options.whole : signature;
   result.on_gpu = true;
   return result;
@@ -126,17 +127,18 @@ std::shared_ptr<const Mark> NcclCommunicator::mark(StreamHandle stream) {
   return std::make_shared<EventMark>(events_, stream, true);
 }
 
-// --- Memory, the end --------------------------------------------------------------------------
+// --- Memory, closing --------------------------------------------------------------------------
 
-// NCCL waits for all ranks where it makes a window: a call like others, but for the stream.
+// All ranks wait for each other while NCCL creates a window, so this is a collective, but not in a
+// stream.
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const CallOptions& options) {
   const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options);
   const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options);
-  // Dropped like any array, also while a call is at it, and NCCL does not wait.
+  // The caller may drop the memory while a call uses it, and NCCL does not wait.
   return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
 }
 
-// NCCL's own destruction would wait without an end, and nobody could abort it.
+// Drains first: NCCL's own destruction would wait without a timeout and could not be aborted.
 void NcclCommunicator::close() noexcept {
   watcher_.drain();
   eager_.forget_buckets();
@@ -158,8 +160,8 @@ abi::UniqueId make_unique_id() {
 
 namespace {
 
-// A blocking call that connects, in a thread of its own: NCCL offers no other way to give up. When
-// the caller has given up, a late success is ended at once.
+// A blocking connection attempt, in its own thread because NCCL offers no other way to abort it. If
+// the caller has given up, a late success is aborted immediately.
 struct Attempt {
   std::mutex mutex;
   std::condition_variable ended;
@@ -207,7 +209,8 @@ abi::Comm connect_blocking(const Connection& connection, const CallOptions& opti
       if (std::chrono::steady_clock::now() > deadline) {
         throw Error(ErrorCode::kTimeout, "NCCL has not connected the ranks in time: rank " +
                                              std::to_string(connection.rank) + " of " +
-                                             std::to_string(connection.size) + " waits for others");
+                                             std::to_string(connection.size) +
+                                             " is waiting for other ranks");
       }
       options.caller->check_interrupt();
     }
@@ -236,7 +239,7 @@ abi::Comm connect_polling(const Connection& connection) {
 std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const CallOptions& options) {
   options.caller->may_block();
   const cuda::DeviceGuard device(connection.device);
-  const cuda::RelaxedCapture relaxed;  // streams and memory are made
+  const cuda::RelaxedCapture relaxed;  // connecting allocates streams and memory
   const abi::Comm comm =
       connection.blocking ? connect_blocking(connection, options) : connect_polling(connection);
   auto handle = std::make_shared<Handle>(comm, connection.device, connection.blocking);

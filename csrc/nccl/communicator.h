@@ -1,13 +1,14 @@
-// Collectives by NCCL.
+// Collectives through NCCL.
 //
-// Every call goes the same way: its signature is compared over the hosts (where there is a
-// checker), it is entered with the watcher, its work is enqueued on the caller's stream, and its
-// end is marked. NCCL orders the calls of one communicator among themselves, on whatever streams
-// they are and also where some are in a captured graph, so nothing is added for that here.
+// Every call has the same steps: its signature is compared through the hosts (if there is a
+// checker), it is entered in the watcher, its work is enqueued on the caller's stream, and its end
+// is marked. NCCL orders the calls of one communicator, also across streams and captured graphs, so
+// no ordering is added here.
 //
-// What NCCL lacks (reductions.h) is done by an exchange: each rank sends every other the part that
-// this one will reduce, a kernel reduces in rank order, and the results go back. Lists go through
-// buckets (cuda/bucket_plan.h), each packed by one launch while the one before is on its way.
+// Reductions that NCCL lacks (reductions.h) are done by an exchange: each rank sends every other
+// rank the part that the other rank reduces, a kernel reduces in rank order, and the results are
+// sent back. Lists go through buckets (cuda/bucket_plan.h): one launch packs the next bucket while
+// the current one is transferred.
 #pragma once
 
 #include <functional>
@@ -28,7 +29,7 @@ namespace fastdist::nccl {
 
 class NcclCommunicator final : public GpuCommunicator {
  public:
-  // The device is current.
+  // `handle`'s device must be current.
   NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size, Checker* checker);
   ~NcclCommunicator() override;
 
@@ -66,7 +67,7 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) override;
   void abort(const std::string& why) noexcept override;
-  // Waits until the device has finished what was enqueued, or a call of it is late.
+  // Waits until the device has finished all enqueued work, or until a call times out.
   void close() noexcept override;
 
  private:
@@ -79,16 +80,17 @@ class NcclCommunicator final : public GpuCommunicator {
     return static_cast<StreamHandle>(options.stream);
   }
   [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? *captured_ : eager_; }
-  // What the ranks compare and see in messages.
-  [[nodiscard]] static Signature told(const Signature& signature, const CallOptions& options);
-  // communicator.cpp: whether `flag` is set on every rank; compares the signature on the way.
+  // Returns the signature that the ranks compare and that messages show.
+  [[nodiscard]] static Signature announced_signature(const Signature& signature,
+                                                     const CallOptions& options);
+  // communicator.cpp: compares the signature; returns true if `flag` is set on every rank.
   [[nodiscard]] bool agree(const Signature& signature, const CallOptions& options, bool flag);
 
-  // native.cpp: within a call.
+  // native.cpp: must be called within a call.
   void reduce_one(const TensorView& in, const TensorView& out, ReduceOp op, std::optional<int> root,
                   const CallOptions& options);
 
-  // exchange.cpp: within a call, of what NCCL has no reduction for.
+  // exchange.cpp: must be called within a call, for reductions that NCCL lacks.
   void exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
                        std::optional<int> root, const CallOptions& options);
   void exchange_reduce_scatter(const TensorView& in, const TensorView& out, ReduceOp op,
@@ -114,12 +116,12 @@ class NcclCommunicator final : public GpuCommunicator {
   std::shared_ptr<Scratch> captured_ = std::make_shared<Scratch>(true);
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
-  int depth_ = 0;           // calls within calls
-  int group_depth_ = 0;     // of NCCL's groups that are open
-  bool capturing_ = false;  // the call that runs
+  int depth_ = 0;           // nesting of calls
+  int group_depth_ = 0;     // number of open NCCL groups
+  bool capturing_ = false;  // true if the current call is captured into a graph
 };
 
-// A call from its beginning to its end; nothing of its own where it is a part of another.
+// A call from beginning to end. Does nothing if it is nested in another call.
 class NcclCommunicator::Call {
  public:
   enum class Compared { kYes, kNo };
@@ -128,7 +130,7 @@ class NcclCommunicator::Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call();
-  // Everything has been enqueued.
+  // Must be called after all work has been enqueued.
   void end();
 
  private:
@@ -139,7 +141,7 @@ class NcclCommunicator::Call {
   bool entered_ = false;
 };
 
-// What is enqueued meanwhile is launched together, at the end of the outermost group.
+// An NCCL group: its work is launched together, at the end of the outermost group.
 class NcclCommunicator::Group {
  public:
   Group(NcclCommunicator& communicator, const CallOptions& options);
@@ -154,8 +156,7 @@ class NcclCommunicator::Group {
   bool open_ = true;
 };
 
-// What is enqueued meanwhile is launched at once, also within groups: for steps that depend on each
-// other.
+// Suspends open groups, so that work is launched immediately: for steps that depend on each other.
 class NcclCommunicator::OutsideGroups {
  public:
   OutsideGroups(NcclCommunicator& communicator, const CallOptions& options);

@@ -1,9 +1,10 @@
-// Reductions that NCCL does not know, as an exchange of parts: each rank sends every other the part
-// that this one reduces, a kernel reduces in rank order, and the results go where they belong.
-// Twice the bytes of the array on the way, as in a ring, and the same bits on every rank.
+// Reductions that NCCL lacks, as an exchange of parts: each rank sends every other rank the part
+// that the other rank reduces, a kernel reduces in rank order, and the results are sent to their
+// destinations. An exchange sends twice the bytes of the array, as a ring does, and gives the same
+// bits on every rank.
 //
-// An array goes through the scratch in chunks. A chunk is cut into one part per rank, each of them
-// a multiple of 16 bytes but the last ones, which may be smaller or empty.
+// An array goes through the scratch memory in chunks. A chunk is cut into one part per rank; each
+// part is a multiple of 16 bytes except for the last ones, which may be smaller or empty.
 
 #include <algorithm>
 
@@ -24,7 +25,7 @@ struct Range {
   std::size_t bytes;
 };
 
-// Rank p's part of a chunk whose parts are `part` bytes.
+// Returns rank p's part of a chunk cut into parts of `part` bytes.
 Range part_of(std::size_t chunk, std::size_t part, int p) {
   const std::size_t begin = std::min(chunk, static_cast<std::size_t>(p) * part);
   return {begin, std::min(part, chunk - begin)};
@@ -32,7 +33,7 @@ Range part_of(std::size_t chunk, std::size_t part, int p) {
 
 }  // namespace
 
-// Reduces the blocks at `gathered`, one per rank, into the one behind them.
+// Reduces the blocks at `gathered`, one per rank, into the block behind them.
 void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes,
                                        DType dtype, ReduceOp op, StreamHandle stream) {
   cuda::reduce_blocks(dtype, op, gathered, stride, size_,
@@ -95,7 +96,7 @@ void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const Tenso
   const StreamHandle stream = stream_of(options);
   const abi::Comm comm = handle_->get();
   const auto n = static_cast<std::size_t>(size_);
-  // Of each rank's part, so that a chunk of all parts fits; whole elements of any dtype.
+  // Bytes of each rank's part per chunk; a multiple of 16 bytes, hence whole elements of any dtype.
   const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
   const std::size_t stride = round_up(std::min(out.bytes(), step));
   ScratchUse scratch(*this, stream);

@@ -3,9 +3,9 @@
 //   side stream     P0 P1    U0 P2    U1 P3 …      P packs, U unpacks bucket k, T transfers it
 //   caller's           T0       T1       T2 …
 //
-// The side stream packs the next bucket while the caller's stream transfers this one. Two buckets
-// are enough: in the side stream's own order, P2 comes after U0. One bucket alone needs no side
-// stream and no event.
+// The side stream packs the next bucket while the caller's stream transfers the current one. Two
+// buckets suffice, because the side stream runs P2 after U0. A single bucket needs no side stream
+// and no event.
 
 #include <functional>
 #include <utility>
@@ -17,10 +17,10 @@
 namespace fastdist::nccl {
 
 struct NcclCommunicator::Transfer {
-  TensorViews in;   // packed; empty: nothing is
-  TensorViews out;  // unpacked into; empty: nothing is
+  TensorViews in;   // arrays to pack; empty: none
+  TensorViews out;  // arrays to unpack into; empty: none
   const float* magnitudes;
-  float factor;  // of what is unpacked
+  float factor;  // multiplies unpacked values
   std::function<void(const TensorView& bucket)> run;
 };
 
@@ -77,8 +77,8 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
   scratch.end();
 }
 
-// The largest magnitude of each array on any rank, on the device. As bits of floats, whose order is
-// that of the numbers: a NaN is larger than all of them and stays so.
+// Returns the largest magnitude of each array on any rank, on the device. Magnitudes are compared
+// as the bits of floats, which have the order of the numbers, with NaN above all of them.
 const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorViews in,
                                            const CallOptions& options) {
   const StreamHandle stream = stream_of(options);
@@ -119,11 +119,11 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
                                         const CallOptions& options) {
   if (wire) check_compression(in, op);
   Signature signature = signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
-  // Ranks with other buckets would wait for each other.
+  // Ranks with different buckets would wait for each other forever.
   if (in.size() > 1 && bucket_bytes != kDefaultBucketBytes) {
     signature.list = (signature.list ^ bucket_bytes * 2) | 1;
   }
-  // A list that lies in one piece, on every rank, needs no bucket.
+  // A list that is contiguous on every rank needs no bucket.
   auto whole_in = wire || in.size() < 2 ? std::nullopt : cuda::as_one(in);
   auto whole_out = whole_in ? cuda::as_one(out) : std::nullopt;
   const bool may_be_one = in.size() > 1 && !wire && checker_ != nullptr && depth_ == 0;
@@ -143,7 +143,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
     }
     const OutsideGroups outside(*this, options);
     const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
-    // Compressed means are sums on the way, and divided when they are unpacked.
+    // A compressed mean is sent as a sum, and divided when unpacked.
     const ReduceOp sent = wire ? ReduceOp::kSum : op;
     const float factor = wire && op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F;
     move_buckets(plan,

@@ -34,7 +34,7 @@ Error to_error(abi::Result result, const std::string& call, abi::Comm comm) {
     case abi::kInProgress:
       break;
   }
-  return {ErrorCode::kState, message + "; NCCL_DEBUG=WARN makes NCCL say more"};
+  return {ErrorCode::kState, message + "; set NCCL_DEBUG=WARN for details"};
 }
 
 Handle::Handle(abi::Comm comm, int device, bool blocking)
@@ -46,21 +46,21 @@ void Handle::check_usable() const {
   if (generation_ != process_generation()) {
     throw Error(ErrorCode::kState,
                 "the communicator belongs to the parent process, and GPUs cannot be used after a "
-                "fork; start ranks by a launcher");
+                "fork; start ranks with a launcher");
   }
   if (is_usable()) return;
   const std::lock_guard lock(mutex_);
-  throw Error(why_->code(), why_->what(), why_->ranks());
+  throw Error(failure_->code(), failure_->what(), failure_->ranks());
 }
 
 void Handle::throw_unless_settled(abi::Result result, const char* call) const {
   if (!blocking_ && result == abi::kInProgress) return;  // `settle` waits for it
-  // A call that was ended from outside: what it says is a consequence, not the reason.
+  // If the call was aborted from outside, `result` is a consequence, so throw the reason instead.
   check_usable();
   throw to_error(result, call, comm_);
 }
 
-// Another thread may give the communicator up meanwhile, and NCCL forgets it then.
+// Another thread may abort the communicator meanwhile, after which NCCL no longer knows it.
 abi::Result Handle::report() const {
   const std::lock_guard lock(mutex_);
   if (failed_) return abi::kSuccess;
@@ -78,20 +78,21 @@ void Handle::settle(const CallOptions& options, const char* call) {
     const abi::Result result = report();
     check_usable();
     if (result == abi::kSuccess) return;
-    if (result != abi::kInProgress) {  // for good: NCCL destroys such a one only by an abort
+    if (result !=
+        abi::kInProgress) {  // permanent: NCCL destroys a failed communicator only by abort
       fail(to_error(result, call, comm_));
       check_usable();
     }
     if (Clock::now() - start > options.timeout) {
       const double seconds = std::chrono::duration<double>(options.timeout).count();
-      fail({ErrorCode::kTimeout, std::string(call) + " has not ended after " +
-                                     std::to_string(seconds) + " s; not all ranks have come"});
+      fail({ErrorCode::kTimeout, std::string(call) + " has not finished after " +
+                                     std::to_string(seconds) + " s; not all ranks have called it"});
       check_usable();
     }
     try {
       options.caller->check_interrupt();
     } catch (...) {
-      fail({ErrorCode::kState, "the communicator was given up by an interrupt"});
+      fail({ErrorCode::kState, "the communicator was aborted by an interrupt"});
       throw;
     }
     std::this_thread::sleep_for(pause);
@@ -102,7 +103,7 @@ void Handle::settle(const CallOptions& options, const char* call) {
 std::optional<Error> Handle::background_error() const {
   const abi::Result result = report();
   if (result == abi::kSuccess || result == abi::kInProgress) return std::nullopt;
-  return to_error(result, "in the background", comm_);
+  return to_error(result, "asynchronous error", comm_);
 }
 
 void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
@@ -111,16 +112,16 @@ void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
   held_.emplace_back(memory);
 }
 
-bool Handle::give_up(const Error& why) noexcept {
+bool Handle::set_failure(const Error& why) noexcept {
   const std::lock_guard lock(mutex_);
   if (!is_usable()) return false;
-  why_.emplace(why);
+  failure_.emplace(why);
   failed_.store(true, std::memory_order_release);
   return true;
 }
 
-// NCCL's last calls wait until every graph is gone that has calls of the communicator in it, which
-// may be never: then a thread goes on with them.
+// NCCL's destroy and abort wait until every graph with calls of the communicator is destroyed,
+// which may never happen, so they run in a detached thread.
 void Handle::end(abi::Result (*call)(abi::Comm)) noexcept {
   constexpr std::chrono::seconds kWithGraphs{1};
   constexpr std::chrono::seconds kWithout{30};
@@ -137,23 +138,23 @@ void Handle::end(abi::Result (*call)(abi::Comm)) noexcept {
       try {
         cuda::make_current(device);
         (void)call(comm);
-      } catch (...) {  // the process is ending, and the driver has gone
+      } catch (...) {  // the process is exiting, and the driver is gone
       }
       held.clear();
       ended.set_value();
     }).detach();
     (void)has_ended.wait_for(is_captured() ? kWithGraphs : kWithout);
-  } catch (...) {  // no thread, or no memory for one: the communicator stays
+  } catch (...) {  // no thread or no memory: the communicator leaks
   }
 }
 
-// Another thread may be in a call of NCCL, which then returns.
+// A call of NCCL in another thread returns when the communicator is aborted.
 void Handle::fail(const Error& why) noexcept {
-  if (give_up(why)) end(functions().abort);
+  if (set_failure(why)) end(functions().abort);
 }
 
 void Handle::close() noexcept {
-  if (give_up({ErrorCode::kState, "the communicator is closed"})) end(functions().destroy);
+  if (set_failure({ErrorCode::kState, "the communicator is closed"})) end(functions().destroy);
 }
 
 }  // namespace fastdist::nccl

@@ -1,5 +1,5 @@
-// The owner of an ncclComm, and of the reason why it can no longer be used. Shared by the
-// communicator, the thread that watches it, and memory that is registered with it.
+// The owner of an ncclComm and of the reason for its failure. Shared by the communicator, its
+// watcher thread, and memory registered with it.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@
 
 namespace fastdist::nccl {
 
-// The loaded library's functions; throws where none was loaded.
+// Returns the loaded library's functions; throws if no library is loaded.
 [[nodiscard]] const abi::Functions& functions();
-// The Error that a result of NCCL stands for.
+// Converts an NCCL result to an Error.
 [[nodiscard]] Error to_error(abi::Result result, const std::string& call, abi::Comm comm);
 
 class Handle {
  public:
-  // Takes over `comm`, which may still be connecting (a non-blocking one).
+  // Takes ownership of `comm`. A non-blocking one may still be connecting.
   Handle(abi::Comm comm, int device, bool blocking);
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
@@ -32,31 +32,30 @@ class Handle {
 
   [[nodiscard]] abi::Comm get() const noexcept { return comm_; }
   [[nodiscard]] int device() const noexcept { return device_; }
-  [[nodiscard]] bool is_blocking() const noexcept { return blocking_; }
   [[nodiscard]] bool is_usable() const noexcept {
     return !failed_.load(std::memory_order_acquire) && generation_ == process_generation();
   }
-  // Throws why it is not usable.
+  // Throws the reason if the handle is not usable.
   void check_usable() const;
 
-  // Throws unless a call of NCCL went well.
+  // Throws if an NCCL call failed.
   void check(abi::Result result, const char* call) const {
     if (result != abi::kSuccess) throw_unless_settled(result, call);
   }
-  // Non-blocking communicators: waits until the last call is through. Gives the communicator up
-  // when `options.timeout` passes or the caller is interrupted.
+  // For non-blocking communicators: waits until the last call is complete. Aborts the communicator
+  // if `options.timeout` passes or the caller is interrupted.
   void settle(const CallOptions& options, const char* call);
 
-  // NCCL's report of what went wrong in the background; nothing where all is well.
+  // Returns an error that NCCL reported asynchronously, if any.
   [[nodiscard]] std::optional<Error> background_error() const;
 
-  // Ends all that runs, for this reason, which every later call throws; NCCL no longer knows the
-  // communicator then. Only the first counts.
+  // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect;
+  // NCCL no longer knows the communicator afterwards.
   void fail(const Error& why) noexcept;
   void close() noexcept;
-  // Memory that NCCL may use until it has ended, though nobody else holds it any more.
+  // Keeps memory that NCCL may use until the communicator has ended, even if nobody else holds it.
   void hold_until_end(const std::shared_ptr<const void>& memory);
-  // A call is in a graph, which lives for as long as its owner likes.
+  // Records that a call is captured in a graph, which lives as long as its owner wants.
   void note_capture() noexcept { captured_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] bool is_captured() const noexcept {
     return captured_.load(std::memory_order_relaxed);
@@ -64,18 +63,18 @@ class Handle {
 
  private:
   void throw_unless_settled(abi::Result result, const char* call) const;
-  // What NCCL reports of the last call and of the background; success where it was given up.
+  // Returns what NCCL reports about the last call and its own threads; success after a failure.
   [[nodiscard]] abi::Result report() const;
-  // False: it was given up before.
-  [[nodiscard]] bool give_up(const Error& why) noexcept;
+  // Returns false if the communicator has already failed or is closed.
+  [[nodiscard]] bool set_failure(const Error& why) noexcept;
   void end(abi::Result (*call)(abi::Comm)) noexcept;
 
   abi::Comm comm_;
   int device_;
   bool blocking_;
   int generation_ = process_generation();
-  mutable std::mutex mutex_;  // guards why_, held_ and the end
-  std::optional<Error> why_;
+  mutable std::mutex mutex_;  // guards failure_, held_ and the end of the communicator
+  std::optional<Error> failure_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> captured_{false};
   std::vector<std::weak_ptr<const void>> held_;

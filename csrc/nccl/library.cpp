@@ -58,14 +58,14 @@ abi::Functions find_functions(void* handle, const std::string& path,
   find(handle, "ncclGetLastError", f.last_error_text);
   if (f.error_text == nullptr) missing += " ncclGetErrorString";
   if (f.last_error_text == nullptr) missing += " ncclGetLastError";
-  // An older library lacks some of them; its version says more than their names.
+  // An old library lacks some functions; its version is a better message than their names.
   if (f.get_version != nullptr) {
     int version = 0;
     if (f.get_version(&version) == abi::kSuccess) check_version(version, path);
   }
   if (missing.empty()) return f;
   throw Error(ErrorCode::kUnsupported,
-              path + " is no NCCL that fastdist can use: it lacks" + missing);
+              path + " is not an NCCL library that fastdist can use: it lacks" + missing);
 }
 
 Library open_library(void* handle, const std::string& asked) {
@@ -75,13 +75,13 @@ Library open_library(void* handle, const std::string& asked) {
   (void)library.functions.get_version(&library.version);
   library.others = loaded_paths();
   std::erase_if(library.others, [&](const std::string& other) {
-    std::error_code unreadable;  // the map's paths are without links
+    std::error_code unreadable;  // /proc/self/maps has resolved paths
     return other == library.path || std::filesystem::equivalent(other, library.path, unreadable);
   });
   return library;
 }
 
-// A path that is loaded under another name (a link) has the handle of the first.
+// A library that is loaded under another name (a link) has the handle of the first.
 void* find_loaded(std::string& asked) {
   asked = kName;
   if (void* handle = ::dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return handle;
@@ -106,8 +106,8 @@ Library search(std::span<const std::string> candidates) {
   }
   if (void* handle = open(kName)) return open_library(handle, kName);
   throw Error(ErrorCode::kUnsupported,
-              "NCCL was not found; install it with pip install 'fastdist[cuda13]' (or cuda12, for "
-              "the CUDA of your torch).\nTried:" +
+              "NCCL was not found; install it with `pip install nvidia-nccl-cu13` (or "
+              "nvidia-nccl-cu12, to match the CUDA version of torch).\nTried:" +
                   tried);
 }
 
@@ -119,7 +119,7 @@ const Library& load_library(std::span<const std::string> candidates) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   if (const Library* library = loaded_library()) return *library;
-  // Kept for good: communicators may outlive everything that could own it.
+  // Never unloaded, since communicators may outlive any owner.
   static std::optional<Library> kept;
   kept.emplace(search(candidates));
   the_library.store(&*kept, std::memory_order_release);
@@ -133,7 +133,7 @@ std::string version_text(int version) {
 
 void check_version(int version, const std::string& path) {
   if (version >= kOldestVersion) return;
-  // Versions up to 2.8 had one digit less.
+  // Versions up to 2.8 had one digit fewer.
   const std::string got = version >= 10000 ? version_text(version) : "2.8 or older";
   throw Error(ErrorCode::kUnsupported, "fastdist needs NCCL " + version_text(kOldestVersion) +
                                            " or newer, got " + got + " (" + path +
@@ -149,7 +149,7 @@ std::vector<std::string> libraries_in(const std::string& maps) {
     if (begin == std::string::npos) continue;
     std::string path = line.substr(begin);
     const std::string_view name = std::string_view(path).substr(path.rfind('/') + 1);
-    // Plugins are called libnccl-net.so and the like.
+    // Plugins have names such as libnccl-net.so.
     if (!name.starts_with("libnccl.so")) continue;
     if (std::find(paths.begin(), paths.end(), path) == paths.end()) {
       paths.push_back(std::move(path));
@@ -161,10 +161,10 @@ std::vector<std::string> libraries_in(const std::string& maps) {
 std::vector<Setting> settings_for_sharing(int version, int process) {
   constexpr int kFirstWithSharing = 23003;
   if (version >= kFirstWithSharing) {
-    // As NCCL's notes on this mode advise: few channels, and no multicast.
+    // NCCL's documentation of this mode advises few channels and no multicast.
     return {{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}, {"NCCL_MAX_CTAS", "8"}, {"NCCL_NVLS_ENABLE", "0"}};
   }
-  // Ranks that believe to be on different hosts are not compared; they talk through sockets.
+  // Ranks with different host ids are not checked for sharing a GPU; they communicate by sockets.
   return {{"NCCL_HOSTID", "fastdist-" + std::to_string(process)}};
 }
 

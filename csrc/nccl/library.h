@@ -1,5 +1,5 @@
-// libnccl, found at run time. The one that the process has loaded already is taken first: two of
-// them in one process would fight over the same GPUs.
+// Finds libnccl at run time. A library that the process has already loaded is used first, since two
+// NCCL libraries in one process would compete for the same GPUs.
 #pragma once
 
 #include <span>
@@ -15,28 +15,28 @@ inline constexpr int kOldestVersion = 22703;
 struct Library {
   std::string path;
   int version = 0;  // 10000 · major + 100 · minor + patch
-  // Optional functions that it has, by NCCL's names.
+  // NCCL's names of the optional functions that the library has.
   std::vector<std::string> has;
-  // Further libraries of NCCL in this process, which are left alone.
+  // Other NCCL libraries loaded in this process, which fastdist does not use.
   std::vector<std::string> others;
   abi::Functions functions;
 };
 
-// The library, loaded by the first call and kept for good; null: none was loaded yet.
+// Returns the library, which the first load_library call loads permanently, or null.
 [[nodiscard]] const Library* loaded_library() noexcept;
-// Looks among what the process has loaded, then at `candidates`, then where the system looks.
-// Throws kUnsupported where there is none, or an older one than fastdist works with.
+// Searches the libraries that the process has loaded, then `candidates`, then the system's paths.
+// Throws kUnsupported if no library is found or if it is too old.
 const Library& load_library(std::span<const std::string> candidates);
 
 // Throws kUnsupported for a version that is too old.
 void check_version(int version, const std::string& path);
 // "2.27.3"
 [[nodiscard]] std::string version_text(int version);
-// Libraries of NCCL among the lines of /proc/self/maps, each once, in order.
+// Returns the paths of NCCL libraries in the text of /proc/self/maps, without duplicates, in order.
 [[nodiscard]] std::vector<std::string> libraries_in(const std::string& maps);
 
-// What the environment must hold before the first communicator is made so that ranks may share a
-// GPU, for this version of NCCL; `rank` is this process's.
+// Returns the environment variables that must be set before the first communicator is created so
+// that ranks can share a GPU. `process` must be unique per process.
 struct Setting {
   std::string name;
   std::string value;

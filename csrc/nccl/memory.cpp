@@ -13,7 +13,7 @@ void release(std::byte* memory, int device) noexcept {
     const cuda::DeviceGuard guard(device);
     const cuda::RelaxedCapture relaxed;
     (void)functions().mem_free(memory);
-  } catch (...) {  // the process is ending, and the driver has gone
+  } catch (...) {  // the process is exiting, and the driver is gone
   }
 }
 
@@ -22,7 +22,7 @@ void release(std::byte* memory, int device) noexcept {
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
                        const CallOptions& options)
     : handle_(std::move(handle)) {
-  const cuda::RelaxedCapture relaxed;  // NCCL allocates and waits as it likes
+  const cuda::RelaxedCapture relaxed;  // NCCL allocates memory and synchronizes
   void* data = nullptr;
   bytes = std::max<std::size_t>(bytes, 1);
   const abi::Result result = functions().mem_alloc(&data, bytes);
@@ -40,14 +40,14 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
 void NcclMemory::register_with(std::size_t bytes, const CallOptions& options) {
   const abi::Functions& f = functions();
   if (f.window_register != nullptr) {
-    // Success and a null window: this system has none.
+    // Success with a null window means that this system does not support windows.
     handle_->check(
         f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow),
         "ncclCommWindowRegister");
     handle_->settle(options, "ncclCommWindowRegister");
     if (window_ != nullptr) return;
   }
-  // An optimisation: where it is refused the memory is as good as any.
+  // Registration is an optimization: if it fails, the memory is used unregistered.
   if (f.register_memory(handle_->get(), data_.get(), bytes, &registration_) != abi::kSuccess) {
     registration_ = nullptr;
   }
@@ -60,19 +60,19 @@ void NcclMemory::wait_for_device() const noexcept {
     const cuda::RelaxedCapture relaxed;
     (void)cudaDeviceSynchronize();
     (void)cudaGetLastError();
-  } catch (...) {  // the process is ending, and the driver has gone
+  } catch (...) {  // the process is exiting, and the driver is gone
   }
 }
 
 NcclMemory::~NcclMemory() {
-  if (!handle_->is_usable()) return;  // NCCL has ended, or does so with all that it knows
+  if (!handle_->is_usable()) return;  // NCCL has ended or releases its registrations as it ends
   try {
     const cuda::DeviceGuard device(handle_->device());
     const cuda::RelaxedCapture relaxed;
     const abi::Functions& f = functions();
     if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
     if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
-  } catch (...) {  // the process is ending, and the driver has gone
+  } catch (...) {  // the process is exiting, and the driver is gone
   }
 }
 

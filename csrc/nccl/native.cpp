@@ -1,4 +1,4 @@
-// The collectives that NCCL has, and what is made of its sends and receives.
+// The collectives that NCCL has, and those made of its sends and receives.
 
 #include <thread>
 #include <vector>
@@ -126,7 +126,7 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
 void NcclCommunicator::all_to_all(TensorView in, TensorView out,
                                   std::span<const std::size_t> counts, const CallOptions& options) {
   Signature signature = signature_of({.op = Op::kAllToAll}, {&in, 1});
-  if (!counts.empty()) {  // ranks' arrays differ in size, their tables must not
+  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
     signature.count = 0;
     signature.list = table_hash(counts, {&in, 1});
   }
@@ -166,7 +166,7 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
   call.end();
 }
 
-// Two ranks take part, which no checker of all ranks can compare: NCCL takes what fits.
+// Only two ranks take part, so the checker of all ranks cannot compare the call.
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNo);
   if (in.count != 0) {
@@ -189,7 +189,7 @@ void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options)
   call.end();
 }
 
-// The host waits, as the name says. Hosts that are compared with have met by then.
+// Blocks the host. With a checker, the comparison of signatures already is a barrier of the hosts.
 void NcclCommunicator::barrier(const CallOptions& options) {
   Call call(*this, {.op = Op::kBarrier}, options);
   const StreamHandle stream = stream_of(options);
@@ -205,7 +205,7 @@ void NcclCommunicator::barrier(const CallOptions& options) {
   if (checker_ != nullptr || capturing_) return;
   const auto end = mark(stream);
   while (!end->is_done()) {
-    check_usable();  // the watcher gives up when it takes too long
+    check_usable();  // the watcher aborts the communicator on timeout
     options.caller->check_interrupt();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }

@@ -44,7 +44,7 @@ std::optional<Numbers> numbers_of(DType dtype) {
   return std::nullopt;
 }
 
-// Of bytes that are 0 or 1: a sum is true where one is, a product where all are.
+// Bools are bytes 0 and 1: a sum is the maximum, a product the minimum.
 std::optional<abi::RedOp> op_of_bools(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -88,7 +88,7 @@ std::optional<NativeReduction> native_reduction(DType dtype, ReduceOp op) {
   const auto numbers = numbers_of(dtype);
   if (!numbers) return std::nullopt;
   const auto native = dtype == DType::kBool ? op_of_bools(op) : op_of_numbers(op);
-  // A complex product is not a product of its parts.
+  // A complex product is not the product of the parts.
   if (!native || (numbers->per_element == 2 && op == ReduceOp::kProd)) return std::nullopt;
   return NativeReduction{numbers->type, *native, numbers->per_element};
 }

@@ -1,4 +1,4 @@
-// Which reductions NCCL does by itself.
+// The reductions that NCCL supports.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@ namespace fastdist::nccl {
 struct NativeReduction {
   abi::DataType type;
   abi::RedOp op;
-  std::size_t per_element = 1;  // numbers of that type
+  std::size_t per_element = 1;  // numbers of `type` per element
 };
 
-// Nothing where NCCL has no such reduction: and, or, xor of integers; 16-bit integers; products of
-// complex numbers; and 8-bit floats, which NCCL would round after every rank. Those are done by an
-// exchange of parts and a kernel (exchange.cpp).
+// Returns nothing for reductions that NCCL lacks: and, or and xor of integers; 16-bit integers;
+// products of complex numbers; and 8-bit floats, which NCCL would round after every rank.
+// exchange.cpp implements these.
 [[nodiscard]] std::optional<NativeReduction> native_reduction(DType dtype, ReduceOp op);
 
 }  // namespace fastdist::nccl

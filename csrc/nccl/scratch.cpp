@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::size_t kSmallest = std::size_t{1} << 20;
 
-// In powers of two, so that a slowly growing demand does not allocate again and again.
+// Rounds up to a power of two, so that slowly growing demand does not reallocate each time.
 std::size_t capacity_for(std::size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallest)); }
 
 }  // namespace
@@ -28,18 +28,20 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
   Bucket& bucket = buckets_[which];
   if (captured_) return grow(bucket.plain, bytes);
   if (bucket.bytes < bytes) {
-    // Before the next one is there: the largest that are needed, once. Nothing may be at it still;
-    // the whole device cannot be waited for where another thread captures one of its streams.
-    if (bucket.known && free_) free_->synchronize();
-    bucket.known.reset();
+    // The old bucket is freed first, so that only one is allocated. Waits for its last use by an
+    // event, since synchronizing the device would fail while another thread captures one of its
+    // streams.
+    if (bucket.registered && free_) free_->synchronize();
+    bucket.registered.reset();
     bucket.bytes = 0;
-    bucket.known = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options);
+    bucket.registered = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options);
     bucket.bytes = capacity_for(bytes);
   }
-  return bucket.known->data();
+  return bucket.registered->data();
 }
 
-// Also on the same stream: a handle may be that of a new stream, in place of one that has gone.
+// Waits even on the same stream handle, which may belong to a new stream after the old was
+// destroyed.
 void Scratch::begin(StreamHandle stream) {
   if (!captured_ && free_) free_->make_wait(stream);
 }

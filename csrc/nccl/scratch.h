@@ -1,9 +1,9 @@
-// Device memory that a communicator's calls work in: buckets, what is gathered from the ranks, the
-// magnitudes of a list. It grows to what the largest call needs and is used by one call at a time:
-// a call waits for the end of the one before, which may be on another stream.
+// Device memory for a communicator's calls: buckets, data gathered from the ranks, and the
+// magnitudes of a list. It grows to the size that the largest call needs. One call uses it at a
+// time: a call waits for the end of the previous call, which may be on another stream.
 //
-// Calls that are captured into a graph have a scratch of their own: a graph may be replayed while
-// other calls run, and cannot be made to wait for what is outside of it.
+// Calls that are captured into a graph have their own scratch memory, since a graph may be replayed
+// while other calls run and cannot wait for work outside the graph.
 #pragma once
 
 #include <array>
@@ -21,8 +21,8 @@ class Scratch {
  public:
   explicit Scratch(bool captured) : captured_(captured) {}
 
-  // Buckets are known to NCCL; `options` for the collective call that this takes. Captured ones
-  // are plain memory: nothing can be registered during a capture.
+  // Returns bucket `which`, registered with NCCL, which is a collective call with `options`.
+  // Captured buckets are plain memory, since nothing can be registered during a capture.
   [[nodiscard]] std::byte* bucket(std::size_t which, std::size_t bytes,
                                   const std::shared_ptr<Handle>& handle,
                                   const CallOptions& options);
@@ -30,18 +30,17 @@ class Scratch {
   [[nodiscard]] float* magnitudes(std::size_t count) {
     return reinterpret_cast<float*>(grow(magnitudes_, count * sizeof(float)));
   }
-  [[nodiscard]] bool is_captured() const noexcept { return captured_; }
 
-  // While NCCL knows the communicator still, to which they are registered. Nothing is at them.
+  // Must be called before NCCL destroys the communicator, when no work uses the buckets.
   void forget_buckets() noexcept { buckets_ = {}; }
 
-  // Around each use, on the stream that the work goes to.
+  // Must be called around each use, with the stream of the work.
   void begin(StreamHandle stream);
   void end(StreamHandle stream);
 
-  // What overlapped calls need.
+  // The side stream and events for overlapped packing.
   struct Lane {
-    cuda::Stream side;  // packs and unpacks, while the caller's stream transfers
+    cuda::Stream side;  // packs and unpacks while the caller's stream transfers
     cuda::Event start;
     std::array<cuda::Event, 2> packed;
     std::array<cuda::Event, 2> moved;
@@ -52,10 +51,11 @@ class Scratch {
  private:
   struct Bucket {
     std::size_t bytes = 0;
-    std::unique_ptr<NcclMemory> known;
+    std::unique_ptr<NcclMemory> registered;
     cuda::DeviceBuffer plain;
   };
-  // What a captured graph refers to must stay: it is kept until the communicator goes.
+  // Grows a buffer. Captured graphs refer to the old memory, so it is kept until the communicator
+  // ends.
   [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes);
 
   bool captured_;

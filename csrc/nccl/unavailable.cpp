@@ -1,4 +1,4 @@
-// What stands in for the engine where CUDA is not built.
+// The GPU engine in builds without CUDA.
 
 #include "core/error.h"
 #include "cuda/devices.h"

@@ -5,8 +5,8 @@
 namespace fastdist::nccl {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenLooks{20};
-constexpr std::chrono::seconds kBeforeAskingWhoLives{1};
+constexpr std::chrono::milliseconds kPollInterval{20};
+constexpr std::chrono::seconds kBeforeLivenessCheck{1};
 
 }  // namespace
 
@@ -24,7 +24,7 @@ void EventPool::give_back(cuda::Event event) noexcept {
   if (free_.size() >= kMost) return;
   try {
     free_.push_back(std::move(event));
-  } catch (...) {  // no memory: the event is destroyed instead
+  } catch (...) {  // no memory: the event is destroyed
   }
 }
 
@@ -73,18 +73,18 @@ void Watcher::drain() noexcept {
   state_->drained.wait(lock, [this] { return state_->calls.empty() || !handle_->is_usable(); });
 }
 
-Error Watcher::late(const Call& call) const {
+Error Watcher::timeout_error(const Call& call) const {
   const double seconds = std::chrono::duration<double>(call.timeout).count();
   std::string text = std::to_string(seconds);
   text.erase(text.find_last_not_of('0') + 1);
   if (text.back() == '.') text.pop_back();
-  return {ErrorCode::kTimeout, describe(call.signature) + " has not ended on rank " +
+  return {ErrorCode::kTimeout, describe(call.signature) + " has not finished on rank " +
                                    std::to_string(rank_) + " within " + text +
-                                   " s; a rank has not called it, is late or has died. The "
-                                   "communicator was given up"};
+                                   " s: a rank has not called it, is late or has died; the "
+                                   "communicator was aborted"};
 }
 
-std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
+std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   auto& calls = state_->calls;
   while (!calls.empty() && calls.front().mark && calls.front().mark->is_done()) calls.pop_front();
   if (calls.empty()) {
@@ -93,10 +93,10 @@ std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
   }
   const Call& oldest = calls.front();
   const auto age = Clock::now() - oldest.start;
-  if (age > oldest.timeout) return late(oldest);
+  if (age > oldest.timeout) return timeout_error(oldest);
   lock.unlock();
   auto error = handle_->background_error();
-  if (!error && checker_ != nullptr && age > kBeforeAskingWhoLives) error = checker_->find_lost();
+  if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) error = checker_->find_lost();
   lock.lock();
   return error;
 }
@@ -104,7 +104,7 @@ std::optional<Error> Watcher::look(std::unique_lock<std::mutex>& lock) {
 void Watcher::loop() {
   try {
     cuda::make_current(handle_->device());
-    // Asking for events must not spoil a capture that another thread is at.
+    // Querying events must not invalidate another thread's capture.
     const cuda::RelaxedCapture relaxed;
     std::unique_lock lock(state_->mutex);
     while (!state_->stopping) {
@@ -112,7 +112,7 @@ void Watcher::loop() {
         state_->changed.wait(lock, [this] { return state_->stopping || !state_->calls.empty(); });
         continue;
       }
-      if (const auto error = look(lock)) {
+      if (const auto error = poll(lock)) {
         state_->calls.clear();
         lock.unlock();
         handle_->fail(*error);
@@ -120,9 +120,9 @@ void Watcher::loop() {
         state_->drained.notify_all();
         continue;
       }
-      state_->changed.wait_for(lock, kBetweenLooks, [this] { return state_->stopping; });
+      state_->changed.wait_for(lock, kPollInterval, [this] { return state_->stopping; });
     }
-  } catch (const Error& error) {  // of the device: nothing that it was given will end well
+  } catch (const Error& error) {  // the device has failed, so its pending work cannot succeed
     handle_->fail(error);
     const std::lock_guard lock(state_->mutex);
     state_->drained.notify_all();

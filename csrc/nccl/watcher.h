@@ -1,11 +1,10 @@
-// Watches the calls of a communicator that the device has not finished: NCCL itself waits forever.
+// Watches a communicator's unfinished calls, since NCCL itself waits forever.
 //
-// Every call is entered here before it goes to NCCL and marked when it has been enqueued. A thread
-// looks at the oldest one every few milliseconds (NCCL runs the calls of a communicator in order,
-// whatever their streams), at what NCCL reports of its own, and whether all ranks live. When a call
-// is late, NCCL has failed or a rank has died, the communicator is given up: what runs on the
-// device ends, a call that a thread is in returns, and every later call throws the reason. The
-// thread sleeps while nothing is under way.
+// Every call is entered before it is made and marked once it is enqueued. Every 20 ms a thread
+// checks the oldest call (NCCL runs the calls of a communicator in order, whatever their streams),
+// NCCL's asynchronous errors, and whether all ranks are alive. If a call is late, NCCL has failed
+// or a rank has died, the communicator is aborted: work on the device ends, a thread inside an NCCL
+// call returns, and every later call throws the reason. The thread sleeps while no call is pending.
 #pragma once
 
 #include <condition_variable>
@@ -24,7 +23,7 @@
 
 namespace fastdist::nccl {
 
-// Events of a device that are used again: making one costs as much as a call.
+// Reuses the events of a device: creating an event costs as much as a call.
 class EventPool {
  public:
   explicit EventPool(int device) : device_(device) {}
@@ -40,12 +39,12 @@ class EventPool {
 
 class EventMark final : public Mark {
  public:
-  // Here on `stream`; the device is current.
+  // Marks the current end of `stream`. The device must be current.
   EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool captured);
   ~EventMark() override { pool_->give_back(std::move(event_)); }
   [[nodiscard]] bool is_done() const override { return captured_ || event_.is_done(); }
   void make_wait(StreamHandle stream) const override {
-    const cuda::DeviceGuard device(pool_->device());  // whose default stream may be meant
+    const cuda::DeviceGuard device(pool_->device());  // `stream` may be its default stream
     event_.make_wait(stream);
   }
 
@@ -57,17 +56,18 @@ class EventMark final : public Mark {
 
 class Watcher {
  public:
-  // `checker` may be null; it knows which ranks have died.
+  // `checker` finds ranks that have died; it may be null.
   Watcher(std::shared_ptr<Handle> handle, int rank, const Checker* checker);
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
   ~Watcher();
 
-  // A call is about to be made; then it is enqueued, or has not come that far.
+  // `enter` must be called before a call is made, then `enqueued`, or `withdraw` if the call
+  // failed.
   void enter(const Signature& signature, const CallOptions& options);
   void enqueued(std::shared_ptr<const Mark> mark);
   void withdraw() noexcept;
-  // Waits until all calls have ended or the communicator was given up.
+  // Waits until all calls have finished or the communicator has failed.
   void drain() noexcept;
 
  private:
@@ -76,9 +76,9 @@ class Watcher {
     Signature signature;
     std::chrono::nanoseconds timeout;
     Clock::time_point start;
-    std::shared_ptr<const Mark> mark;  // null: a thread is still in it
+    std::shared_ptr<const Mark> mark;  // null while a thread is making the call
   };
-  // What the thread shares. A forked child has no such thread, and leaves its copy alone.
+  // State shared with the thread. A forked child has no such thread and leaks its copy.
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
@@ -89,9 +89,9 @@ class Watcher {
   };
 
   void loop();
-  // Lets go of what has ended; what is wrong, if something is.
-  [[nodiscard]] std::optional<Error> look(std::unique_lock<std::mutex>& lock);
-  [[nodiscard]] Error late(const Call& call) const;
+  // Removes finished calls; returns the error if something failed.
+  [[nodiscard]] std::optional<Error> poll(std::unique_lock<std::mutex>& lock);
+  [[nodiscard]] Error timeout_error(const Call& call) const;
 
   std::shared_ptr<Handle> handle_;
   int rank_;

@@ -8,15 +8,15 @@ namespace {
 
 constexpr std::size_t kMaxStripes = 128;
 
-// What a thread keeps from call to call, unless a call was unusually large.
+// Memory that a thread reuses from call to call, except after unusually large calls.
 class Workspace {
  public:
-  // Room for so many items.
+  // Makes room for `ids` items.
   void prepare(std::size_t ids) {
     if (ids <= kKeptIds && unsorted.size() > kKeptIds) *this = {};
     if (unsorted.size() >= ids) return;
     sorted.resize(ids);
-    unsorted.resize(ids);  // last: its size says that there is room in both
+    unsorted.resize(ids);  // last, since its size is taken as the size of both
   }
 
   std::vector<Item> unsorted;
@@ -28,7 +28,7 @@ class Workspace {
 };
 thread_local Workspace workspace;
 
-// The first `count` unsorted items, sorted.
+// Sorts the first `count` unsorted items by stripe.
 std::span<const Item> sort(const Striping& striping, std::size_t count) {
   const std::span<const Item> items = std::span(workspace.unsorted).first(count);
   std::array<std::size_t, kMaxStripes> places{};

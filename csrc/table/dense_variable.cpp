@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "table/mixing.h"
 
 namespace fastdist::table {
 namespace {
@@ -18,8 +17,9 @@ std::size_t item_bytes(Storage storage) {
   return storage == Storage::kFloat32 ? sizeof(float) : sizeof(std::uint16_t);
 }
 
-// In pieces that memcpy copies by vectors. Its `rep movsb`, for larger ones, falls to a few GB/s on
-// Zen 3 and 4 where dst lies just behind src within a page, as a numpy array does.
+// Copies in pieces that memcpy copies with vector instructions. For larger sizes memcpy uses `rep
+// movsb`, which falls to a few GB/s on Zen 3 and 4 if dst is just behind src modulo 4096, as a
+// numpy array is.
 void copy(float* dst, const float* src, std::size_t count) {
   constexpr std::size_t kPiece = 256;
   for (; count > kPiece; count -= kPiece, dst += kPiece, src += kPiece) {
@@ -36,11 +36,9 @@ void check_count(const char* argument, std::size_t expected, std::size_t got) {
 
 }  // namespace
 
-DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage,
-                             Rounding rounding)
+DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage)
     : rule_(std::move(rule)),
       storage_(storage),
-      rounding_(rounding),
       size_(initial.size()),
       update_(kernels().update(rule_.kind())),
       chunks_((size_ + kChunk - 1) / kChunk) {
@@ -97,7 +95,7 @@ void DenseVariable::write(const float* values, std::size_t begin, std::size_t co
 }
 
 void DenseVariable::update(const Coefficients& c, const float* gradient, std::size_t begin,
-                           std::size_t count, std::uint64_t step) {
+                           std::size_t count) {
   std::array<float*, kMaxSlots> slots{};
   for (std::size_t i = 0; i < rule_.slots().size(); ++i) slots[i] = slot(i) + begin;
   if (storage_ == Storage::kFloat32) {
@@ -109,12 +107,7 @@ void DenseVariable::update(const Coefficients& c, const float* gradient, std::si
     const std::size_t part = std::min(values.size(), count - done);
     read(values.data(), begin + done, part);
     update_(c, values.data(), gradient + done, slots.data(), part);
-    if (rounding_ == Rounding::kStochastic) {
-      auto* to = reinterpret_cast<std::uint16_t*>(values_.get()) + begin + done;
-      kernels().round_bfloat16(to, values.data(), part, mix(mix(step) ^ (begin + done)));
-    } else {
-      write(values.data(), begin + done, part);
-    }
+    write(values.data(), begin + done, part);
     for (float*& slot : slots) {
       if (slot != nullptr) slot += part;
     }
@@ -147,8 +140,8 @@ void DenseVariable::push_part(std::span<const float> gradient, std::size_t begin
   const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
   for_each_chunk(begin, begin + gradient.size(),
                  [&](Chunk& chunk, std::size_t at, std::size_t count) {
-                   update(c, gradient.data() + (at - begin), at, count, step);
-                   chunk.step = std::max(chunk.step, step);  // steps may come in any order
+                   update(c, gradient.data() + (at - begin), at, count);
+                   chunk.step = std::max(chunk.step, step);  // steps may arrive in any order
                  });
 }
 

@@ -16,35 +16,33 @@
 
 namespace fastdist::table {
 
-// Any number of threads may call anything at the same time. Each chunk of kChunk elements is read
-// and changed as a whole, under a lock of its own: threads follow one another through a large
-// variable instead of waiting for each other's end, and a pull of one may see a push half done,
-// chunk by chunk.
+// All methods are thread-safe. Each chunk of kChunk elements is read and changed atomically, under
+// its own lock: threads follow one another through a large variable instead of waiting for each
+// other to finish, and a pull may see a push applied to some chunks only.
 class DenseVariable {
  public:
   static constexpr std::size_t kChunk = 16384;
 
-  // Storage is float32 or bfloat16; with the latter, steps are computed in float32 and their
-  // results rounded once.
-  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage,
-                Rounding rounding = Rounding::kNearest);
+  // Storage is float32 or bfloat16. With bfloat16, steps are computed in float32 and their results
+  // rounded once.
+  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage);
 
   void pull(std::span<float> values);
-  // One step.
+  // Makes one step.
   void push(std::span<const float> gradient, std::optional<double> learning_rate);
-  // The elements from `begin` on, as many as there is room for.
+  // Reads the elements from `begin` on, as many as `values` holds.
   void pull_part(std::span<float> values, std::size_t begin);
-  // Begins a step, whose parts are pushed by whoever may: each element once. Returns its number.
+  // Begins a step and returns its number. Any threads may push its parts, each element once.
   std::uint64_t begin_step() noexcept { return step_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  // The part of a step that begins with element `begin`.
+  // Pushes the part of a step that begins with element `begin`.
   void push_part(std::span<const float> gradient, std::size_t begin, std::uint64_t step,
                  std::optional<double> learning_rate);
-  // Sets the values and, unless `slots` is empty, the slots: slot after slot, each as large as the
+  // Sets the values and, unless `slots` is empty, the slots: slot after slot, each the size of the
   // variable.
   void assign(std::span<const float> values, std::span<const float> slots);
-  // Values and slots as `assign` takes them; an element's are of one moment. Returns the last step
-  // that any element read has seen: no element has seen more, and those that a push reaches
-  // meanwhile may lack it, as they do where a push is stopped half done.
+  // Reads values and slots in the layout of `assign`; an element's value and slots are consistent.
+  // Returns the last step of any element. Elements that a concurrent push has not reached yet, or
+  // never reaches because it fails, lack that step.
   std::uint64_t read_state(std::span<float> values, std::span<float> slots);
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
@@ -53,24 +51,23 @@ class DenseVariable {
   [[nodiscard]] std::uint64_t step() const noexcept {
     return step_.load(std::memory_order_relaxed);
   }
-  // That of all elements.
+  // Sets the step of all elements.
   void set_step(std::uint64_t step);
 
  private:
   struct Chunk {
     std::mutex mutex;
-    std::uint64_t step = 0;  // the last that has changed it
+    std::uint64_t step = 0;  // the last step that changed the chunk
   };
 
-  // Calls `call(chunk, begin, count)` for each chunk of a range, or what of it is in the range,
-  // under its lock.
+  // Calls `call(chunk, begin, count)` for the part of each chunk that is in the range, under the
+  // chunk's lock.
   template <class Call>
   void for_each_chunk(std::size_t begin, std::size_t end, Call&& call);
   void check_range(const char* argument, std::size_t begin, std::size_t count) const;
   void read(float* values, std::size_t begin, std::size_t count) const;
   void write(const float* values, std::size_t begin, std::size_t count);
-  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count,
-              std::uint64_t step);
+  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count);
 
   [[nodiscard]] float* slot(std::size_t i) const noexcept {
     return reinterpret_cast<float*>(slots_.get()) + i * size_;
@@ -78,7 +75,6 @@ class DenseVariable {
 
   UpdateRule rule_;
   Storage storage_;
-  Rounding rounding_;
   std::size_t size_;
   UpdateFunction update_;
   Memory values_;

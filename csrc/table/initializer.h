@@ -1,5 +1,5 @@
-// What rows begin as. Element i of a row depends on (seed, id, i) only: a row is the same whichever
-// server makes it, whenever, and on whatever processor.
+// Initial values of rows. Element i of a row depends only on (seed, id, i), so a row is the same on
+// every server and every processor, whenever it is created.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ enum class Distribution : std::uint8_t { kConstant, kUniform, kNormal };
 
 class Initializer {
  public:
-  // constant: the value, ignored; uniform: from, to; normal: mean, standard deviation. Throws
-  // kValue.
+  // `first` and `second` are, for constant, the value and an ignored number; for uniform, the lower
+  // and upper bound; for normal, mean and standard deviation. Throws kValue.
   Initializer(std::string_view distribution, double first, double second, std::uint64_t seed);
 
   void fill(std::span<float> row, std::uint64_t id) const;

@@ -1,5 +1,5 @@
-// Loops over the elements of rows and of dense variables. Compiled once per instruction set, all
-// of them with the same bits as results: nothing is contracted, reassociated or approximated.
+// Loops over the elements of rows and dense variables, compiled once per instruction set. All
+// versions give the same bits: nothing is contracted, reassociated or approximated.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace fastdist::table {
 
-// `slots` holds the first element of each of the rule's slots, in its order.
+// `slots` has a pointer to the first element of each of the rule's slots, in their order.
 using UpdateFunction = void (*)(const Coefficients& c, float* values, const float* gradient,
                                 float* const* slots, std::size_t count);
 
@@ -19,34 +19,28 @@ struct Kernels {
   void (*add)(float* dst, const float* src, std::size_t count);  // dst += src
 
   void (*widen_bfloat16)(float* dst, const std::uint16_t* src, std::size_t count);
-  // To the nearest, ties to even.
+  // Rounds to nearest, ties to even.
   void (*narrow_bfloat16)(std::uint16_t* dst, const float* src, std::size_t count);
 
-  // IEEE's format of 16 bits; to the nearest, ties to even.
+  // IEEE half precision; rounds to nearest, ties to even.
   void (*widen_float16)(float* dst, const std::uint16_t* src, std::size_t count);
   void (*narrow_float16)(std::uint16_t* dst, const float* src, std::size_t count);
 
   // dst = src × scale
   void (*widen_int8)(float* dst, const std::int8_t* src, float scale, std::size_t count);
-  // Returns the scale: the largest magnitude is 127 times it. Values go to the nearest multiple,
-  // ties to even. A scale has 16 significant bits, so that 127 times it is exact: what has been
-  // widened comes back the same. Where a value is not finite, the scale is NaN.
+  // Returns the scale, such that the largest magnitude is 127 × scale. Values are rounded to the
+  // nearest multiple, ties to even. The scale has 16 significant bits, so that 127 × scale is exact
+  // and widened values narrow to the same bytes. The scale is NaN if a value is not finite.
   float (*narrow_int8)(std::int8_t* dst, const float* src, std::size_t count);
-
-  // As narrow_, but up or down by chance, so that the mean of many is the value. Element i's
-  // depends on (key, i) only. What has been widened comes back the same.
-  void (*round_bfloat16)(std::uint16_t* dst, const float* src, std::size_t count,
-                         std::uint64_t key);
-  float (*round_int8)(std::int8_t* dst, const float* src, std::size_t count, std::uint64_t key);
 
   std::size_t (*count_nonfinite)(const float* src, std::size_t count);
 
-  // Element i depends on (key, i) only.
+  // Element i depends only on (key, i).
   void (*uniform)(float* dst, std::size_t count, std::uint64_t key, float low, float high);
   void (*normal)(float* dst, std::size_t count, std::uint64_t key, float mean, float deviation);
 };
 
-// Those of the widest instruction set that this processor has.
+// Returns the kernels of the widest instruction set that this processor supports.
 [[nodiscard]] const Kernels& kernels();
 
 namespace generic {

@@ -1,10 +1,10 @@
-// The loops behind kernels.h, written for the compiler to vectorize. Each kernels_<set>.cpp sets
-// FASTDIST_ISA and includes this file under its own compiler flags. Everything here has internal
-// linkage and no standard templates are called, so that no function compiled for a wide instruction
-// set can be picked by the linker for another file.
+// The loops behind kernels.h, written for the compiler to vectorize. Each kernels_<set>.cpp defines
+// FASTDIST_ISA and includes this file under its own compiler flags. Everything has internal linkage
+// and no standard templates are called, so that the linker cannot pick a function compiled for a
+// wide instruction set for another file.
 
 #if !defined(FASTDIST_ISA)
-#error "included by kernels_<instruction set>.cpp only"
+#error "include this file only from kernels_<instruction set>.cpp"
 #endif
 
 #include <cstddef>
@@ -18,11 +18,11 @@ namespace {
 inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-// --- update rules: torch.optim's, element by element --------------------------------------------
+// --- update rules of torch.optim, element by element ------------------------------------------
 
 inline float effective(const Coefficients& c, float gradient, float value) {
   const float g = c.sign * gradient;
-  // Not added when zero: the value may be infinite.
+  // Skipped if zero: the value may be infinite.
   return c.weight_decay == 0 ? g : g + c.weight_decay * value;
 }
 
@@ -137,19 +137,7 @@ void add(float* __restrict dst, const float* __restrict src, std::size_t count) 
   for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
 }
 
-// The finalizer of MurmurHash3 (Appleby, public domain).
-inline std::uint32_t scramble(std::uint32_t x) {
-  x = (x ^ x >> 16) * 0x85EBCA6BU;
-  x = (x ^ x >> 13) * 0xC2B2AE35U;
-  return x ^ x >> 16;
-}
-inline std::uint32_t random_bits(std::uint64_t key, std::uint32_t i) {
-  return scramble(scramble(static_cast<std::uint32_t>(key) + i * 0x9E3779B9U) ^
-                  static_cast<std::uint32_t>(key >> 32));
-}
-
-// --- narrow storage
-// -------------------------------------------------------------------------------
+// --- narrow storage ---------------------------------------------------------------------------
 
 void widen_bfloat16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) dst[i] = float_of(std::uint32_t{src[i]} << 16);
@@ -170,11 +158,10 @@ void widen_int8(float* __restrict dst, const std::int8_t* __restrict src, float 
   for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<float>(src[i]) * scale;
 }
 
-// The scale for values of which the largest magnitude is given by its bits; NaN where that is not
-// finite, and 0 where it is too small for a scale. It has up to 16 significant bits, so that no
-// value is more than 127 times the scale.
+// Returns the scale for the values: NaN if a magnitude is not finite, 0 if the largest is too small
+// for a scale. The scale is rounded up to 16 significant bits, so no value exceeds 127 × scale.
 inline float int8_scale(const float* __restrict src, std::size_t count) {
-  std::uint32_t largest = 0;  // magnitudes are ordered as their bits are
+  std::uint32_t largest = 0;  // magnitudes have the order of their bits
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t magnitude = bits_of(src[i]) & 0x7FFFFFFFU;
     largest = magnitude > largest ? magnitude : largest;
@@ -192,7 +179,7 @@ float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std:
     __builtin_memset(dst, 0, count);
     return scale;
   }
-  // Adding and taking away 1.5 × 2²³ rounds to a whole number, ties to even.
+  // Adding and subtracting 1.5 × 2²³ rounds to an integer, ties to even.
   constexpr float kRound = 12582912.0F;
   for (std::size_t i = 0; i < count; ++i) {
     dst[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(src[i] / scale + kRound - kRound));
@@ -200,44 +187,14 @@ float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std:
   return scale;
 }
 
-float round_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count,
-                 std::uint64_t key) {
-  const float scale = int8_scale(src, count);
-  if (!(scale > 0)) {
-    __builtin_memset(dst, 0, count);
-    return scale;
-  }
-  const auto end = static_cast<std::uint32_t>(count);
-  for (std::uint32_t i = 0; i < end; ++i) {
-    // Positive, so that the conversion rounds down; of 15 bits, which the sum has room for.
-    const float chance = static_cast<float>(static_cast<std::int32_t>(random_bits(key, i) >> 17));
-    const float shifted = src[i] / scale + 256.0F + chance * 0x1p-15F;
-    dst[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(shifted) - 256);
-  }
-  return scale;
-}
+// --- narrow messages --------------------------------------------------------------------------
 
-void round_bfloat16(std::uint16_t* __restrict dst, const float* __restrict src, std::size_t count,
-                    std::uint64_t key) {
-  const auto end = static_cast<std::uint32_t>(count);
-  for (std::uint32_t i = 0; i < end; ++i) {
-    const std::uint32_t u = bits_of(src[i]);
-    const std::uint32_t rounded = (u + (random_bits(key, i) >> 16)) >> 16;
-    const bool is_finite = (u & 0x7FFFFFFFU) < 0x7F800000U;
-    const bool is_nan = (u & 0x7FFFFFFFU) > 0x7F800000U;
-    dst[i] = static_cast<std::uint16_t>(is_finite ? rounded : (u >> 16 | (is_nan ? 0x40U : 0U)));
-  }
-}
-
-// --- narrow messages
-// ------------------------------------------------------------------------------
-
-// A half has 10 bits of mantissa and exponents from -14 to 15, a float 23 and -126 to 127.
+// A half has 10 mantissa bits and exponents from -14 to 15; a float has 23 and -126 to 127.
 void widen_float16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t sign = (src[i] & 0x8000U) << 16;
     const std::uint32_t magnitude = src[i] & 0x7FFFU;
-    // Multiplying moves the exponent, of subnormals too.
+    // A multiplication rebases the exponent, also of subnormals.
     const float finite = float_of(magnitude << 13) * 0x1p112F;
     const std::uint32_t special = magnitude << 13 | 0x7F800000U;
     dst[i] = float_of((magnitude < 0x7C00U ? bits_of(finite) : special) | sign);
@@ -249,7 +206,7 @@ void narrow_float16(std::uint16_t* __restrict dst, const float* __restrict src, 
     const std::uint32_t sign = bits_of(src[i]) >> 16 & 0x8000U;
     const std::uint32_t u = bits_of(src[i]) & 0x7FFFFFFFU;
     const std::uint32_t normal = (u + 0xFFFU + (u >> 13 & 1U) - (112U << 23)) >> 13;
-    // A half's smallest step is that of floats from ½ to 1: the addition rounds.
+    // A half's smallest step is the step of floats from ½ to 1, so the addition rounds.
     const std::uint32_t subnormal = bits_of(float_of(u) + 0.5F) - 0x3F000000U;
     const std::uint32_t finite = u < 0x38800000U ? subnormal : normal;
     const std::uint32_t special = u > 0x7F800000U ? 0x7E00U : 0x7C00U;
@@ -272,10 +229,20 @@ std::size_t count_nonfinite(const float* __restrict src, std::size_t count) {
   return found;
 }
 
-// --- initial values
-// -------------------------------------------------------------------------------
+// --- initial values ---------------------------------------------------------------------------
 
-// From 0 to below 1, in steps of 2⁻²⁴. By way of a signed number, which vectors convert faster.
+// The finalizer of MurmurHash3 (Appleby, public domain).
+inline std::uint32_t scramble(std::uint32_t x) {
+  x = (x ^ x >> 16) * 0x85EBCA6BU;
+  x = (x ^ x >> 13) * 0xC2B2AE35U;
+  return x ^ x >> 16;
+}
+inline std::uint32_t random_bits(std::uint64_t key, std::uint32_t i) {
+  return scramble(scramble(static_cast<std::uint32_t>(key) + i * 0x9E3779B9U) ^
+                  static_cast<std::uint32_t>(key >> 32));
+}
+
+// Returns a number in [0, 1), in steps of 2⁻²⁴. Vectors convert signed integers faster.
 inline float random_unit(std::uint64_t key, std::uint32_t i) {
   return static_cast<float>(static_cast<std::int32_t>(random_bits(key, i) >> 8)) * 0x1p-24F;
 }
@@ -286,8 +253,8 @@ void uniform(float* __restrict dst, std::size_t count, std::uint64_t key, float 
   for (std::uint32_t i = 0; i < end; ++i) dst[i] = low + width * random_unit(key, i);
 }
 
-// For 0 < x ≤ 1, to 1e-7 of the result. x = 2ᵉ·m with m from √½ to √2, and ln m = 2 artanh s with
-// s = (m-1)/(m+1), by its series.
+// Computes ln x for 0 < x ≤ 1, accurate to 1e-7. With x = 2ᵉ·m and m from √½ to √2, ln m = 2 artanh
+// s for s = (m-1)/(m+1), computed by its series.
 inline float natural_log(float x) {
   constexpr std::uint32_t kRootHalf = 0x3F3504F3U;
   const std::uint32_t shifted = bits_of(x) - kRootHalf;
@@ -300,7 +267,8 @@ inline float natural_log(float x) {
   return exponent * 0.69314718F + series;
 }
 
-// cos(2πx) for x from 0 to 1, to 3e-7: 2 sin²(π(x - ½)) - 1, with the sine by its series.
+// Computes cos(2πx) for x from 0 to 1, accurate to 3e-7, as 2 sin²(π(x - ½)) - 1 with the sine's
+// series.
 inline float cosine_of_turns(float x) {
   const float y = 3.14159265F * (x - 0.5F);
   const float t = y * y;
@@ -311,7 +279,7 @@ inline float cosine_of_turns(float x) {
   return 2 * sine * sine - 1;
 }
 
-// Box and Muller's transform, of two uniform numbers for each.
+// The Box-Muller transform, with two uniform numbers per result.
 void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float mean,
             float deviation) {
   const auto end = static_cast<std::uint32_t>(count);
@@ -325,8 +293,8 @@ void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float m
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels{find_update,     add,        widen_bfloat16, narrow_bfloat16, widen_float16,
-                       narrow_float16,  widen_int8, narrow_int8,    round_bfloat16,  round_int8,
-                       count_nonfinite, uniform,    normal};
+const Kernels kKernels{find_update,    add,        widen_bfloat16, narrow_bfloat16, widen_float16,
+                       narrow_float16, widen_int8, narrow_int8,    count_nonfinite, uniform,
+                       normal};
 
 }  // namespace fastdist::table::FASTDIST_ISA

@@ -1,4 +1,4 @@
-// The locks that a call holds while it goes through its items.
+// The locks that a call holds while it processes its items.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,7 @@
 
 namespace fastdist::table {
 
-// Of items by stripe, those from `visited` to `locked` are worked on; their stripes' locks are
-// held.
+// A window [visited, locked) of items ordered by stripe; the locks of the items' stripes are held.
 template <class Stripe>
 class LockWindow {
  public:
@@ -21,14 +20,14 @@ class LockWindow {
     while (visited_ < locked_) leave([](Stripe&) {});
   }
 
-  // Locks the stripe of the next item, unless the item before has locked it.
+  // Locks the stripe of the next item, unless the previous item has locked it.
   Stripe& enter() {
     Stripe& next = stripe(locked_);
     if (locked_ == visited_ || &stripe(locked_ - 1) != &next) next.mutex.lock();
     ++locked_;
     return next;
   }
-  // The item that was entered first is done. `last_call(stripe)` is made before a lock is given up.
+  // Leaves the oldest item of the window. Calls `last_call(stripe)` before a lock is released.
   template <class Call>
   void leave(Call&& last_call) {
     Stripe& done = stripe(visited_++);

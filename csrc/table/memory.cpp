@@ -26,7 +26,8 @@ std::size_t round_up(std::size_t value, std::size_t step) {
                                       std::to_string(bytes) + " more bytes");
 }
 
-// Starts at a huge page's boundary: the kernel gives huge pages for whole ones only.
+// Maps memory that starts at a huge page boundary, since the kernel gives huge pages for aligned
+// ranges only.
 Memory map(std::size_t bytes, Pages pages, const char* what) {
   const std::size_t wanted = round_up(bytes, kHugePageBytes);
   const std::size_t mapped = wanted + kHugePageBytes;

@@ -1,4 +1,4 @@
-// Ids to keys that look random, and back.
+// A bijection between ids and random-looking keys.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace fastdist::table {
 
 // The finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
-// 2014): every bit of x changes half of the bits of the result.
+// 2014): changing one bit of x changes half of the result's bits.
 inline constexpr std::uint64_t kFirstFactor = 0xBF58476D1CE4E5B9U;
 inline constexpr std::uint64_t kSecondFactor = 0x94D049BB133111EBU;
 
@@ -16,9 +16,9 @@ inline constexpr std::uint64_t kSecondFactor = 0x94D049BB133111EBU;
   return x ^ x >> 31;
 }
 
-// 1/factor modulo 2⁶⁴, by Newton's iteration; each step doubles the bits that are right.
+// Computes 1/factor modulo 2⁶⁴ by Newton's iteration; each step doubles the number of correct bits.
 [[nodiscard]] constexpr std::uint64_t reciprocal(std::uint64_t factor) noexcept {
-  std::uint64_t x = factor;  // right in 3 bits, as for every odd number
+  std::uint64_t x = factor;  // correct in 3 bits, as for every odd number
   for (int i = 0; i < 5; ++i) x *= 2 - factor * x;
   return x;
 }
@@ -29,9 +29,9 @@ inline constexpr std::uint64_t kSecondFactor = 0x94D049BB133111EBU;
   return x ^ x >> 30 ^ x >> 60;
 }
 
-// The key of an id in a hashed table. Different ids have different keys, so the id itself is not
-// kept. The constant makes keys independent of what else mixes ids, as routing between servers
-// does: the ids of one server would otherwise crowd in a part of its index.
+// Returns the key of an id in a hashed table. Distinct ids have distinct keys, so the id itself is
+// not stored. The constant makes keys independent of other uses of `mix`, such as routing between
+// servers: otherwise the ids of one server would crowd one part of its index.
 inline constexpr std::uint64_t kSalt = 0x6A09E667F3BCC909U;
 [[nodiscard]] constexpr std::uint64_t key_of(std::uint64_t id) noexcept { return mix(id ^ kSalt); }
 [[nodiscard]] constexpr std::uint64_t id_of(std::uint64_t key) noexcept {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
 using Mask = std::array<unsigned long, kMostNodes / kWordBits>;
-// The kernel reads one bit less than it is told.
+// The kernel reads one bit less than this.
 constexpr unsigned long kMaskBits = kMostNodes + 1;
 
 bool has_own_policy() {

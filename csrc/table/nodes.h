@@ -1,4 +1,4 @@
-// The memory nodes (sockets) of a machine.
+// The NUMA nodes of a machine.
 #pragma once
 
 #include <bitset>
@@ -9,11 +9,12 @@ namespace fastdist::table {
 constexpr std::size_t kMostNodes = 1024;
 using Nodes = std::bitset<kMostNodes>;
 
-// Those that this process may take memory from; none where the kernel does not say.
+// Returns the nodes that this process may allocate memory from; none if the kernel does not report
+// them.
 [[nodiscard]] Nodes nodes_allowed();
 
-// Has pages that are not real yet come from all nodes in turn: threads of any node use any row.
-// Nothing happens where there is one node, where numactl or the like has chosen already, or where
+// Interleaves the uncommitted pages of a range over `nodes`, since threads of any node use any row.
+// Does nothing if there is a single node, if a policy is already set (by numactl or similar), or if
 // a container forbids it.
 void spread(std::byte* data, std::size_t bytes, const Nodes& nodes);
 

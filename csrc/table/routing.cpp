@@ -20,13 +20,14 @@ void check_ids(const Owners& owners, std::span<const std::uint64_t> ids) {
   }
 }
 
-// The first of each id, in the order in which they came, and for each given one its number.
+// Returns the distinct ids in order of first occurrence, and sets for each given id its index
+// there.
 std::vector<std::uint64_t> distinct(std::span<const std::uint64_t> ids,
                                     std::vector<std::int64_t>& numbers) {
   std::vector<std::uint64_t> firsts;
   firsts.reserve(ids.size());
   numbers.resize(ids.size());
-  // A hash table of numbers, plus 1; at most half full.
+  // A hash table of indices, plus 1; at most half full.
   const std::size_t capacity = std::bit_ceil(2 * ids.size() + 2);
   std::vector<std::uint32_t> seen(capacity);
   for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -43,8 +44,9 @@ std::vector<std::uint64_t> distinct(std::span<const std::uint64_t> ids,
 
 }  // namespace
 
-std::size_t Owners::of(std::uint64_t id) const {
-  if (begins.empty()) return (mix(id) >> 32) * count >> 32;  // as fastdist/ps/spread.py
+std::size_t Owners::owner_of(std::uint64_t id) const {
+  // A change of this formula moves rows to other servers.
+  if (begins.empty()) return (mix(id) >> 32) * count >> 32;
   return static_cast<std::size_t>(std::ranges::upper_bound(begins, id) - begins.begin()) - 1;
 }
 
@@ -59,17 +61,17 @@ Routes route(const Owners& owners, std::span<const std::uint64_t> ids) {
   }
   std::vector<std::uint32_t> owner(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    owner[i] = static_cast<std::uint32_t>(owners.of(ids[i]));
+    owner[i] = static_cast<std::uint32_t>(owners.owner_of(ids[i]));
     ++routes.counts[owner[i]];
   }
   std::vector<std::size_t> next(owners.count);
   for (std::size_t o = 1; o < owners.count; ++o) next[o] = next[o - 1] + routes.counts[o - 1];
   routes.ids.resize(ids.size());
-  routes.places.resize(ids.size());
+  routes.positions.resize(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::size_t at = next[owner[i]]++;
     routes.ids[at] = owners.local(ids[i], owner[i]);
-    routes.places[at] = static_cast<std::int64_t>(i);
+    routes.positions[at] = static_cast<std::int64_t>(i);
   }
   return routes;
 }
@@ -83,16 +85,16 @@ Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids) 
   const std::vector<std::uint64_t> firsts = distinct(ids, numbers);
   if (owners.count == 1 && ids.size() - firsts.size() <= ids.size() / 8) return route(owners, ids);
   Routes routes = route(owners, firsts);
-  if (routes.places.empty()) {
-    routes.places = std::move(numbers);
+  if (routes.positions.empty()) {
+    routes.positions = std::move(numbers);
     return routes;
   }
   std::vector<std::int64_t> at(firsts.size());
   for (std::size_t i = 0; i < at.size(); ++i) {
-    at[static_cast<std::size_t>(routes.places[i])] = static_cast<std::int64_t>(i);
+    at[static_cast<std::size_t>(routes.positions[i])] = static_cast<std::int64_t>(i);
   }
   for (std::int64_t& number : numbers) number = at[static_cast<std::size_t>(number)];
-  routes.places = std::move(numbers);
+  routes.positions = std::move(numbers);
   return routes;
 }
 

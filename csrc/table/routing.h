@@ -1,4 +1,4 @@
-// Which server each id of a request goes to.
+// Routing of a request's ids to servers.
 #pragma once
 
 #include <cstddef>
@@ -8,32 +8,32 @@
 
 namespace fastdist::table {
 
-// The owners of ids: of ranges, or, where there are none, of an equal part of all hashes each.
+// The owners of ids: each owns a range of ids or, without ranges, an equal part of the hashes.
 struct Owners {
   std::size_t count;
   std::vector<std::uint64_t> begins;  // the first id of each range, ascending from 0
-  std::uint64_t end = 0;              // of the last range
+  std::uint64_t end = 0;              // end of the last range
 
-  [[nodiscard]] std::size_t of(std::uint64_t id) const;
-  // An id as its owner knows it.
+  [[nodiscard]] std::size_t owner_of(std::uint64_t id) const;
+  // Returns an id relative to its owner's range.
   [[nodiscard]] std::uint64_t local(std::uint64_t id, std::size_t owner) const {
     return begins.empty() ? id : id - begins[owner];
   }
 };
 
-// Ids in the order of their owners, local ones.
+// Local ids, grouped by owner.
 struct Routes {
   std::vector<std::uint64_t> ids;
-  std::vector<std::size_t> counts;  // of each owner
-  // route(): ids[i] is the one given at places[i]. route_distinct(): the one given at i is
-  // ids[places[i]]. Empty where the ids are those given, in their order.
-  std::vector<std::int64_t> places;
+  std::vector<std::size_t> counts;  // number of ids per owner
+  // From route(): ids[i] was given at positions[i]. From route_distinct(): the id given at i is
+  // ids[positions[i]]. Empty if the ids are unchanged and in their given order.
+  std::vector<std::int64_t> positions;
 };
 
-// Throws kIndex for an id beyond all ranges.
+// Throws kIndex for an id outside all ranges.
 [[nodiscard]] Routes route(const Owners& owners, std::span<const std::uint64_t> ids);
-// Equal ids go once; unless there is one owner only and so few of them are equal that the copies
-// this needs would take longer.
+// Removes duplicate ids, unless there is a single owner and so few duplicates that removing them
+// would cost more than sending them.
 [[nodiscard]] Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids);
 
 }  // namespace fastdist::table

@@ -32,7 +32,7 @@ RowNumber RowArena::take(std::uint32_t count) {
   const std::uint64_t end = first + count;
   if (end > kMaxRows) throw Error(ErrorCode::kMemory, "a table holds at most 2^31 rows");
   while (owned_.size() << block_bits_ < end) {
-    // A small table should not take a huge page.
+    // Small pages for the first block: a small table should not take a huge page.
     const Pages pages = owned_.empty() ? Pages::kSmall : Pages::kHuge;
     owned_.reserve(owned_.size() + 1);
     owned_.push_back(allocate((std::size_t{1} << block_bits_) * stride_, pages, kWhat));

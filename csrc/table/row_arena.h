@@ -1,4 +1,4 @@
-// The memory of a table's rows. Rows are numbered and never move.
+// The memory of a table's rows. Rows have numbers and never move.
 #pragma once
 
 #include <atomic>
@@ -14,21 +14,21 @@ namespace fastdist::table {
 using RowNumber = std::uint32_t;
 inline constexpr std::size_t kMaxRows = std::size_t{1} << 31;
 
-// Blocks of equal size; the pages of a block become real when its rows are used.
+// Rows are in blocks of equal size; a block's pages are committed when its rows are used.
 //
-// take() locks; row() does not: whoever has a row's number got it after take() had returned it,
-// through the lock of a stripe. The array of blocks has room for all there can ever be, so that it
-// stays where it is; of that, too, only what is used becomes real.
+// take() locks; row() does not, since a thread that knows a row's number got it after take() had
+// returned, through the lock of a stripe. The array of blocks is allocated at its maximum size, so
+// that it never moves; only its used part is committed.
 class RowArena {
  public:
   explicit RowArena(std::size_t stride);
 
-  // The first of `count` rows that were never taken; their memory is zeroed. Throws kMemory.
+  // Returns the first of `count` consecutive new rows, with zeroed memory. Throws kMemory.
   RowNumber take(std::uint32_t count);
   [[nodiscard]] std::byte* row(RowNumber number) const noexcept {
     return blocks()[number >> block_bits_] + (number & block_mask_) * stride_;
   }
-  // Of the rows that were taken.
+  // Returns the bytes of all taken rows.
   [[nodiscard]] std::size_t bytes() const noexcept {
     return taken_.load(std::memory_order_relaxed) * stride_;
   }
@@ -43,7 +43,7 @@ class RowArena {
   RowNumber block_mask_;
   Memory block_array_;
   std::mutex mutex_;
-  std::vector<Memory> owned_;            // guarded by the mutex
+  std::vector<Memory> owned_;            // guarded by mutex_
   std::atomic<std::uint64_t> taken_{0};  // written under the mutex
 };
 

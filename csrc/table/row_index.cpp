@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::size_t kFirstCapacity = 16;
 
-// The first free place from the key's own on.
+// Returns the first free place at or after the key's own place.
 RowIndex::Entry& free_place(RowIndex::Entry* entries, std::size_t mask, std::uint64_t key) {
   std::size_t at = key & mask;
   while (entries[at].row != 0) at = (at + 1) & mask;
@@ -38,7 +38,7 @@ RowIndex::Entry& RowIndex::insert(std::uint64_t key, RowNumber row, std::uint32_
 void RowIndex::erase(Entry& entry) noexcept {
   std::size_t hole = static_cast<std::size_t>(&entry - entries());
   for (std::size_t at = (hole + 1) & mask(); entries()[at].row != 0; at = (at + 1) & mask()) {
-    // An entry may move into the hole unless its own place lies behind the hole.
+    // An entry may move into the hole unless its own place is behind the hole.
     const std::size_t from_home = (at - entries()[at].key) & mask();
     const std::size_t from_hole = (at - hole) & mask();
     if (from_home < from_hole) continue;

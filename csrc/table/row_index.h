@@ -1,4 +1,4 @@
-// Where the rows of one stripe are: a hash table from keys to row numbers.
+// The index of one stripe: a hash table from keys to row numbers.
 #pragma once
 
 #include <atomic>
@@ -10,18 +10,18 @@
 
 namespace fastdist::table {
 
-// Open addressing with linear probing: a lookup touches one cache line, seldom two. Keys look
-// random already, so their low bits are the position. An erased entry's place is filled by those
-// behind it, so there are no marks of the dead to step over.
+// Open addressing with linear probing: a lookup touches one cache line, rarely two. Keys look
+// random already, so their low bits are the position. Erasing an entry moves later entries into its
+// place, so there are no tombstones.
 //
-// Guarded by the stripe's lock, all but prefetch().
+// All methods except prefetch() require the stripe's lock.
 class RowIndex {
  public:
   struct Entry {
     std::uint64_t key;
-    RowNumber row;        // 0: an empty place. With kUnwritten: the row's memory is its own, but
-                          // holds nothing yet; the row is as good as absent
-    std::uint32_t stamp;  // the step that touched the row last, where the table has limits
+    RowNumber row;        // 0 for an empty place; kUnwritten is set if the row has memory but no
+                          // values yet, and counts as absent
+    std::uint32_t stamp;  // the step that last touched the row, if the table has limits
 
     [[nodiscard]] RowNumber number() const noexcept { return row & ~kUnwritten; }
     [[nodiscard]] bool is_written() const noexcept { return (row & kUnwritten) == 0; }
@@ -36,14 +36,14 @@ class RowIndex {
       if (entry.key == key) return &entry;
     }
   }
-  // Makes room for one more entry; throws kMemory, and then nothing has changed.
+  // Makes room for one more entry. Throws kMemory, with nothing changed.
   void reserve_one();
-  // The key must be absent, and room reserved.
+  // The key must be absent, and room must be reserved.
   Entry& insert(std::uint64_t key, RowNumber row, std::uint32_t stamp) noexcept;
   void erase(Entry& entry) noexcept;
 
-  // Any thread may ask for the line in which a key is looked for. It may be out of date, which
-  // costs time and nothing else.
+  // Prefetches the cache line of a key's place. Any thread may call this without the lock: outdated
+  // pointers cost time but are harmless.
   void prefetch(std::uint64_t key) const noexcept {
     const std::size_t offset = (key & mask_.load(std::memory_order_relaxed)) * sizeof(Entry);
     __builtin_prefetch(reinterpret_cast<const void*>(
@@ -61,8 +61,8 @@ class RowIndex {
       if (entries()[at].row != 0) visit(entries()[at]);
     }
   }
-  // Erases where `is_unwanted(entry)`. An erased entry's place is looked at again; what comes there
-  // from the beginning of the table has been looked at before.
+  // Erases entries for which `is_unwanted(entry)`. The place of an erased entry is checked again;
+  // an entry that moved there from the beginning of the table is simply checked twice.
   template <class Predicate>
   void erase_if(Predicate&& is_unwanted) {
     for (std::size_t at = 0; size_ != 0 && at <= mask();) {
@@ -80,7 +80,7 @@ class RowIndex {
   [[nodiscard]] std::size_t mask() const noexcept { return mask_.load(std::memory_order_relaxed); }
 
   Memory memory_;
-  // Atomic for prefetch(); everybody else has the lock, so relaxed order is enough.
+  // Atomic because of prefetch(). All other accesses hold the lock, so relaxed order suffices.
   std::atomic<Entry*> entries_{nullptr};
   std::atomic<std::size_t> mask_{0};
   std::size_t size_ = 0;

@@ -29,7 +29,7 @@ std::size_t value_bytes(std::size_t dim, Storage storage) {
   return 0;
 }
 
-// Rows that begin with a cache line touch fewer of them, where that costs little memory.
+// Rounds a row up to whole cache lines if that adds little memory: aligned rows touch fewer lines.
 std::size_t stride_of(std::size_t bytes) {
   constexpr std::size_t kLine = 64;
   const std::size_t lines = round_up(bytes, kLine);
@@ -50,17 +50,9 @@ std::string_view name_of(Storage storage) noexcept {
   return kNames[static_cast<std::size_t>(storage)];
 }
 
-Rounding rounding_of(std::string_view name) {
-  if (name == "nearest") return Rounding::kNearest;
-  if (name == "stochastic") return Rounding::kStochastic;
-  throw Error(ErrorCode::kValue,
-              "unknown rounding: expected nearest or stochastic, got " + std::string(name));
-}
-
-RowLayout::RowLayout(std::size_t dim, Storage storage, Rounding rounding, const UpdateRule& rule)
+RowLayout::RowLayout(std::size_t dim, Storage storage, const UpdateRule& rule)
     : dim_(dim),
       storage_(storage),
-      rounding_(rounding),
       slots_(rule.slots().size()),
       value_bytes_(table::value_bytes(dim, storage)),
       stride_(stride_of(value_bytes_ + slot_floats() * sizeof(float))) {}
@@ -91,15 +83,6 @@ void RowLayout::write(std::byte* row, const float* values) const {
   }
 }
 
-void RowLayout::write_by_chance(std::byte* row, const float* values, std::uint64_t key) const {
-  if (storage_ == Storage::kInt8) {
-    *reinterpret_cast<float*>(row) = kernels().round_int8(
-        reinterpret_cast<std::int8_t*>(row) + sizeof(float), values, dim_, key);
-  } else {
-    kernels().round_bfloat16(reinterpret_cast<std::uint16_t*>(row), values, dim_, key);
-  }
-}
-
 void RowLayout::read_slots(float* slots, const std::byte* row) const {
   std::copy_n(reinterpret_cast<const float*>(row + value_bytes_), slot_floats(), slots);
 }
@@ -109,7 +92,7 @@ void RowLayout::write_slots(std::byte* row, const float* slots) const {
 }
 
 void RowLayout::update(std::byte* row, UpdateFunction update, const Coefficients& c,
-                       const float* gradient, float* scratch, std::uint64_t key) const {
+                       const float* gradient, float* scratch) const {
   std::array<float*, kMaxSlots> slots;
   for (std::size_t i = 0; i < slots_; ++i) {
     slots[i] = reinterpret_cast<float*>(row + value_bytes_) + i * dim_;
@@ -119,7 +102,6 @@ void RowLayout::update(std::byte* row, UpdateFunction update, const Coefficients
   }
   read(scratch, row);
   update(c, scratch, gradient, slots.data(), dim_);
-  if (rounding_ == Rounding::kStochastic) return write_by_chance(row, scratch, key);
   write(row, scratch);
 }
 

@@ -6,7 +6,7 @@
 namespace fastdist::table {
 namespace {
 
-// Copied in a few tens of microseconds.
+// This many rows are copied in a few tens of microseconds.
 constexpr std::size_t kPieceRows = 256;
 
 }  // namespace
@@ -25,7 +25,7 @@ std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> val
     rows += table_->read_present(piece, ids.subspan(rows), values.subspan(rows * table_->dim()),
                                  slots.subspan(rows * table_->slot_floats()));
     listed_.resize(listed_.size() - count);
-    std::this_thread::yield();  // a mutex is not fair: others get their turn
+    std::this_thread::yield();  // mutexes are not fair; let other threads lock the stripes
   }
   return rows;
 }

@@ -1,4 +1,4 @@
-// The rows of a table piece by piece, while it goes on being used.
+// Reads the rows of a table piece by piece while the table is in use.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +11,23 @@
 
 namespace fastdist::table {
 
-// Every row that is in the table from the beginning to the end is read once, whole, as it is at
-// some moment in between; rows that come or go meanwhile may be in it or not. The table is never
-// locked for longer than it takes to copy a few rows or to list the ids of a part of it.
+// Every row that is in the table from beginning to end is read exactly once, atomically, at some
+// moment in between. Rows that are added or removed meanwhile may or may not be read. The table is
+// locked only while a few rows are copied, or the ids of a part are listed.
 class RowSnapshot {
  public:
   explicit RowSnapshot(std::shared_ptr<RowTable> table) : table_(std::move(table)) {}
 
-  // Reads into the beginnings of the arrays, up to as many rows as there is room for ids, and
-  // returns how many; 0 at the end.
+  // Fills the beginnings of the arrays with up to ids.size() rows and returns their number; 0 at
+  // the end.
   std::size_t next(std::span<std::uint64_t> ids, std::span<float> values, std::span<float> slots);
 
   [[nodiscard]] const RowTable& table() const noexcept { return *table_; }
 
  private:
   std::shared_ptr<RowTable> table_;
-  std::size_t part_ = 0;               // the next one
-  std::vector<std::uint64_t> listed_;  // what is left of the one before
+  std::size_t part_ = 0;               // the next part
+  std::vector<std::uint64_t> listed_;  // remaining ids of the previous part
 };
 
 }  // namespace fastdist::table

@@ -8,25 +8,25 @@
 
 #include "core/error.h"
 #include "table/lock_window.h"
-#include "table/mixing.h"
 
 namespace fastdist::table {
 namespace {
 
 constexpr std::size_t kStripes = 128;
-// A stripe's share of max_rows, where so many stripes leave it that: smaller ones fill unevenly.
+// The least share of max_rows per stripe, since the rows are unevenly distributed among smaller
+// shares.
 constexpr std::size_t kLeastShare = 1024;
 constexpr std::size_t kMaxDim = std::size_t{1} << 24;
 constexpr std::size_t kMaxIds = std::size_t{1} << 31;
 
-// How far ahead of the row that is worked on rows are looked for, and ahead of these their places
-// in the index.
+// How many rows are prefetched ahead of the current row, and how many index places ahead of those
+// rows.
 constexpr std::size_t kRowsAhead = 16;
 constexpr std::size_t kPlacesAhead = 16;
-// Of a longer row the processor fetches the rest by itself.
+// The processor itself prefetches the rest of longer rows.
 constexpr std::size_t kPrefetchedBytes = 1024;
 
-// Rows that a stripe takes from the arena at a time; fewer while it is small.
+// Bytes of rows that a large stripe takes from the arena at a time.
 constexpr std::size_t kRunBytes = 16 << 10;
 
 Striping striping_of(const RowTableOptions& options) {
@@ -68,7 +68,7 @@ void prefetch(const std::byte* row, std::size_t bytes) {
 
 RowTable::RowTable(RowTableOptions options)
     : options_((check_options(options), std::move(options))),
-      layout_(options_.dim, options_.storage, options_.rounding, options_.rule),
+      layout_(options_.dim, options_.storage, options_.rule),
       striping_(striping_of(options_)),
       update_(kernels().update(options_.rule.kind())),
       arena_(layout_.stride()),
@@ -77,7 +77,7 @@ RowTable::RowTable(RowTableOptions options)
     initial_slots_.insert(initial_slots_.end(), layout_.dim(), slot.initial);
   }
   if (striping_.hashed) {
-    arena_.take(1);  // the index marks empty places by row 0
+    arena_.take(1);  // row 0 marks empty places in the index
     return;
   }
   const std::uint64_t rows = *options_.rows;
@@ -122,12 +122,12 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
     entry = &insert(stripe, key, step);
   }
   std::byte* row = arena_.row(entry->number());
-  if (!is_there(*entry, step)) {
+  if (!is_present(*entry, step)) {
     if (kAccess != Access::kCreate) return nullptr;
     write_initial(row, striping_.id(key));
     entry->row = entry->number();
   }
-  // Calls that run at the same time may come with their steps in any order.
+  // Concurrent calls may have steps in any order.
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
   return row;
@@ -158,7 +158,7 @@ void RowTable::prefetch_place(std::span<const Item> items, std::size_t i) const 
   stripes_[striping_.stripe(items[i].key)].index.prefetch(items[i].key);
 }
 
-void RowTable::make_room(std::span<const Item> items, std::uint32_t step) {
+void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
   for (std::size_t i = 0; i < items.size();) {
     const std::size_t number = striping_.stripe(items[i].key);
     Stripe& stripe = stripes_[number];
@@ -209,23 +209,23 @@ void RowTable::push(std::span<const std::uint64_t> ids, std::span<const float> g
   const DistinctIds distinct(striping_, ids);
   std::vector<float> sum(dim());
   std::vector<float> scratch(dim());
-  if (striping_.hashed) make_room(distinct.items(), static_cast<std::uint32_t>(step() + 1));
+  if (striping_.hashed) reserve_rows(distinct.items(), static_cast<std::uint32_t>(step() + 1));
 
   const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
   const Coefficients c = options_.rule.coefficients(step, lr, Gradients::kRows);
-  visit<Access::kCreate>(
-      distinct.items(), static_cast<std::uint32_t>(step), [&](const Item& item, std::byte* row) {
-        const float* gradient = gradients.data() + item.position * dim();
-        std::size_t next = distinct.next(item.position);
-        if (next != DistinctIds::kNone) {
-          std::copy_n(gradient, dim(), sum.data());
-          for (; next != DistinctIds::kNone; next = distinct.next(next)) {
-            kernels().add(sum.data(), gradients.data() + next * dim(), dim());
-          }
-          gradient = sum.data();
-        }
-        layout_.update(row, update_, c, gradient, scratch.data(), mix(item.key ^ mix(step)));
-      });
+  visit<Access::kCreate>(distinct.items(), static_cast<std::uint32_t>(step),
+                         [&](const Item& item, std::byte* row) {
+                           const float* gradient = gradients.data() + item.position * dim();
+                           std::size_t next = distinct.next(item.position);
+                           if (next != DistinctIds::kNone) {
+                             std::copy_n(gradient, dim(), sum.data());
+                             for (; next != DistinctIds::kNone; next = distinct.next(next)) {
+                               kernels().add(sum.data(), gradients.data() + next * dim(), dim());
+                             }
+                             gradient = sum.data();
+                           }
+                           layout_.update(row, update_, c, gradient, scratch.data());
+                         });
   if (options_.max_age) sweep(step);
 }
 
@@ -236,28 +236,13 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
   if (!slots.empty()) check_count("slots", ids.size(), slot_floats(), slots.size());
   const std::span<const Item> items = by_stripe(striping_, ids);
   const auto now = static_cast<std::uint32_t>(step());
-  if (striping_.hashed) make_room(items, now);
+  if (striping_.hashed) reserve_rows(items, now);
   visit<Access::kCreate>(items, now, [&](const Item& item, std::byte* row) {
     layout_.write(row, values.data() + item.position * dim());
     if (!slots.empty()) {
       layout_.write_slots(row, slots.data() + item.position * slot_floats());
     }
   });
-}
-
-void RowTable::read_slots(std::span<const std::uint64_t> ids, std::span<float> slots) {
-  check_ids(ids);
-  check_count("slots", ids.size(), slot_floats(), slots.size());
-  const std::span<const Item> items = by_stripe(striping_, ids);
-  visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
-                       [&](const Item& item, const std::byte* row) {
-                         float* out = slots.data() + item.position * slot_floats();
-                         if (row == nullptr) {
-                           std::copy(initial_slots_.begin(), initial_slots_.end(), out);
-                         } else {
-                           layout_.read_slots(out, row);
-                         }
-                       });
 }
 
 std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
@@ -274,18 +259,6 @@ std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
                          ++count;
                        });
   return count;
-}
-
-void RowTable::contains(std::span<const std::uint64_t> ids, std::span<bool> found) {
-  check_count("found", ids.size(), 1, found.size());
-  if (!striping_.hashed) {
-    for (std::size_t i = 0; i < ids.size(); ++i) found[i] = ids[i] < *options_.rows;
-    return;
-  }
-  const std::span<const Item> items = by_stripe(striping_, ids);
-  visit<Access::kPeek>(
-      items, static_cast<std::uint32_t>(step()),
-      [&](const Item& item, const std::byte* row) { found[item.position] = row != nullptr; });
 }
 
 void RowTable::check_ids(std::span<const std::uint64_t> ids) const {

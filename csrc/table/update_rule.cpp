@@ -32,7 +32,7 @@ RuleKind kind_of(std::string_view name) {
 
 }  // namespace
 
-// The range is from 0 up to but without `end`; booleans end at 2.
+// The range is [0, end); booleans have end 2.
 struct UpdateRule::Parameter {
   std::string_view name;
   double Values::* value;

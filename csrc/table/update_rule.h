@@ -1,4 +1,4 @@
-// Update rules: the optimizers of torch.optim, with its names and arguments.
+// Update rules: the optimizers of torch.optim, with torch's names and arguments.
 #pragma once
 
 #include <cstddef>
@@ -13,11 +13,11 @@ namespace fastdist::table {
 
 enum class RuleKind : std::uint8_t { kSgd, kAdagrad, kAdam, kAdamW, kRmsProp };
 
-// What the loops need to know of one step, in float32 as torch has it.
+// The coefficients of one step, in float32 as in torch.
 struct Coefficients {
   float sign = 1;          // -1: maximize
   float weight_decay = 0;  // times the value, added to the gradient
-  float shrink = 1;        // AdamW: what the value is multiplied by first
+  float shrink = 1;        // AdamW: multiplies the value first
   float rate = 0;
   float momentum = 0;
   float undampened = 1;  // 1 - dampening
@@ -29,31 +29,32 @@ struct Coefficients {
   bool centered = false;
 };
 
-// One float per element besides its value.
+// Optimizer state: one float per element.
 struct Slot {
   std::string_view name;  // as in torch's state
   float initial;
 };
 
-// Dense: the rule of torch.optim, bit for bit up to rounding. Rows: as torch.optim does with sparse
-// gradients. That is the dense rule, applied to the touched rows only, and for Adam SparseAdam's,
-// which adds eps before the bias is corrected.
+// Dense gradients follow torch.optim's rule, equal up to rounding. Rows follow torch.optim with
+// sparse gradients: the dense rule on the touched rows only, and for Adam the rule of SparseAdam,
+// which adds eps before correcting the bias.
 enum class Gradients : std::uint8_t { kDense, kRows };
 
 class UpdateRule {
  public:
   using Hyperparameter = std::pair<std::string, double>;
 
-  // `name` is that of torch's class: SGD, Adagrad, Adam, AdamW, RMSprop. Booleans are 0 and 1,
-  // betas are beta1 and beta2; what is not given is as in torch. Throws kValue.
+  // `name` is torch's class name: SGD, Adagrad, Adam, AdamW or RMSprop. Booleans are 0 and 1; betas
+  // are called beta1 and beta2. Defaults are torch's. Throws kValue.
   UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters);
 
   [[nodiscard]] RuleKind kind() const noexcept { return kind_; }
   [[nodiscard]] std::string_view name() const noexcept;
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
-  // The rule's own learning rate, or another one; throws kValue for what is no rate.
+  // Returns `other`, or the rule's own learning rate; throws kValue if it is negative or not
+  // finite.
   [[nodiscard]] double learning_rate(std::optional<double> other) const;
-  // For step number `step`, from 1.
+  // Returns the coefficients of step number `step`, counted from 1.
   [[nodiscard]] Coefficients coefficients(std::uint64_t step, double learning_rate,
                                           Gradients gradients) const noexcept;
 
@@ -74,8 +75,8 @@ class UpdateRule {
   std::vector<Slot> slots_;
 };
 
-// A momentum that no gradient has reached yet. torch's first step makes the momentum the gradient
-// itself, without dampening; this NaN, which arithmetic does not produce, marks that it is due.
+// Marks a momentum before the first gradient. torch's first step sets the momentum to the gradient
+// itself, without dampening. Arithmetic does not produce this NaN.
 inline constexpr std::uint32_t kUnsetMomentum = 0x7FC0F1A5U;
 
 }  // namespace fastdist::table

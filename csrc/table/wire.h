@@ -1,4 +1,4 @@
-// Values as messages carry them: float32, or fewer bytes.
+// Encoding of values in messages: float32, or a narrower format.
 #pragma once
 
 #include <cstddef>
@@ -8,15 +8,16 @@
 
 namespace fastdist::table {
 
-// A format, and how many values make a row: int8 has a scale for each row. The last row may be
-// shorter. An int8 row is a float32 scale, a byte for each value, and zeros up to a multiple of 4.
+// A format, and the number of values per row: int8 has one scale per row. The last row may be
+// shorter. An int8 row is a float32 scale, one byte per value, and zeros up to a multiple of 4
+// bytes.
 class WireFormat {
  public:
   // "float32", "bfloat16", "float16" or "int8"; throws kValue.
   WireFormat(std::string_view name, std::size_t dim);
 
   [[nodiscard]] std::size_t bytes(std::size_t values) const noexcept;
-  // Rounds to the nearest. Throw kValue where sizes differ.
+  // Rounds to nearest. encode and decode throw kValue if the sizes do not match.
   void encode(std::span<const float> values, std::span<std::uint8_t> message) const;
   void decode(std::span<const std::uint8_t> message, std::span<float> values) const;
 

@@ -1,6 +1,6 @@
-# The compiled module, as csrc/bindings/ defines it: one class or function per bind_<concept>.cpp.
-# Arrays are numpy's, torch's, or anything with DLPack or the buffer protocol; where a call takes
-# one array or a list of them, the parameter is called `arrays`.
+# Types of the compiled module, in the order of csrc/bindings/bind_<concept>.cpp.
+# An array is a numpy array, a torch tensor, or any object with DLPack or the buffer protocol. A
+# parameter called `arrays` takes one array or a list of arrays.
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
@@ -49,9 +49,8 @@ class SharedBlock:
     @property
     def offset(self) -> int: ...
 
-# Builtins bound to one communicator; their arguments are positional, and the last two of each are
-# timeout_s and async_op. Each returns what it wrote or, when async_op, a Work whose `wait` returns
-# that.
+# Builtins bound to one communicator. All arguments are positional; the last two are timeout_s and
+# async_op. A builtin returns the array it wrote or, if async_op, a Work whose `wait` returns it.
 class _Calls(TypedDict):
     # arrays, op, out or None to work in place, compress
     all_reduce: Callable[[Any, str, Any | None, str | None, float, bool], Any]
@@ -67,7 +66,7 @@ class _Calls(TypedDict):
     scatter: Callable[[Any | None, int, Any, float, bool], Any]
     # array, op, out
     reduce_scatter: Callable[[Any, str, Any, float, bool], Any]
-    # array, out, for each array elements from each rank to each rank (empty: equal parts)
+    # array, out, counts: per array, elements from each rank to each rank (empty: equal parts)
     all_to_all: Callable[[Any, Any, Sequence[int], float, bool], Any]
     # array, destination
     send: Callable[[Any, int, float, bool], Any]
@@ -103,11 +102,11 @@ class HostCommunicator:
 
 # bind_table.cpp
 #
-# Ids are int64 or uint64 arrays, values float32 arrays; of their shapes only the size counts.
-# Calls of any number of threads may overlap.
+# Ids are int64 or uint64 arrays and values are float32 arrays; only their sizes are checked, not
+# their shapes. All methods are thread-safe.
 
 class UpdateRule:
-    # The name of a class of torch.optim (SGD, Adagrad, Adam, AdamW, RMSprop) and its arguments.
+    # The name of a torch.optim class (SGD, Adagrad, Adam, AdamW, RMSprop) and its arguments.
     def __init__(
         self, name: str, /, **hyperparameters: float | bool | tuple[float, float]
     ) -> None: ...
@@ -122,17 +121,16 @@ class RowTable:
         dim: int,
         rule: UpdateRule,
         *,
-        # ids are 0 … rows - 1; without, any 64 bits
+        # ids are 0 to rows - 1; None: any 64-bit ids
         rows: int | None = None,
         # ("constant", value, 0), ("uniform", low, high) or ("normal", mean, standard deviation)
         initializer: tuple[str, float, float] = ("constant", 0.0, 0.0),
         seed: int = 0,
         # "float32", "bfloat16" or "int8"
         storage: str = "float32",
-        # of the results of steps, in narrow storage: "nearest" or "stochastic"
-        rounding: str = "nearest",
+        # the rows touched the longest ago are dropped above this number
         max_rows: int | None = None,
-        # in pushes
+        # rows that this many pushes have not touched are dropped
         max_age: int | None = None,
     ) -> None: ...
     # out: [ids, dim]
@@ -141,13 +139,6 @@ class RowTable:
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None: ...
     # values: [ids, dim]; slots: [ids, slots, dim]
     def assign(self, ids: Any, values: Any, slots: Any | None = None) -> None: ...
-    # out: [ids, slots, dim]
-    def read_slots(self, ids: Any, out: Any) -> None: ...
-    def contains(self, ids: Any) -> npt.NDArray[np.bool_]: ...
-    # Returns how many of the ids there were.
-    def erase(self, ids: Any) -> int: ...
-    # Returns how many rows were over max_age.
-    def evict(self) -> int: ...
     def snapshot(self, piece_rows: int = 65536) -> RowSnapshot: ...
     def __len__(self) -> int: ...
     @property
@@ -156,7 +147,7 @@ class RowTable:
     def slots(self) -> list[str]: ...
     @property
     def nbytes(self) -> int: ...
-    # How many pushes there were.
+    # number of pushes so far
     step: int
 
 # Yields ids, values [ids, dim] and slots [ids, slots × dim].
@@ -166,21 +157,23 @@ class RowSnapshot:
         self,
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
 
-# Of ids: of ranges that begin so and end so, or of a part of their hashes each.
+# Maps ids to owners: by ranges of ids (`begins` and the `end` of the last range) or, without
+# `begins`, by equal parts of the hashes.
 class Owners:
     def __init__(self, count: int, begins: list[int] = ..., end: int = 0) -> None: ...
-    # Ids by owner, local ones; how many each has; for each of these ids, where it was given. None:
-    # as they were given.
+    # Returns the owners' local ids grouped by owner, the number of ids per owner, and the position
+    # of each id in `ids` (None: the order is unchanged).
     def route(
         self, ids: Any
     ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
-    # The same, equal ids once; for each id that was given, where it is now.
+    # Does the same with duplicates removed; the positions map each given id to its place in the
+    # result.
     def route_distinct(
         self, ids: Any
     ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
 
-# Values as messages carry them: "float32", "bfloat16", "float16", or "int8" with a scale for every
-# dim values.
+# Encoding of values in messages: "float32", "bfloat16", "float16", or "int8" with one scale per
+# `dim` values.
 class WireFormat:
     def __init__(self, name: str, dim: int) -> None: ...
     def nbytes(self, values: int) -> int: ...
@@ -188,23 +181,21 @@ class WireFormat:
     def encode(self, values: Any, message: Any) -> None: ...
     def decode(self, message: Any, out: Any) -> None: ...
 
-# NaN and infinities among float32 values.
+# Counts NaN and infinite float32 values.
 def count_nonfinite(values: Any) -> int: ...
 
 class DenseVariable:
-    # storage: "float32" or "bfloat16"; rounding as of RowTable
-    def __init__(
-        self, initial: Any, rule: UpdateRule, storage: str = "float32", rounding: str = "nearest"
-    ) -> None: ...
+    # storage: "float32" or "bfloat16"
+    def __init__(self, initial: Any, rule: UpdateRule, storage: str = "float32") -> None: ...
     def pull(self, out: Any) -> None: ...
     def pull_part(self, out: Any, begin: int) -> None: ...
     def push(self, gradient: Any, lr: float | None = None) -> None: ...
     def begin_step(self) -> int: ...
-    # step: what begin_step gave; each element is pushed once
+    # step: the result of begin_step; each element must be pushed once per step
     def push_part(self, gradient: Any, begin: int, step: int, lr: float | None = None) -> None: ...
-    # slots: [slots, …the variable's shape]
+    # slots: [slots, *shape of the variable]
     def assign(self, values: Any, slots: Any | None = None) -> None: ...
-    # each element's of one moment; the last step that any of them has seen
+    # reads each element's value and slots at one instant; returns the last step of any element
     def read_state(self, values: Any, slots: Any) -> int: ...
     @property
     def size(self) -> int: ...
@@ -230,15 +221,15 @@ class Device:
 
 def cuda_is_built() -> bool: ...
 
-# 1000 · major + 10 · minor; 0: not built, or no driver
+# 1000 · major + 10 · minor; 0 if built without CUDA or if there is no driver
 def cuda_runtime_version() -> int: ...
 def cuda_driver_version() -> int: ...
 
-# why no GPU can be used; "": one can
+# the reason why no GPU can be used, or ""
 def why_no_cuda() -> str: ...
 def cuda_devices() -> list[Device]: ...
 
-# the GPU whose memory is at this address; None: no GPU's
+# the GPU whose memory contains this address; None for host memory
 def cuda_device_of(address: int, /) -> int | None: ...
 
 # bind_nccl.cpp
@@ -253,26 +244,26 @@ class NcclLibrary:
     def version(self) -> int: ...
     @property
     def version_text(self) -> str: ...
-    # optional functions that it has
+    # names of NCCL's optional functions that the library has
     @property
     def has(self) -> list[str]: ...
-    # further libraries of NCCL in this process, left alone
+    # other NCCL libraries loaded in this process, which fastdist does not use
     @property
     def others(self) -> list[str]: ...
 
-# paths to try where the process has loaded none; the first call decides
+# `candidates`: paths to try if the process has not loaded NCCL; only the first call loads
 def load_nccl(candidates: Sequence[str], /) -> NcclLibrary: ...
 
-# environment for ranks that share a GPU: version of NCCL, a number that no other process has
+# environment variables for ranks that share a GPU; `version` of NCCL, `process` unique per process
 def nccl_settings_for_sharing(version: int, process: int, /) -> dict[str, str]: ...
 def new_nccl_id() -> bytes: ...
 
-# A call on the communicator's own stream.
+# An asynchronous call on the communicator's own stream.
 class GpuWork:
     def is_done(self, /) -> bool: ...
-    # makes a stream wait, and not the host
+    # makes a stream wait; does not block the host
     def wait(self, stream: int, /) -> Any: ...
-    # the host waits
+    # blocks the host
     def synchronize(self, timeout: float | None = None) -> Any: ...
 
 class GpuMemory:
@@ -283,8 +274,8 @@ class GpuMemory:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
-# As `_Calls`, with a stream before timeout_s and async_op: a CUDA stream's handle, on which the
-# arrays are ready. An async call returns a GpuWork.
+# Like `_Calls`, with the handle of a CUDA stream before timeout_s and async_op. The arrays must be
+# ready on that stream. An async call returns a GpuWork.
 class _GpuCalls(TypedDict):
     # arrays, op, out or None to work in place, compress, bucket bytes (0: the default)
     all_reduce: Callable[[Any, str, Any | None, str | None, int, int, float, bool], Any]
@@ -300,8 +291,8 @@ class _GpuCalls(TypedDict):
     barrier: Callable[[int, float, bool], Any]
 
 class NcclCommunicator:
-    # `hosts`: by what calls are compared: a HostCommunicator of the same ranks, or an object with
-    # `size` and `agree(words, flag, site, timeout_s)`; None: they are not
+    # `hosts` compares the ranks' calls: a HostCommunicator of the same ranks, or an object with
+    # `size` and `agree(words, flag, site, timeout_s)`; None: calls are not compared
     @staticmethod
     def connect(
         id: bytes,
@@ -319,29 +310,25 @@ class NcclCommunicator:
     def size(self) -> int: ...
     @property
     def device(self) -> int: ...
-    def check_usable(self, /) -> None: ...
     def calls(self, /) -> _GpuCalls: ...
-    # keeps arrays until the last call, made on this stream, has ended
+    # keeps arrays alive until the last call, which was made on this stream, has finished
     def keep_for_last(self, stream: int, arrays: Any, /) -> None: ...
-    # collective
+    # every rank must call
     def allocate(self, nbytes: int, timeout: float, /) -> GpuMemory: ...
     def abort(self, why: str, /) -> None: ...
     def close(self, /) -> None: ...
 
 # bind_pack.cpp
 
-# A list of arrays of one dtype on a GPU, and buckets of its own, which hold all of it.
+# A list of arrays of one dtype on a GPU, with buckets that hold all elements.
 class PackedList:
-    # `compress`: what float32 and float64 arrays are cast to
+    # `compress`: the format that float32 and float64 arrays are cast to in the buckets
     def __init__(
         self, arrays: Any, device: int, compress: str | None, bucket_bytes: int, /
     ) -> None: ...
-    # each is a launch
-    @property
-    def bucket_count(self) -> int: ...
-    # of all buckets
+    # size of all buckets
     @property
     def nbytes(self) -> int: ...
-    # enqueued on a CUDA stream
+    # enqueue on a CUDA stream
     def pack(self, stream: int, /) -> None: ...
     def unpack(self, stream: int, /) -> None: ...

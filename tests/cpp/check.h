@@ -1,9 +1,9 @@
-// A small test framework: cases that register themselves, checks that throw, names to filter by.
+// A small test framework: self-registering cases, throwing checks, selection by name.
 //
 //   CASE(heap_gives_back) { CHECK(heap.take(1) == 0); }
 //
-// Included by one source file per executable; `executable text...` runs the cases whose names
-// contain one of the texts, `--list` prints all names.
+// Include it in one source file per executable. `executable text...` runs the cases whose names
+// contain one of the texts; `--list` prints all names.
 #pragma once
 
 #include <chrono>
@@ -41,7 +41,7 @@ struct Registration {
   throw Failure(std::string(file) + ":" + std::to_string(line) + ": " + what);
 }
 
-// Runs `call`, which must throw an Error of that code, and returns it.
+// Runs `call`, which must throw an Error with `code`, and returns the error.
 template <class Call>
 Error check_throws(ErrorCode code, const char* file, int line, const char* text, Call&& call) {
   try {
@@ -64,7 +64,7 @@ inline int run_cases(int argc, char** argv) {
     for (const Case& c : cases()) std::printf("%s\n", c.name);
     return 0;
   }
-  std::setvbuf(stdout, nullptr, _IONBF, 0);  // what crashes or hangs must be seen
+  std::setvbuf(stdout, nullptr, _IONBF, 0);  // print before a case crashes or hangs
   int ran = 0;
   int failed = 0;
   for (const Case& c : cases()) {

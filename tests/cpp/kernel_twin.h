@@ -1,6 +1,6 @@
-// What the packing kernels do, on the CPU and in the plainest way: their reference in tests, and
-// what runs on virtual GPUs. Blocks and threads are loops here; moves are found by tile as the
-// kernels find them.
+// A plain CPU implementation of the packing kernels, used as their reference in tests and as the
+// kernels of virtual GPUs. Blocks and threads are loops; moves are found by tile, as in the
+// kernels.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace fastdist::test {
 
-// Calls f(move, quantum of that move) for each quantum of each tile of a launch.
+// Calls f(move, quantum index in the move) for each quantum of each tile of a launch.
 template <class F>
 void for_each_quantum(const cuda::Moves& moves, DType bucket_dtype, F&& f) {
   for (std::uint32_t tile = 0; tile < moves.tiles; ++tile) {
@@ -38,7 +38,8 @@ inline float scale_of(float magnitude, int ranks, DType wire) {
   return std::clamp(std::exp2(std::floor(std::log2(ratio))), 0x1p-126F, 0x1p126F);
 }
 
-// One quantum of a move: elements `first` to `first + count` of its array, and its place.
+// One quantum of a move: elements `first` to `first + count` of its array, and its place in the
+// bucket.
 struct Part {
   std::byte* array;
   std::byte* bucket;

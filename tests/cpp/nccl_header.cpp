@@ -1,4 +1,4 @@
-// Compares csrc/nccl/abi.h with NVIDIA's header, where that is installed: it compiles, or not.
+// Compares csrc/nccl/abi.h with NVIDIA's header, if installed: the test is that this file compiles.
 
 #include <nccl.h>
 
@@ -62,7 +62,7 @@ SAME_PLACE(shrink_share, shrinkShare);
 SAME_PLACE(nvls_ctas, nvlsCTAs);
 static_assert(sizeof(Config) <= sizeof(ncclConfig_t));
 
-// As many parameters, each passed in the same way.
+// Checks that two functions have equally many parameters, passed in the same way.
 template <class Ours, class Theirs>
 inline constexpr bool kPassedAlike =
     sizeof(Ours) == sizeof(Theirs) && std::is_pointer_v<Ours> == std::is_pointer_v<Theirs> &&
@@ -81,7 +81,7 @@ namespace fastdist::nccl::abi {
 
 #define SAME_CALL(name, symbol, parameters) \
   static_assert(called_alike(static_cast<Result(*) parameters>(nullptr), &symbol));
-// Optional functions are those that 2.27 lacks.
+// The optional functions that NCCL 2.27 lacks.
 #if NCCL_VERSION_CODE >= 22807
 FASTDIST_NCCL_FUNCTIONS(SAME_CALL, SAME_CALL)
 #else

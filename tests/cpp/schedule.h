@@ -1,7 +1,7 @@
 // Random sequences of collectives that every rank derives from one seed, with fresh data in every
-// call and every result checked. This is the hunt for races: sizes fall on both sides of every
-// threshold, ranks are held up at random, and calls follow each other at once. The sequences are
-// the same in every run; FASTDIST_TEST_SEED gives others.
+// call and every result checked, to find races: sizes are on both sides of every threshold, ranks
+// are delayed at random, and calls follow each other immediately. The sequences are the same in
+// every run; FASTDIST_TEST_SEED changes them.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ inline std::uint64_t extra_seed() {
 
 class Schedule {
  public:
-  // `shares_memory`: some arrays are put in shared memory, on some ranks.
+  // `shares_memory`: put some arrays in shared memory, on some ranks.
   Schedule(HostCommunicator& c, std::uint64_t seed, bool shares_memory)
       : c_(c),
         n_(static_cast<std::size_t>(c.size())),
@@ -72,7 +72,7 @@ class Schedule {
     }
   }
 
-  // Mostly small, some of several chunks, some empty.
+  // Returns mostly small sizes, some of several chunks, some zero.
   std::size_t size(std::size_t scale = 1) {
     static constexpr std::size_t kMost[] = {4, 40, 200, 300, 2000, 5000};
     return together_() % 12 == 0 ? 0 : together_() % (kMost[together_() % 6] / scale + 1);
@@ -84,7 +84,7 @@ class Schedule {
     if (shares_memory_ && alone_() % 2 == 0) return Array(c_, kDTypeOf<T>, count);
     return Array(kDTypeOf<T>, count, alone_() % 3 * sizeof(T));
   }
-  // Element i of what rank r puts in; small whole numbers, so that sums are exact.
+  // Element i of rank r's input: small integers, so that sums are exact.
   [[nodiscard]] std::uint64_t value(std::size_t r, std::size_t i) const {
     return mix(call_, r, i) % 1000;
   }
@@ -140,7 +140,7 @@ class Schedule {
     if (!in_place) check_input_unchanged<float>(in, 0, "all_reduce's input");
   }
 
-  // Arrays of two dtypes.
+  // Reduces arrays of two dtypes.
   void all_reduce_list() {
     const std::size_t arrays = together_() % 6;
     const bool mixed = together_() % 2 == 0;
@@ -280,8 +280,8 @@ class Schedule {
     }
   }
 
-  // Every rank sends to the next one and receives from the one before, at once in two threads or,
-  // even ranks first, in one.
+  // Every rank sends to the next rank and receives from the previous one: concurrently in two
+  // threads, or in one thread with even ranks sending first.
   void ring() {
     if (n_ == 1) return;
     const std::size_t transfers = 1 + together_() % 3;
@@ -321,7 +321,7 @@ class Schedule {
   HostCommunicator& c_;
   std::size_t n_;
   std::size_t me_;
-  std::mt19937_64 together_;  // the same on every rank
+  std::mt19937_64 together_;  // in the same state on every rank
   std::mt19937_64 alone_;
   bool shares_memory_;
   std::uint64_t call_ = 0;

@@ -1,4 +1,4 @@
-// Lists of arrays seen as one run, and signatures.
+// Lists of arrays viewed as one run, and signatures.
 
 #include <random>
 #include <vector>

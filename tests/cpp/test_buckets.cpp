@@ -1,4 +1,4 @@
-// Bucket plans, and what the packing kernels are told about them.
+// Bucket plans, and the parameters of the packing kernels.
 
 #include <map>
 #include <random>
@@ -17,7 +17,7 @@ using cuda::BucketPlan;
 using cuda::kQuantumBytes;
 using cuda::plan_buckets;
 
-// Arrays in memory of their own, at any multiple of their item's size.
+// Arrays in separate memory, at random multiples of their item size.
 class List {
  public:
   List(std::mt19937_64& random, std::size_t arrays, std::size_t most, std::vector<DType> dtypes) {
@@ -43,7 +43,8 @@ class List {
   std::vector<TensorView> views;
 };
 
-// Every element of every array is in one piece, in order, and no two pieces share a quantum.
+// Checks that every element of every array is in one piece, in order, and that no two pieces share
+// a quantum.
 void check_plan(const BucketPlan& plan, TensorViews arrays, std::size_t limit) {
   std::vector<std::size_t> covered(arrays.size(), 0);
   for (const std::size_t i : plan.alone) covered[i] = arrays[i].count;

@@ -1,5 +1,5 @@
-// Every dtype and reduction on every path, against one call of the kernel on all inputs: the bits
-// must be the same on every rank and whatever way was taken.
+// Every dtype and reduction with every method, against one call of the kernel on all inputs: the
+// bits must be equal on every rank and for every method.
 
 #include <cstring>
 #include <vector>
@@ -26,12 +26,12 @@ bool is_defined(ReduceOp op, DType dtype) {
   }
 }
 
-// Bytes of rank r's element, free of NaN, whose bits may differ between loops.
+// Fills rank r's element, without NaN, whose bits may differ between loops.
 void fill(DType dtype, std::byte* data, std::size_t count, std::uint64_t call, std::uint64_t rank) {
   const std::size_t item = size_of(dtype);
   for (std::size_t i = 0; i < count * item; ++i)
     data[i] = static_cast<std::byte>(mix(call, rank, i));
-  const auto clear = [&](std::size_t width, std::byte mask) {  // keeps the exponent's top bit clear
+  const auto clear = [&](std::size_t width, std::byte mask) {  // clears the exponent's top bit
     for (std::size_t i = width - 1; i < count * item; i += width) data[i] &= mask;
   };
   switch (dtype) {
@@ -66,7 +66,7 @@ std::vector<std::byte> reduced(DType dtype, ReduceOp op, std::size_t count, std:
   std::vector<std::vector<std::byte>> inputs;
   std::vector<const std::byte*> sources;
   for (int r = 0; r < n; ++r) {
-    inputs.emplace_back(count * size_of(dtype) + 1);  // + 1: an address also where there is nothing
+    inputs.emplace_back(count * size_of(dtype) + 1);  // + 1: an empty array has an address too
     fill(dtype, inputs.back().data(), count, call, static_cast<std::uint64_t>(r));
   }
   for (const auto& input : inputs) sources.push_back(input.data());
@@ -128,8 +128,8 @@ CASE(every_dtype_and_op_with_3_ranks) { check_dtypes(3); }
 CASE(every_dtype_and_op_with_4_ranks) { check_dtypes(4); }
 CASE(every_dtype_and_op_with_7_ranks) { check_dtypes(7); }
 
-// Slow readers must not see a later round of a range that all of them read: broadcast of many
-// rounds, with ranks that are held up at different times.
+// Slow readers must not see a later round of a range that all ranks read: a broadcast of many
+// rounds with ranks that are delayed at different times.
 CASE(a_shared_range_waits_for_its_slowest_reader) {
   Tuning tuning = staged_tuning();
   tuning.chunk_bytes = 4096;
@@ -206,7 +206,7 @@ CASE(a_communicator_of_some_ranks_of_a_machine) {
   const std::vector<int> members{3, 1};
   std::vector<std::shared_ptr<SharedBlock>> blocks;
   std::vector<std::size_t> offsets;
-  const SharedBlock first(machine, 1, 5000);  // so that the blocks lie at different offsets
+  const SharedBlock first(machine, 1, 5000);  // makes the blocks' offsets differ
   for (const int m : members) {
     blocks.push_back(
         std::make_shared<SharedBlock>(machine, m, HostCommunicator::block_bytes(2, tuning)));

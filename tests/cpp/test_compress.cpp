@@ -1,4 +1,4 @@
-// all_reduce with values that travel in fewer bits.
+// all_reduce with compression.
 
 #include <cmath>
 #include <cstring>
@@ -55,7 +55,7 @@ CASE(sums_are_close_and_the_same_everywhere) {
   }
 }
 
-// Whole powers of two survive any wire format.
+// Powers of two are exact in any wire format.
 CASE(doubles_and_means_and_separate_outputs) {
   with_threads(2, tiny_tuning(), [](HostCommunicator& c) {
     const Array in(DType::kFloat64, 100);
@@ -82,8 +82,8 @@ CASE(more_elements_than_a_bucket) {
   });
 }
 
-// Rounding up on every rank must not push a float8 sum out of range. One communicator stands in
-// for all ranks: its all_reduce multiplies by the number of ranks, as equal inputs would.
+// Rounding up on every rank must not overflow a float8 sum. One communicator stands in for all
+// ranks: its all_reduce multiplies by the number of ranks, as if all inputs were equal.
 class Equals final : public Communicator {
  public:
   explicit Equals(int size) : size_(size) {}

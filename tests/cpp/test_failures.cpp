@@ -1,4 +1,4 @@
-// Ranks that disagree, come late, leave, or are interrupted.
+// Ranks that call different collectives, are late, leave, or are interrupted.
 
 #include <signal.h>
 #include <sys/mman.h>
@@ -72,7 +72,7 @@ CASE(ranks_that_disagree_all_throw_and_go_on) {
             CHECK(contains(error, "at train.py:" + std::to_string(10 + r)));
           CHECK(is_odd ? error.ranks().size() == static_cast<std::size_t>(n - 1)
                        : error.ranks() == std::vector<int>{odd});
-          for (std::size_t i = 0; i < count; ++i) CHECK(a.as<float>()[i] == 5.0F);  // nothing moved
+          for (std::size_t i = 0; i < count; ++i) CHECK(a.as<float>()[i] == 5.0F);  // unchanged
           if (round % 3 == 0) check_usable(c, round);
         }
       });
@@ -131,7 +131,7 @@ CASE(send_and_recv_that_do_not_fit) {
   }
 }
 
-// --- ranks that come late or leave --------------------------------------------------------------
+// --- ranks that are late or leave ---------------------------------------------------------------
 
 CASE(a_late_rank_is_named) {
   for (const Tuning& tuning : {tiny_tuning(), staged_tuning()}) {
@@ -146,7 +146,7 @@ CASE(a_late_rank_is_named) {
       CHECK_THROWS(ErrorCode::kState, c.barrier(patient()));
     });
     const Array a(DType::kInt32, 200);
-    // Whoever comes too late hears of it at once, and not after a timeout of its own.
+    // The late rank fails immediately, without a timeout of its own.
     const auto start = std::chrono::steady_clock::now();
     CHECK_THROWS(ErrorCode::kTimeout,
                  ranks[2]->all_reduce(a.views(), a.views(), ReduceOp::kSum, patient()));
@@ -174,7 +174,7 @@ CASE(a_rank_that_closes_is_named) {
       const Error error = CHECK_THROWS(ErrorCode::kPeerFailure,
                                        ranks[static_cast<std::size_t>(r)]->barrier(patient()));
       CHECK(error.ranks() == std::vector<int>{n - 1});
-      CHECK_THAT(contains(error, "closed"), error.what());  // it has not died
+      CHECK_THAT(contains(error, "closed"), error.what());  // rather than died
     });
     CHECK(std::chrono::steady_clock::now() - start < 5s);
     closer.join();
@@ -182,7 +182,7 @@ CASE(a_rank_that_closes_is_named) {
   }
 }
 
-// What was agreed before a rank closed is still delivered.
+// Calls that matched before a rank closed still complete.
 CASE(closing_right_after_a_call_harms_nobody) {
   for (int trial = 0; trial < (kSanitized ? 100 : 300); ++trial) {
     const Tuning tuning = trial % 3 == 0   ? staged_tuning()
@@ -231,10 +231,10 @@ CASE(an_interrupted_rank_frees_the_others) {
   });
 }
 
-// --- arrays of a rank that gave up --------------------------------------------------------------
+// --- arrays of a rank whose call failed ---------------------------------------------------------
 //
 // Arrays used in place belong to the caller again as soon as the call has thrown. These tests run
-// in a process of their own, since what they guard against is a crash.
+// in their own process, since they check that nothing crashes.
 
 void in_own_process(void (*body)()) {
   Children children;
@@ -286,7 +286,7 @@ CASE(late_recv_leaves_arrays_alone) {
   in_own_process([] { check_late(transfer_it); });
 }
 
-// A rank that writes its array very slowly: the first touch is held in a signal handler.
+// A rank that writes its array very slowly: a signal handler holds up the first access.
 const Pages* slow_pages = nullptr;
 std::atomic<bool> is_touching{false};
 std::atomic<bool> peer_has_returned{false};

@@ -1,5 +1,5 @@
-// The kernels against their twins on the CPU, on fresh random data and poisoned outputs. Needs a
-// GPU; without one every case ends at once and says so.
+// The kernels against their CPU twins, on random data and poisoned outputs. Needs a GPU; without
+// one, every case reports that and ends.
 
 #include <cuda_runtime_api.h>
 
@@ -47,7 +47,8 @@ void to_device(std::byte* device, const std::vector<std::byte>& host) {
   FASTDIST_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice));
 }
 
-// A list in host memory and the same in device memory, arrays at any multiple of their item.
+// A list in host memory and its copy in device memory, with arrays at random multiples of their
+// item.
 struct Lists {
   std::vector<std::byte> memory;
   DeviceBuffer device_memory;
@@ -79,7 +80,7 @@ struct Lists {
     for (std::byte& byte : memory) byte = static_cast<std::byte>(random());
     to_device(device_memory.data(), memory);
   }
-  // Finite numbers of very different sizes.
+  // Finite numbers of very different magnitudes.
   void fill_with_floats(std::mt19937_64& random) {
     for (const TensorView& view : host) {
       const double size = std::exp2(static_cast<double>(random() % 40) - 20.0);
@@ -103,7 +104,7 @@ const std::vector<DType> kAll = [] {
   return all;
 }();
 
-// Bytes of the bucket that belong to elements; padding may hold anything.
+// Marks the bytes of the bucket that belong to elements; padding may hold anything.
 void check_same_pieces(const Bucket& bucket, const std::vector<std::byte>& a,
                        const std::vector<std::byte>& b) {
   for (const cuda::Piece& piece : bucket.pieces) {
@@ -146,7 +147,7 @@ CASE(gpu_casts_as_the_twin) {
   for (const DType wire :
        {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3FN, DType::kFloat8E5M2}) {
     for (int trial = 0; trial < 40; ++trial) {
-      // The CPU rounds float64 once, the GPU by way of float32.
+      // The CPU rounds float64 once, the GPU through float32.
       Lists lists(random, 1 + random() % 60, trial % 5 == 0 ? 100'000 : 700, {DType::kFloat32});
       lists.fill_with_floats(random);
       const DeviceBuffer magnitudes(lists.host.size() * sizeof(float));
@@ -200,7 +201,7 @@ CASE(gpu_reduces_blocks_as_the_cpu_does) {
       std::vector<std::byte> blocks(kRanks * kBytes);
       for (std::byte& byte : blocks) {
         byte = static_cast<std::byte>(random());
-        // Numbers only: a NaN may have any bits.
+        // Compares numbers only, since a NaN may have any bits.
         if (dtype >= DType::kFloat8E4M3FN) byte &= std::byte{0xBB};
       }
       std::vector<const std::byte*> sources;

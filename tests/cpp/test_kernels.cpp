@@ -1,4 +1,4 @@
-// Every instruction set that this processor has, against plain code written another way.
+// The kernels of every supported instruction set, against separately written plain code.
 
 #include <algorithm>
 #include <cmath>
@@ -41,22 +41,22 @@ constexpr DType kNarrow[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4
 
 bool is_narrow(DType dtype) { return std::find(kNarrow, kNarrow + 4, dtype) != kNarrow + 4; }
 
-// --- the formats, from their definitions --------------------------------------------------------
+// --- the formats, by their definitions ----------------------------------------------------------
 
 struct Format {
   int exponent_bits;
   int mantissa_bits;
-  bool has_infinity;  // else all ones in exponent and mantissa is the only NaN
+  bool has_infinity;  // otherwise the only NaN has all ones in exponent and mantissa
 
   [[nodiscard]] int bits() const { return 1 + exponent_bits + mantissa_bits; }
   [[nodiscard]] int bias() const { return (1 << (exponent_bits - 1)) - 1; }
   [[nodiscard]] std::uint32_t sign_bit() const { return 1U << (bits() - 1); }
-  // The code of the largest finite value; the next one is infinity, or NaN.
+  // The code of the largest finite value; the next code is infinity or NaN.
   [[nodiscard]] std::uint32_t largest() const {
     const std::uint32_t all = sign_bit() - 1;
     return has_infinity ? all - (1U << mantissa_bits) : all - 1;
   }
-  // As if the codes above the largest were numbers too.
+  // Continues the sequence of numbers beyond the largest code.
   [[nodiscard]] double magnitude(std::uint32_t code) const {
     const int exponent = static_cast<int>(code >> mantissa_bits);
     const double mantissa = code & ((1U << mantissa_bits) - 1);
@@ -83,8 +83,8 @@ Format format_of(DType dtype) {
   return {5, 2, true};
 }
 
-// The nearest code by search; ties go to the even code, past the last halfway point there is
-// infinity or NaN.
+// Finds the nearest code by search; ties go to the even code, and values beyond the last halfway
+// point become infinity or NaN.
 class Narrower {
  public:
   explicit Narrower(DType dtype) : format_(format_of(dtype)) {
@@ -296,7 +296,7 @@ bool fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i, const
   return false;
 }
 
-// Random elements: all patterns of the narrow formats, and for floats a share of special values.
+// Random elements: all bit patterns of the narrow formats, and some special values for floats.
 template <class F>
 F any_float(std::uint64_t random) {
   constexpr F kSpecial[] = {0,
@@ -343,7 +343,7 @@ constexpr std::size_t kCounts[] = {0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 63, 64, 65
 void check_reduce(const Kernels& kernels, DType dtype, ReduceOp op, std::size_t n,
                   std::size_t count, std::size_t skip, int in_place) {
   const std::size_t bytes = count * size_of(dtype);
-  std::vector<std::unique_ptr<std::byte[]>> memory;  // of exactly the size that may be touched
+  std::vector<std::unique_ptr<std::byte[]>> memory;  // of exactly the size that kernels may access
   Sources originals;
   Sources sources;
   for (std::size_t s = 0; s < n; ++s) {
@@ -407,7 +407,7 @@ CASE(reduce_float64) { check_reductions(DType::kFloat64); }
 CASE(reduce_complex64) { check_reductions(DType::kComplex64); }
 CASE(reduce_complex128) { check_reductions(DType::kComplex128); }
 
-// The bits must not depend on where in an array an element lies: vector loop or tail.
+// The bits must not depend on an element's index: vector loop or tail.
 CASE(bits_do_not_depend_on_the_place) {
   for (const Kernels* kernels : instruction_sets()) {
     for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3FN,
@@ -430,7 +430,7 @@ CASE(bits_do_not_depend_on_the_place) {
           for (const std::byte* s : sources) at.push_back(s + i * item);
           kernels->reduce(dtype, op)(one.data(), nullptr, at.data(), 3, 1);
           if (std::memcmp(one.data(), whole.data() + i * item, item) == 0) continue;
-          // Only what kind of NaN it is may differ.
+          // NaNs may differ in their payload.
           const bool nan = is_narrow(dtype) ? is_nan_code(format, code_at(one.data(), item))
                                             : fits(dtype, op, at, 0, whole.data() + i * item);
           CHECK_THAT(nan, kernels->name << " " << name_of(dtype) << " element " << i);
@@ -463,7 +463,7 @@ CASE(widening_is_exact_for_every_pattern) {
         CHECK_THAT(same_float(doubles[c], expected),
                    kernels->name << " " << name_of(dtype) << " " << c);
         CHECK(std::isnan(expected) || std::signbit(floats[c]) == std::signbit(expected));
-        float alone = 0;  // the plain loop
+        float alone = 0;  // from the scalar loop
         kernels->convert(DType::kFloat32, reinterpret_cast<std::byte*>(&alone), dtype,
                          codes.data() + c * item, 1, 1.0F);
         CHECK(same_float(alone, floats[c]));
@@ -472,7 +472,7 @@ CASE(widening_is_exact_for_every_pattern) {
   }
 }
 
-// Every value of a format, every point halfway between two, and the neighbours of both.
+// Every value of a format, every halfway point between two values, and the neighbours of both.
 std::vector<float> hard_floats(DType dtype) {
   const Format format = format_of(dtype);
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -493,7 +493,7 @@ std::vector<float> hard_floats(DType dtype) {
                         std::numeric_limits<float>::denorm_min()}) {
     values.push_back(v);
   }
-  for (std::uint64_t i = 0; i < 200'000; ++i) {  // any bits at all
+  for (std::uint64_t i = 0; i < 200'000; ++i) {  // random bits
     const auto bits = static_cast<std::uint32_t>(mix(1, 2, i));
     float v;
     std::memcpy(&v, &bits, sizeof(v));
@@ -534,7 +534,7 @@ CASE(narrowing_rounds_to_nearest_even) {
   }
 }
 
-// A double just off a halfway point must not be rounded onto it by way of float32.
+// A double next to a halfway point must not be rounded onto it through float32.
 CASE(narrowing_doubles_rounds_once) {
   for (const DType dtype : kNarrow) {
     std::vector<double> values;

@@ -1,4 +1,4 @@
-// Segments, the heap that cuts them up, and when memory comes back.
+// Segments, the heap that divides them, and when memory is freed.
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -29,7 +29,7 @@ CASE(heap_ranges_never_overlap) {
   for (int trial = 0; trial < 20; ++trial) {
     constexpr std::size_t kCapacity = 512 * kPage;
     Heap heap(kCapacity);
-    std::map<std::size_t, std::size_t> taken;  // offset → bytes asked for
+    std::map<std::size_t, std::size_t> taken;  // offset → requested bytes
     for (int step = 0; step < 1000; ++step) {
       if (random() % 2 == 0) {
         const std::size_t bytes = random() % (9 * kPage);
@@ -117,7 +117,7 @@ CASE(a_segment_grows_and_cannot_shrink) {
   const host::Mapping mapping(file, 64 * kPage);
   host::grow(file, 8 * kPage);
   mapping.data()[8 * kPage - 1] = std::byte{1};
-  host::grow(file, kPage);  // nothing to do
+  host::grow(file, kPage);  // has no effect
   struct stat status{};
   CHECK(::fstat(file.get(), &status) == 0 && status.st_size == 8 * kPage);
   CHECK(::ftruncate(file.get(), kPage) != 0);
@@ -142,7 +142,7 @@ CASE(locations_are_found_by_every_process) {
   for (int r = 0; r < 2; ++r) files.push_back(host::create_segment_file(kPage));
   const auto machine = Machine::of_processes(std::move(files), 0);
   CHECK(!machine->one_process());
-  CHECK(machine->locate(0, machine->window(0)) != 0);  // 0 says that it cannot be reached
+  CHECK(machine->locate(0, machine->window(0)) != 0);  // 0 means not accessible
   const std::byte* last = machine->window(0) + machine->window_bytes() - 1;
   CHECK(machine->find(0, machine->locate(0, last)) == last);
   CHECK(machine->locate(0, machine->window(0) + machine->window_bytes()) == 0);
@@ -161,7 +161,7 @@ CASE(blocks_come_back_when_all_ranks_are_gone) {
     Ranks ranks = make_thread_ranks(machine, tuning);
     with_ranks(ranks, [](HostCommunicator& c) { c.barrier(patient()); });
     ranks[static_cast<std::size_t>(trial % 3)].reset();
-    const SharedBlock other(machine, 0, bytes);  // must not be one that is still in use
+    const SharedBlock other(machine, 0, bytes);  // must not reuse a block that is still in use
     CHECK(other.offset() != 0);
     ranks.clear();
     const SharedBlock again(machine, 0, bytes);
@@ -180,7 +180,7 @@ CASE(a_machine_goes_with_its_last_communicator) {
   CHECK(gone.expired());
 }
 
-// Two ranks with views of their own, as processes have them.
+// Two ranks with separate views of the machine, as processes have.
 struct TwoViews {
   std::shared_ptr<Machine> machines[2];
   std::unique_ptr<HostCommunicator> ranks[2];
@@ -203,8 +203,8 @@ struct TwoViews {
   }
 };
 
-// A process that has closed its communicator keeps no mappings and descriptors, whoever else is
-// still open; and the others still read what it left.
+// A process that has closed its communicator releases its mappings and descriptors even if others
+// are open; the others can still read its blocks.
 CASE(a_machine_goes_although_peers_are_open) {
   TwoViews views(tiny_tuning());
   in_threads(2, [&](int r) { views.ranks[r]->barrier(patient()); });
@@ -218,7 +218,7 @@ CASE(a_machine_goes_although_peers_are_open) {
   CHECK(std::string(error.what()).find("closed") != std::string::npos);
 }
 
-// Held up where a call asks who made it.
+// A caller whose location() blocks.
 class HeldCaller final : public Caller {
  public:
   [[nodiscard]] std::string location() const override {
@@ -231,8 +231,8 @@ class HeldCaller final : public Caller {
   std::atomic<bool> may_go{false};
 };
 
-// close() may be called while a call of another thread runs; what that call still touches must
-// not be given to somebody else before it has ended.
+// close() may be called while another thread's call runs; memory that the call uses must not be
+// reallocated before it has ended.
 CASE(blocks_are_kept_while_a_closed_rank_still_works) {
   const auto machine = Machine::of_threads(2);
   const Tuning tuning = tiny_tuning();
@@ -277,7 +277,7 @@ CASE(closing_at_once_from_many_threads_counts_once) {
   }
 }
 
-// Nothing of a communicator's work reaches beyond its block, whatever the tuning.
+// A communicator never writes beyond its block, whatever the tuning.
 CASE(work_stays_within_the_block) {
   for (const int n : {1, 2, 7}) {
     for (Tuning tuning : {in_place_tuning(), staged_tuning()}) {
@@ -309,7 +309,7 @@ CASE(work_stays_within_the_block) {
   }
 }
 
-// Chunks that cannot hold a line for every rank would make ranks write into each other's parts.
+// Chunks that cannot hold a line per rank would make ranks write into each other's parts.
 CASE(tuning_that_cannot_work_is_refused) {
   for (const std::size_t chunk_bytes : {0U, 64U, 500U, 448U - 64U}) {
     Tuning tuning = tiny_tuning();

@@ -1,4 +1,4 @@
-// What is known of NCCL without a GPU: versions, libraries in a process, which reductions it has.
+// NCCL without a GPU: versions, libraries of a process, supported reductions.
 
 #include "check.h"
 #include "nccl/library.h"

@@ -1,4 +1,4 @@
-// Memory that is spread over the nodes of a machine.
+// Memory interleaved over NUMA nodes.
 
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
@@ -17,7 +17,7 @@ using namespace fastdist::table;
 
 constexpr std::size_t kBytes = std::size_t{2} << 20;
 
-// The kernel's policy for the page at an address, or of the thread without one; -1: it says none.
+// Returns the kernel's policy for the page at an address, or the thread's for null; -1 if unknown.
 int policy(void* address) {
   int mode = -1;
   std::array<unsigned long, 16> mask{};
@@ -32,11 +32,11 @@ struct Mapping {
 };
 
 CASE(memory_comes_from_all_nodes_in_turn) {
-  if (policy(nullptr) != MPOL_DEFAULT) return;  // forbidden here, or chosen by numactl
+  if (policy(nullptr) != MPOL_DEFAULT) return;  // not permitted, or set by numactl
   CHECK(nodes_allowed().any());
   Nodes two = nodes_allowed();
   two.set(0);
-  two.set(1);  // where there is none, the kernel leaves it out
+  two.set(1);  // the kernel ignores nodes that do not exist
   const Mapping spread_out;
   const Mapping left;
   spread(static_cast<std::byte*>(spread_out.data), kBytes, two);
@@ -52,7 +52,7 @@ CASE(a_choice_that_was_made_stays) {
   spread(static_cast<std::byte*>(mapping.data), kBytes, Nodes{}.set(0).set(1));
   const int its_own = policy(mapping.data);
   syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0UL);
-  CHECK(its_own == MPOL_DEFAULT);  // which is that of the thread
+  CHECK(its_own == MPOL_DEFAULT);  // falls back to the thread's policy
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Ranks as forked processes, each with its own segment, lock and mappings. Arrays lie in shared
-// memory on some ranks and not on others, so that calls mix both ways of reading.
+// Ranks as forked processes, each with its own segment, lock and mappings. Some ranks have arrays
+// in shared memory and others do not, so that calls mix both ways of reading.
 //
-// The thread sanitizer cannot see races between processes; the staged path is under it in
-// test_random, where threads are kept from using arrays in place.
+// The thread sanitizer cannot see races between processes; test_random runs the staged method under
+// it, with threads that do not use arrays in place.
 
 #include <chrono>
 #include <vector>
@@ -33,7 +33,7 @@ CASE(processes_that_share_no_arrays) { run_worlds(tiny_tuning(), kCalls, 2000, f
 
 CASE(processes_with_the_default_tuning) { run_worlds(Tuning{}, kCalls / 4, 3000, true); }
 
-// Rank `n` - 1 is killed amid work; the others must say so, soon, and name it.
+// Rank `n` - 1 is killed during work; the other ranks must report it by number, soon.
 void check_death(const Tuning& tuning) {
   constexpr int kRanks = 3;
   Children children;
@@ -71,7 +71,7 @@ CASE(a_process_that_ends_without_closing_is_noticed) {
   for (int r = 0; r < 2; ++r) CHECK(children.wait(r) == 0);
 }
 
-// What a rank published before it left still counts.
+// Values that a rank published before it left are still valid.
 CASE(a_process_may_leave_at_once_after_its_last_call) {
   for (int trial = 0; trial < 10; ++trial) {
     with_processes(3, staged_tuning(), [](HostCommunicator& c) {

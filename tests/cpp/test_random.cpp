@@ -1,4 +1,4 @@
-// Ranks as threads: thousands of random collectives on every path. See schedule.h.
+// Ranks as threads: thousands of random collectives with every method. See schedule.h.
 
 #include "check.h"
 #include "schedule.h"
@@ -45,7 +45,7 @@ CASE(random_calls_with_the_default_tuning) {
   run_worlds(tuning, kCalls / 4, 700);
 }
 
-// Many short calls with more ranks than cores: wake-ups that get lost would take 50 ms each.
+// Many short calls with more ranks than cores: each lost wake-up would take 50 ms.
 CASE(short_calls_with_many_ranks) {
   constexpr int kRanks = 16;
   constexpr int kRounds = kSanitized ? 300 : 1000;
@@ -63,7 +63,7 @@ CASE(short_calls_with_many_ranks) {
   CHECK_THAT(took.count() < kRounds * 0.02, took.count() << " s for " << kRounds << " calls");
 }
 
-// Two communicators of the same ranks, used by two threads of each rank at once.
+// Two communicators of the same ranks, used concurrently by two threads of each rank.
 CASE(two_communicators_at_once) {
   const auto machine = Machine::of_threads(3);
   Ranks first = make_thread_ranks(machine, tiny_tuning());

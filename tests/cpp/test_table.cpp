@@ -1,4 +1,4 @@
-// Tables used by many threads at once, their index and memory, and every instruction set's loops.
+// Tables used by many threads, their index and memory, and the loops of every instruction set.
 
 #include <algorithm>
 #include <array>
@@ -52,12 +52,12 @@ Floats pulled(RowTable& table, const Ids& ids) {
   return values;
 }
 
-// All elements of each row are equal, as they are in every push of these tests.
+// Checks that all elements of each row are equal, as in every push of these tests.
 void check_whole(std::span<const float> values, std::size_t dim) {
   for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == values[i / dim * dim]);
 }
 
-// Runs every function in a thread of its own, with a generator of its own, for so many rounds.
+// Runs every function for `rounds` rounds in its own thread, with its own random generator.
 using Work = std::function<void(std::mt19937&)>;
 void run_together(const std::vector<Work>& works, int rounds) {
   std::atomic<int> failures{0};
@@ -110,8 +110,7 @@ Floats random_floats(std::mt19937& random, std::size_t count) {
 
 }  // namespace
 
-// --- loops
-// ----------------------------------------------------------------------------------------
+// --- loops ---------------------------------------------------------------------------------------
 
 CASE(every_instruction_set_gives_the_same_bits) {
   const std::vector<UpdateRule> rules{
@@ -161,13 +160,6 @@ CASE(every_instruction_set_gives_the_same_bits) {
       set->narrow_float16(halves.data(), made.data(), count);
       set->widen_float16(made.data(), halves.data(), count);
       result.insert(result.end(), made.begin(), made.end());
-      set->normal(made.data(), count, 78, 0, 1);
-      result.push_back(set->round_int8(narrow.data(), made.data(), count, 5));
-      set->widen_int8(made.data(), narrow.data(), scale, count);
-      result.insert(result.end(), made.begin(), made.end());
-      set->round_bfloat16(halves.data(), made.data(), count, 6);
-      set->widen_bfloat16(made.data(), halves.data(), count);
-      result.insert(result.end(), made.begin(), made.end());
       made[count / 2] = std::numeric_limits<float>::infinity();
       result.push_back(static_cast<float>(set->count_nonfinite(made.data(), count)));
       results.push_back(std::move(result));
@@ -179,7 +171,7 @@ CASE(every_instruction_set_gives_the_same_bits) {
 }
 
 CASE(normal_numbers_are_exact_to_a_few_bits) {
-  // From the same uniform numbers, by the library's functions.
+  // Compares with the C++ library's functions on the same uniform numbers.
   constexpr std::size_t kCount = 4096;
   Floats unit(2 * kCount);
   Floats made(kCount);
@@ -208,20 +200,17 @@ CASE(int8_rows_come_back_the_same_for_every_scale) {
     kernels().widen_int8(values.data(), first.data(), scale, 3);
     CHECK(kernels().narrow_int8(second.data(), values.data(), 3) == scale);
     CHECK(first == second);
-    CHECK(kernels().round_int8(second.data(), values.data(), 3, bits) == scale);
-    CHECK(first == second);
   }
 }
 
-// --- index
-// ----------------------------------------------------------------------------------------
+// --- index ---------------------------------------------------------------------------------------
 
 CASE(an_index_finds_what_was_put_and_not_erased) {
   std::mt19937_64 random(3);
   RowIndex index;
   std::unordered_map<std::uint64_t, RowNumber> expected;
   for (int i = 1; i < 60000; ++i) {
-    // Few different low bits: long runs that wrap around.
+    // Few distinct low bits, so that there are long runs that wrap around.
     const std::uint64_t key = (random() % 3000) << 32 | (random() % 4 == 0 ? ~0U : random() % 64);
     RowIndex::Entry* found = index.find(key);
     CHECK((found != nullptr) == expected.contains(key));
@@ -257,8 +246,7 @@ CASE(ids_and_keys_go_both_ways) {
   }
 }
 
-// --- threads
-// --------------------------------------------------------------------------------------
+// --- threads -------------------------------------------------------------------------------------
 
 CASE(rows_stay_whole_while_all_is_done_at_once) {
   constexpr int kRounds = 300;
@@ -275,11 +263,9 @@ CASE(rows_stay_whole_while_all_is_done_at_once) {
     const Work pull = [&](std::mt19937& random) {
       check_whole(pulled(*table, random_ids(random, 100, 500)), kDim);
     };
-    const Work assign_and_erase = [&](std::mt19937& random) {
+    const Work assign = [&](std::mt19937& random) {
       const Ids ids = random_ids(random, 50, 2000);
       table->assign(ids, equal_in_rows(random, 50), equal_in_rows(random, 50));
-      table->erase(std::span(ids).first(25));
-      table->evict();
     };
     const Work snapshot = [&](std::mt19937&) {
       RowSnapshot rows(table);
@@ -290,7 +276,7 @@ CASE(rows_stay_whole_while_all_is_done_at_once) {
         check_whole(std::span(slots).first(count * kDim), kDim);
       }
     };
-    run_together({push, push, pull, pull, assign_and_erase, snapshot}, kRounds);
+    run_together({push, push, pull, pull, assign, snapshot}, kRounds);
     CHECK(table->step() == 2 * kRounds);
     if (limited) CHECK(table->size() <= 300);
   }
@@ -307,7 +293,7 @@ CASE(no_push_is_lost_while_the_index_grows) {
     table.assign(ids, Floats(ids.size() * kDim), {});
   };
   run_together({push, push, grow}, 10);
-  // An id of `grow` may be one of `push` only by chance of 5000 to 2³⁰ each.
+  // An id of `grow` is one of `push` with a probability of 5000 in 2³⁰.
   const Floats values = pulled(table, range(0, kRows));
   CHECK(std::count(values.begin(), values.end(), 20.0F) >=
         static_cast<std::ptrdiff_t>((kRows - 1) * kDim));
@@ -316,15 +302,21 @@ CASE(no_push_is_lost_while_the_index_grows) {
 CASE(a_snapshot_has_every_row_that_stays) {
   for (const bool fixed : {false, true}) {
     RowTableOptions o = options();
-    if (fixed) o.rows = 3000;
+    if (fixed) {
+      o.rows = 3000;
+    } else {
+      o.max_age = 20;
+    }
     const auto table = std::make_shared<RowTable>(o);
     table->push(range(0, 3000), Floats(3000 * kDim), {});
+    // A pull keeps the first 3000 rows from expiring; other rows are added and expire.
     const Work push = [&](std::mt19937& random) {
-      table->push(random_ids(random, 100, 3000), equal_in_rows(random, 100), {});
-      if (fixed) return;
       const Ids others = range(3000 + random() % 5000, 9000);
-      table->assign(others, Floats(others.size() * kDim), {});
-      table->erase(others);
+      if (!fixed) table->assign(others, Floats(others.size() * kDim), {});
+      for (int i = 0; i < 30; ++i) {
+        (void)pulled(*table, range(0, 3000));
+        table->push(random_ids(random, 100, 3000), equal_in_rows(random, 100), {});
+      }
     };
     const Work snapshot = [&](std::mt19937&) {
       RowSnapshot rows(table);
@@ -362,7 +354,7 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
   CHECK(variable.step() == 100);
 }
 
-// Every push is of ones, so that Adagrad's slot counts them, and says what the value must be.
+// Every push is of ones, so that Adagrad's slot counts the pushes and determines the value.
 CASE(a_value_belongs_to_its_slots_and_to_the_step) {
   DenseVariable variable(Floats(9 * DenseVariable::kChunk + 5),
                          UpdateRule("Adagrad", {{"lr", 1}, {"eps", 0}}), Storage::kFloat32);
@@ -394,15 +386,13 @@ CASE(a_value_belongs_to_its_slots_and_to_the_step) {
   CHECK(empty.read_state({}, {}) == 3);
 }
 
-// --- the edges
-// ------------------------------------------------------------------------------------
+// --- the edges -----------------------------------------------------------------------------------
 
 CASE(parts_of_a_step_come_from_many_threads) {
   constexpr std::size_t kPart = DenseVariable::kChunk / 2 + 3;
   constexpr std::size_t kParts = 8;
   for (const Storage storage : {Storage::kFloat32, Storage::kBFloat16}) {
-    DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}), storage,
-                           Rounding::kStochastic);
+    DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}), storage);
     const Floats gradient(kPart, -1);
     const Work work = [&](std::mt19937& random) {
       Floats seen(kPart);
@@ -417,10 +407,8 @@ CASE(parts_of_a_step_come_from_many_threads) {
     run_together(std::vector<Work>(8, work), 50);
     Floats values(kParts * kPart);
     variable.pull(values);
-    for (const float value : values) {
-      // By chance, bfloat16's steps above 256 are of 2.
-      CHECK(storage == Storage::kFloat32 ? value == 400 : std::fabs(value - 400) < 120);
-    }
+    // The next bfloat16 above 256 is 258: adding 1 is rounded off.
+    for (const float value : values) CHECK(value == (storage == Storage::kFloat32 ? 400 : 256));
     CHECK(variable.step() == 400);
   }
 }
@@ -440,11 +428,12 @@ CASE(routes_and_messages_of_any_size) {
         for (std::size_t i = 0; i < some.counts[o]; ++i) {
           const std::uint64_t local = some.ids[given.size()];
           given.push_back(owners.begins.empty() ? local : local + owners.begins[o]);
-          CHECK(owners.of(given.back()) == o);
+          CHECK(owners.owner_of(given.back()) == o);
         }
       }
       for (std::size_t i = 0; i < count; ++i) {
-        CHECK(given[some.places.empty() ? i : static_cast<std::size_t>(some.places[i])] == ids[i]);
+        CHECK(given[some.positions.empty() ? i : static_cast<std::size_t>(some.positions[i])] ==
+              ids[i]);
       }
     }
     const Floats values(count, 3);
@@ -478,20 +467,25 @@ CASE(empty_calls_and_empty_tables) {
   CHECK(nothing.size() == 0 && nothing.bytes() == 0);
 }
 
-CASE(erased_rows_are_used_again) {
-  RowTable table(options());
+CASE(memory_of_expired_rows_is_used_again) {
+  RowTableOptions o = options();
+  o.max_age = 1;
+  RowTable table(o);
   const Floats values(1000 * kDim, 3.0F);
   table.assign(range(0, 1000), values, {});
   const std::size_t bytes = table.bytes();
   for (int i = 0; i < 20; ++i) {
-    CHECK(table.erase(range(0, 1000)) == 1000);
+    CHECK(table.size() == 1000);
+    table.push({}, {}, {});
+    table.push({}, {}, {});
     CHECK(table.size() == 0);
     table.assign(range(0, 1000), values, {});
   }
   CHECK(table.bytes() == bytes);
-  CHECK(table.erase(range(500, 1500)) == 500);
+  table.push({}, {}, {});
+  table.push({}, {}, {});
   table.push(range(500, 501), Floats(kDim, 1.0F), {});
-  CHECK(pulled(table, {500})[0] == -1.0F);  // from its initial value, not from what it once was
+  CHECK(pulled(table, {500})[0] == -1.0F);  // starts from the initial value, not the old one
 }
 
 CASE(ages_survive_the_wrap_around_of_steps) {
@@ -503,7 +497,7 @@ CASE(ages_survive_the_wrap_around_of_steps) {
   table.push(Ids{1}, one, {});
   table.push({}, {}, {});
   table.push({}, {}, {});
-  CHECK(pulled(table, {1})[0] == -1.0F);  // which touches it
+  CHECK(pulled(table, {1})[0] == -1.0F);  // touches the row
   table.push({}, {}, {});
   table.push({}, {}, {});
   CHECK(pulled(table, {1})[0] == -1.0F);

@@ -1,4 +1,4 @@
-// WorkQueue: order, exceptions, running at once when nothing is pending.
+// WorkQueue: order, exceptions, immediate calls in an idle queue.
 
 #include <atomic>
 #include <chrono>
@@ -17,7 +17,7 @@ namespace {
 using namespace std::chrono_literals;
 
 CASE(calls_run_in_order) {
-  std::vector<int> order;  // no lock: one call at a time is the promise
+  std::vector<int> order;  // needs no lock, since calls run one at a time
   WorkQueue queue;
   std::vector<std::shared_ptr<Work>> works;
   for (int i = 0; i < 2000; ++i) {
@@ -34,7 +34,7 @@ CASE(an_exception_reaches_who_waits) {
   const auto bad = queue.submit([] { throw Error(ErrorCode::kTimeout, "late"); });
   const auto good = queue.submit([] {});
   CHECK_THROWS(ErrorCode::kTimeout, (void)bad->wait(60s));
-  CHECK_THROWS(ErrorCode::kTimeout, (void)bad->wait(60s));  // and again
+  CHECK_THROWS(ErrorCode::kTimeout, (void)bad->wait(60s));  // throws again
   CHECK(bad->is_done());
   CHECK(good->wait(60s));
 }
@@ -70,7 +70,7 @@ CASE(the_end_waits_for_what_was_submitted) {
 
 CASE(one_call_at_a_time_from_many_threads) {
   WorkQueue queue;
-  int counter = 0;  // no lock
+  int counter = 0;  // needs no lock
   std::vector<std::thread> threads;
   std::atomic<int> at_once{0};
   for (int t = 0; t < 4; ++t) {

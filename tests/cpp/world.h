@@ -1,4 +1,4 @@
-// Ranks for tests: as threads of this process, or as forked processes with memory of their own.
+// Ranks for tests: threads of this process, or forked processes.
 #pragma once
 
 #include <poll.h>
@@ -34,7 +34,7 @@ using host::Tuning;
 
 inline constexpr int kWorlds[] = {1, 2, 3, 4, 7};
 
-// Sanitizers make everything slower; races show themselves in fewer rounds there.
+// Fewer rounds under sanitizers, which are slow but find races in fewer rounds.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kSanitized = true;
 #else
@@ -63,8 +63,8 @@ inline CallOptions impatient(std::chrono::milliseconds timeout = std::chrono::mi
   return {timeout, &caller};
 }
 
-// Small enough that a few hundred bytes take every path: payloads up to 128 bytes, the staging
-// area up to 1 KiB, in place above. Chunks hold at least one line per rank.
+// Small thresholds, so that a few hundred bytes reach every method: payloads up to 128 bytes, the
+// staging area up to 1 KiB, in place above. Chunks hold at least one line per rank.
 inline Tuning tiny_tuning() {
   Tuning tuning;
   tuning.slot_bytes = 128;
@@ -74,7 +74,7 @@ inline Tuning tiny_tuning() {
   tuning.stream_bytes = 8192;
   return tuning;
 }
-// Nothing is used in place, also not by threads, and little goes with the headers.
+// Nothing is used in place, even by threads, and payloads are small.
 inline Tuning staged_tuning() {
   Tuning tuning = tiny_tuning();
   tuning.slot_bytes = 16;
@@ -96,7 +96,7 @@ inline Tuning payload_tuning() {
 
 using Ranks = std::vector<std::unique_ptr<HostCommunicator>>;
 
-// All ranks of one process, on a machine that may have other communicators already.
+// All ranks of one process, on a machine that may already have other communicators.
 inline Ranks make_thread_ranks(const std::shared_ptr<Machine>& machine, const Tuning& tuning) {
   const int n = machine->size();
   std::vector<std::shared_ptr<SharedBlock>> blocks;
@@ -119,8 +119,8 @@ inline Ranks make_thread_ranks(int n, const Tuning& tuning) {
   return make_thread_ranks(Machine::of_threads(n), tuning);
 }
 
-// Calls body(rank) in n threads and rethrows what the first of them threw; `on_failure(rank)` may
-// free the others.
+// Calls body(rank) in n threads and rethrows the first exception; `on_failure(rank)` may unblock
+// the other ranks.
 template <class Body, class OnFailure>
 void in_threads(int n, Body&& body, OnFailure&& on_failure) {
   std::mutex mutex;
@@ -147,7 +147,8 @@ void in_threads(int n, Body&& body) {
   in_threads(n, std::forward<Body>(body), [](int) {});
 }
 
-// Calls body(communicator) in every rank's thread. A rank that throws closes its communicator.
+// Calls body(communicator) in every rank's thread. A rank whose body throws closes its
+// communicator.
 template <class Body>
 void with_ranks(Ranks& ranks, Body&& body) {
   const auto of = [&](int r) -> HostCommunicator& { return *ranks[static_cast<std::size_t>(r)]; };
@@ -194,10 +195,11 @@ inline FileDescriptor receive_fd(int socket) {
   return FileDescriptor(fd);
 }
 
-// Forked children, each with a socket to this process. Forks must come before threads.
+// Forked children, each connected to this process by a socket. Fork before starting threads.
 class Children {
  public:
-  // The child calls body(index, socket to the parent) and ends; 0 when nothing was thrown.
+  // The child calls body(index, socket to the parent) and exits, with status 0 if nothing was
+  // thrown.
   void start(const std::function<void(int, int)>& body) {
     int sockets[2];
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) != 0) {
@@ -208,7 +210,7 @@ class Children {
     const pid_t pid = ::fork();
     if (pid < 0) throw system_error("fork");
     if (pid == 0) {
-      ::alarm(120);  // never outlive the test
+      ::alarm(120);  // do not outlive the test
       ::close(sockets[0]);
       int status = 0;
       try {
@@ -236,7 +238,8 @@ class Children {
   [[nodiscard]] int size() const { return static_cast<int>(children_.size()); }
   [[nodiscard]] int socket(int i) const { return at(i).socket.get(); }
   void kill(int i) { ::kill(at(i).pid, SIGKILL); }
-  // The exit status; 128 + the signal where one ended it; 0 when waited for before.
+  // Returns the exit status; 128 + the signal number if a signal ended the child; 0 if it was
+  // already waited for.
   int wait(int i) {
     Child& child = children_[static_cast<std::size_t>(i)];
     if (child.pid <= 0) return 0;
@@ -256,9 +259,9 @@ class Children {
   std::vector<Child> children_;
 };
 
-// Calls body(communicator) in n processes. As in real use every process makes its own segment, so
-// that it holds the lock by which the others see it live, and gets the others' through a socket.
-// Its own descriptor is never received back: closing a duplicate would give the lock up.
+// Calls body(communicator) in n processes. As in production, every process creates its own segment,
+// so that it holds the lock that shows it is alive, and receives the other segments through a
+// socket. It never receives its own descriptor, since closing a duplicate would release the lock.
 inline void start_process_ranks(Children& children, int n, const Tuning& tuning,
                                 const std::function<void(HostCommunicator&)>& body) {
   for (int r = 0; r < n; ++r) {
@@ -304,14 +307,14 @@ inline void with_processes(int n, const Tuning& tuning,
 
 // --- arrays -------------------------------------------------------------------------------------
 
-// Memory for one array: the process's own, at any alignment that its elements allow, or shared.
-// Memory of its own is a heap block of exactly that size, so that a sanitizer sees every overrun.
+// Memory for one array: private, at a random valid alignment, or shared. Private memory is a heap
+// block of exactly the needed size, so that sanitizers detect every overrun.
 class Array {
  public:
   Array(DType dtype, std::size_t count, std::size_t skip = 0)
       : own_(new std::byte[count * size_of(dtype) + skip]),
         view_{own_.get() + skip, count, dtype, 0} {}
-  // In the communicator's shared memory, which other processes reach.
+  // Allocates the array in the communicator's shared memory, which other processes can access.
   Array(HostCommunicator& c, DType dtype, std::size_t count)
       : shared_(std::make_shared<SharedBlock>(c.machine(),
                                               c.members()[static_cast<std::size_t>(c.rank())],
@@ -343,7 +346,7 @@ inline constexpr DType kDTypeOf<float> = DType::kFloat32;
 template <>
 inline constexpr DType kDTypeOf<double> = DType::kFloat64;
 
-// A mix of the numbers that name an element, so that stale or misplaced data is noticed.
+// Mixes the numbers that identify an element, so that stale or misplaced data is detected.
 inline std::uint64_t mix(std::uint64_t call, std::uint64_t rank, std::uint64_t i) {
   std::uint64_t x = call * 0x9E3779B97F4A7C15ULL ^ rank * 0xC2B2AE3D27D4EB4FULL ^ (i + 1);
   x ^= x >> 31;

@@ -1,7 +1,7 @@
-"""Arrays on virtual GPUs, and the little of CUDA that tests need: streams, graphs.
+"""Arrays on virtual GPUs, with the parts of CUDA that tests need: streams and graphs.
 
-Importing this loads the virtual NCCL, before anything looks for another: of the version that
-VIRTUAL_NCCL_VERSION names (22703, 22809 or 23004).
+Importing this module loads the virtual NCCL before any other NCCL is searched. VIRTUAL_NCCL_VERSION
+selects its version (22703, 22809 or 23004).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(_core.__file__).parent
 _CUDA_DEVICE = 2  # of DLPack
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 
-# Names of dtypes to DLPack's codes; the CUDA array interface has none for these.
+# DLPack codes of dtypes that the CUDA array interface cannot name.
 _ONLY_DLPACK = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
 
 
@@ -36,7 +36,7 @@ class CudaError(RuntimeError):
 
 
 class _Runtime:
-    """The functions of the virtual runtime, which raise what they return."""
+    """The functions of the virtual runtime; they raise CudaError for error results."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(FOLDER / "libvirtual_cudart.so"))
@@ -86,12 +86,12 @@ def on_device(device: int) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """The host waits for the current device."""
+    """Block the host until the current device is idle."""
     cuda.cudaDeviceSynchronize()
 
 
 class Stream:
-    """A stream of the current device. `blocking`: it and the default stream wait for each other."""
+    """A stream of the current device; a `blocking` one and the default stream synchronize."""
 
     def __init__(self, blocking: bool = False) -> None:
         handle = ctypes.c_void_p()
@@ -105,7 +105,7 @@ class Stream:
 
 
 def current_stream() -> int:
-    """The handle of the stream that this thread's work goes to; 0: the default one."""
+    """Return the handle of the stream that this thread's work goes to; 0 is the default stream."""
     streams = getattr(_current, "streams", None)
     return streams[-1].handle if streams else 0
 
@@ -120,10 +120,10 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 
 class _Memory:
-    """Owner of device memory, which is used again as by torch: by the stream that it was made for.
+    """Owner of device memory, reused as in torch: only by the stream that allocated it.
 
-    When it is dropped it is filled with rubbish in that stream's turn, and nothing waits: who still
-    reads it on another stream will see that.
+    Releasing it enqueues a fill with garbage on that stream and does not wait, so that an
+    unsynchronized read on another stream is detected.
     """
 
     _free: ClassVar[dict[tuple[int, int, int], list[int]]] = {}
@@ -142,7 +142,7 @@ class _Memory:
     @classmethod
     def _release(cls, key: tuple[int, int, int], address: int) -> None:
         device, stream, nbytes = key
-        # Where the stream has gone or the device is lost the memory is not used again.
+        # The memory is not reused if the stream was destroyed or the device is lost.
         with suppress(CudaError), on_device(device):
             cuda.cudaMemsetAsync(
                 ctypes.c_void_p(address), 0xDD, ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
@@ -151,7 +151,7 @@ class _Memory:
 
 
 class _Dl(NamedTuple):
-    """What a DLPack capsule points to, and what keeps it."""
+    """The structure that a DLPack capsule points to, with the objects that keep it valid."""
 
     managed: ctypes.Structure
     shape: ctypes.Array[ctypes.c_int64]
@@ -183,9 +183,9 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class Array:
-    """Numbers in a virtual GPU's memory, in row-major order unless `strides` (bytes) say else.
+    """Numbers in a virtual GPU's memory, in row-major order unless `strides` (in bytes) are given.
 
-    What copies or fills is enqueued on the thread's current stream; what reads waits for it.
+    Copies and fills are enqueued on the thread's current stream; reads wait for that stream.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Array:
         return self
 
     def numpy(self) -> Any:
-        """A copy; the host waits for the current stream."""
+        """Return a copy; the host waits for the current stream."""
         assert self.strides is None
         host = np.empty(self.shape, self.dtype)
         with on_device(self.device):
@@ -257,7 +257,7 @@ class Array:
         return host
 
     def __getitem__(self, part: slice) -> Array:
-        """A part of a one-dimensional array, in the same memory."""
+        """Return a part of a one-dimensional array, in the same memory."""
         assert isinstance(part, slice)
         begin, end, step = part.indices(self.shape[0])
         item = self.dtype.itemsize
@@ -281,7 +281,7 @@ class Array:
 
 
 class DlpackArray(Array):
-    """The same, lent through DLPack, which has a code for every dtype."""
+    """An array exported through DLPack, which has a code for every dtype."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CUDA_DEVICE, self.device
@@ -308,7 +308,7 @@ class DlpackArray(Array):
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: int | None = None) -> Array:
-    """Not initialised: the memory holds rubbish on purpose."""
+    """Return an uninitialized array; its memory is filled with garbage on purpose."""
     shape = (shape,) if isinstance(shape, int) else shape
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
     device = current_device() if device is None else device
@@ -318,7 +318,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: int | No
 
 
 def array(values: Any, device: int | None = None, dlpack: bool | None = None) -> Array:
-    """A copy of a numpy array. `dlpack`: lent through DLPack, whatever the dtype is."""
+    """Return a copy of a numpy array. `dlpack`: export it through DLPack, whatever its dtype."""
     host = np.asarray(values)
     made = empty(host.shape, host.dtype, device)
     if dlpack:
@@ -331,7 +331,7 @@ def zeros(shape: int | tuple[int, ...], dtype: Any = "float32", device: int | No
 
 
 def view(lender: Any, dtype: Any, device: int | None = None) -> Array:
-    """The memory of anything with a CUDA array interface, as one-dimensional numbers."""
+    """View the memory of an object with a CUDA array interface as a one-dimensional array."""
     interface = lender.__cuda_array_interface__
     nbytes = int(np.prod(interface["shape"])) * np.dtype(interface["typestr"]).itemsize
     count = nbytes // np.dtype(dtype).itemsize
@@ -343,14 +343,14 @@ GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 
 
 class Graph:
-    """What a stream is given while `capture` is open, to be launched again and again."""
+    """A graph of the work that a stream is given while `capture` is open."""
 
     def __init__(self) -> None:
         self._exec = ctypes.c_void_p()
 
     @contextmanager
     def capture(self, mode: int = GLOBAL) -> Iterator[Stream]:
-        """The current stream is a new one meanwhile, which is captured."""
+        """Make a new stream the current stream and capture it."""
         stream = Stream()
         handle = ctypes.c_void_p(stream.handle)
         graph = ctypes.c_void_p()
@@ -368,5 +368,5 @@ class Graph:
         weakref.finalize(self, cuda.cudaGraphExecDestroy, self._exec).atexit = False
 
     def launch(self) -> None:
-        """On the current stream."""
+        """Launch the graph on the current stream."""
         cuda.cudaGraphLaunch(self._exec, ctypes.c_void_p(current_stream()))

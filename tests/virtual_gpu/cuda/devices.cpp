@@ -1,6 +1,6 @@
 // Devices, versions and errors.
 //
-// VIRTUAL_GPUS says how many there are (2), CUDA_VISIBLE_DEVICES which of them this process sees.
+// VIRTUAL_GPUS sets the number of devices (2); CUDA_VISIBLE_DEVICES selects those visible.
 
 #include <cstdio>
 #include <cstdlib>
@@ -21,7 +21,7 @@ thread_local int the_device = 0;
 thread_local cudaStreamCaptureMode the_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
-// The machine's numbers of the devices that this process sees; threads ask until the very end.
+// The machine's numbers of the visible devices. Threads use this until the process ends.
 const std::vector<int>& visible() {
   static const auto* const kVisible = new std::vector<int>([] {
     const char* number = std::getenv("VIRTUAL_GPUS");
@@ -35,7 +35,7 @@ const std::vector<int>& visible() {
     std::istringstream text(chosen);
     for (std::string word; std::getline(text, word, ',');) {
       const int index = std::atoi(word.c_str());
-      if (index < 0 || index >= all) break;  // as the real one: what follows is hidden
+      if (index < 0 || index >= all) break;  // like CUDA: hides all following devices
       result.push_back(index);
     }
     return result;
@@ -75,7 +75,7 @@ cudaError_t check_unsafe(State& s, const char* call) {
                                     the_mode == cudaStreamCaptureModeGlobal;
     if (!forbids) continue;
     capture->is_valid = false;
-    std::fprintf(stderr, "virtual GPU: %s spoils a capture of %s thread\n", call,
+    std::fprintf(stderr, "virtual GPU: %s invalidates a capture of %s thread\n", call,
                  mine ? "this" : "another");
     error = cudaErrorStreamCaptureUnsupported;
   }
@@ -175,7 +175,7 @@ cudaError_t cudaSetDevice(int device) {
   if (device_count() == 0) return remember(cudaErrorNoDevice);
   if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
   the_device = device;
-  // As since CUDA 12: also where nothing else is done with the device.
+  // As of CUDA 12, also if the device is not used otherwise.
   const std::lock_guard lock(state().mutex);
   state().contexts.insert(device);
   return cudaSuccess;

@@ -1,4 +1,4 @@
-// Capture of streams into graphs, and their launch.
+// Capture of streams into graphs, and launches of graphs.
 
 #include <algorithm>
 #include <random>
@@ -20,7 +20,7 @@ void leave(State& s, const std::shared_ptr<Capture>& capture) {
   s.captures.erase(capture);
 }
 
-// Whether all work is before the end of the origin.
+// Returns true if all captured work is ordered before the end of the origin stream.
 bool is_joined(const Capture& capture) {
   std::set<std::size_t> reached;
   std::vector<std::size_t> next;
@@ -36,8 +36,8 @@ bool is_joined(const Capture& capture) {
   return reached.size() == capture.nodes.size();
 }
 
-// Runs the nodes in a random order that their edges allow, so that an edge that is missing shows.
-// Those of communicators keep theirs: ranks could wait for each other otherwise.
+// Runs the nodes in a random order that their edges allow, so that missing edges are detected. The
+// calls of communicators keep their order: otherwise ranks could wait for each other.
 void run_nodes(const std::vector<Node>& nodes) {
   thread_local std::minstd_rand random{std::random_device{}()};
   std::vector<bool> has_run(nodes.size(), false);
@@ -149,7 +149,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   const auto found = find_stream(s, stream, current_device());
   if (!found) return remember(cudaErrorInvalidResourceHandle);
   if (!s.execs.contains(exec)) return remember(cudaErrorInvalidValue);
-  if (found->capture) return remember(cudaErrorNotSupported);  // a graph within a graph
+  if (found->capture) return remember(cudaErrorNotSupported);  // a graph inside a graph
   std::vector<PointPtr> waits;
   if (exec->tail) waits.push_back(exec->tail);
   for (const Node& node : *exec->nodes) {

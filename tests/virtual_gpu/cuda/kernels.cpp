@@ -1,4 +1,4 @@
-// cuda/kernels.h for virtual GPUs: the twins of the kernels, enqueued on virtual streams.
+// cuda/kernels.h for virtual GPUs: the kernels' CPU twins, enqueued on virtual streams.
 
 #include "cuda/kernels.h"
 
@@ -16,7 +16,7 @@
 namespace fastdist::cuda {
 namespace {
 
-// A launch goes to the current device, and a stream of another one is refused.
+// Launches on the current device; rejects streams of other devices.
 template <class Kernel>
 void launch(StreamHandle stream, Kernel kernel) {
   int device = 0;
@@ -45,7 +45,7 @@ void check_bucket(const Moves& moves, const std::byte* bucket, DType dtype, int 
   }
 }
 
-// By the array's index in the list, as far as the moves go.
+// Magnitudes by the index of the array in the list, as many as the moves refer to.
 std::vector<float> scales_of(const Moves& moves, const Cast& cast, int device) {
   std::vector<float> scales;
   for (const Move& move : moves.moves) {
@@ -57,7 +57,7 @@ std::vector<float> scales_of(const Moves& moves, const Cast& cast, int device) {
   return scales;
 }
 
-// |x| as the bits of a float: NaN above all numbers.
+// |x| as the bits of a float, in which NaN is above all numbers.
 std::uint32_t magnitude_bits(const Move& move) {
   const auto largest = static_cast<float>(
       host::largest_magnitude(static_cast<DType>(move.dtype), move.array, move.count));
@@ -137,8 +137,8 @@ void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_
       }
     }
     virtual_gpu::check_memory(out, bytes, device);
-    if (bytes % kQuantumBytes != 0) throw std::logic_error("blocks of no multiple of 16 bytes");
-    // Bits are bits, whatever the dtype.
+    if (bytes % kQuantumBytes != 0) throw std::logic_error("blocks must be multiples of 16 bytes");
+    // Bitwise operations do not depend on the dtype.
     const bool is_logic = op == ReduceOp::kAnd || op == ReduceOp::kOr || op == ReduceOp::kXor;
     const DType as = is_logic ? DType::kUInt8 : dtype;
     host::reduce(as, op, out, nullptr, sources, bytes / size_of(as));

@@ -1,5 +1,5 @@
-// Device memory: the machine's, with a record of who owns what, so that what reaches beyond an
-// allocation or into another device's loses the device, as on a real one.
+// Device memory: host memory with a record of its owner, so that an access beyond an allocation or
+// to another device's memory loses the device, as on a real GPU.
 
 #include <cstdint>
 #include <cstdio>
@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kBytesOfDevice = std::size_t{4} << 30;
 constexpr auto kAlignment = std::align_val_t{256};
 
-// The allocation that an address lies in; the end: none.
+// Returns the allocation that contains an address, or end().
 auto find_allocation(const State& s, const void* data) {
   const auto address = reinterpret_cast<std::uintptr_t>(data);
   auto after = s.allocations.upper_bound(address);
@@ -45,7 +45,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
   if (s.lost != cudaSuccess) return s.lost;
   const auto found = find_stream(s, stream, current_device());
   if (!found) return cudaErrorInvalidResourceHandle;
-  if (bytes == 0) return cudaSuccess;  // the pointers may be null then
+  if (bytes == 0) return cudaSuccess;  // the pointers may be null
   const int device = found->device;
   if (kind == cudaMemcpyDeviceToDevice) {
     return add(
@@ -57,7 +57,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
         },
         nullptr);
   }
-  if (found->capture) return cudaErrorNotSupported;  // the tests have no need for it
+  if (found->capture) return cudaErrorNotSupported;  // no test needs it
   if (kind == cudaMemcpyHostToDevice) {
     // Pageable memory is read before the call returns.
     const auto* begin = static_cast<const char*>(from);
@@ -77,7 +77,7 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
         std::memcpy(to, from, bytes);
       },
       nullptr);
-  // And written before it returns.
+  // Pageable memory is written before the call returns.
   if (error == cudaSuccess) wait_for(s, lock, found->tail);
   return error == cudaSuccess ? s.lost : error;
 }
@@ -114,14 +114,14 @@ void check_memory(const void* data, std::size_t bytes, int device) {
   const auto found = find_allocation(s, data);
   const std::string where = std::to_string(bytes) + " bytes at " + hex(data);
   if (found == s.allocations.end()) {
-    throw Failure(cudaErrorIllegalAddress, where + ", which is no memory of a device");
+    throw Failure(cudaErrorIllegalAddress, where + " are not device memory");
   }
   if (found->second.device != device) {
     throw Failure(cudaErrorIllegalAddress,
-                  where + ", which is memory of device " + std::to_string(found->second.device));
+                  where + " are memory of device " + std::to_string(found->second.device));
   }
   if (reinterpret_cast<std::uintptr_t>(data) + bytes > found->first + found->second.bytes) {
-    throw Failure(cudaErrorIllegalAddress, where + ", which reach beyond their allocation");
+    throw Failure(cudaErrorIllegalAddress, where + " extend beyond their allocation");
   }
 }
 
@@ -155,7 +155,7 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
   return cudaSuccess;
 }
 
-// Waits for the device, as the real one does in effect.
+// Waits for the device, which the real function does in effect.
 cudaError_t cudaFree(void* data) {
   if (data == nullptr) return cudaSuccess;
   State& s = state();

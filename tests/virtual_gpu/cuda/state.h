@@ -1,9 +1,9 @@
-// Everything that the virtual CUDA runtime knows, under one lock: what it does is simple, and how
-// fast it is does not matter.
+// The state of the virtual CUDA runtime, under a single lock: it is simple, and its speed does not
+// matter.
 //
 // A stream is a queue of operations and a thread that runs them in order. Each operation has an end
-// (Point), and a list of points that it waits for: events, the default stream, chains. So an event
-// is the end of what was enqueued last when it was recorded.
+// (Point) and a list of points that it waits for: events, the default stream, chains. An event is
+// the end of the last operation enqueued when it was recorded.
 #pragma once
 
 #include <condition_variable>
@@ -43,14 +43,14 @@ struct Node {
   std::shared_ptr<Chain> chain;
 };
 
-// A capture, from its beginning on one stream; others join by waiting for its events.
+// A capture, begun on one stream; other streams join by waiting for its events.
 struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread;
   cudaStream_t origin;
   bool is_valid = true;
   std::vector<Node> nodes;
-  std::map<cudaStream_t, std::set<std::size_t>> tails;  // of each stream in it
+  std::map<cudaStream_t, std::set<std::size_t>> tails;  // of each stream in the capture
   std::map<const Chain*, std::size_t> chain_tails;
 };
 
@@ -64,7 +64,7 @@ struct Allocation {
 struct CUstream_st {
   int device;
   bool is_legacy;
-  bool is_blocking;  // waits for the legacy default stream, and it for this one
+  bool is_blocking;  // this stream and the legacy default stream wait for each other
   std::deque<virtual_gpu::Operation> queue{};
   virtual_gpu::PointPtr tail{};
   bool is_destroyed = false;
@@ -75,7 +75,7 @@ struct CUstream_st {
 struct CUevent_st {
   int device;
   virtual_gpu::PointPtr point{};
-  std::shared_ptr<virtual_gpu::Capture> capture{};  // recorded in it
+  std::shared_ptr<virtual_gpu::Capture> capture{};  // in which it was recorded
   std::set<std::size_t> nodes{};
 };
 
@@ -85,7 +85,7 @@ struct CUgraph_st {
 
 struct CUgraphExec_st {
   std::shared_ptr<const std::vector<virtual_gpu::Node>> nodes;
-  virtual_gpu::PointPtr tail;  // the launch before
+  virtual_gpu::PointPtr tail;  // end of the previous launch
 };
 
 namespace virtual_gpu {
@@ -101,30 +101,30 @@ struct State {
   std::set<cudaGraphExec_t> execs;
   std::set<std::shared_ptr<Capture>> captures;
   std::map<std::uintptr_t, Allocation> allocations;
-  std::set<int> contexts;  // devices of which this process has taken memory
+  std::set<int> contexts;  // devices on which this process has allocated memory
 };
 
-// Made by the first call, never destroyed: streams' threads outlive everything.
+// Created by the first call and never destroyed, since the streams' threads run until the end.
 [[nodiscard]] State& state();
 [[nodiscard]] int device_count();
 [[nodiscard]] int current_device();
 
-// What every entry of the runtime returns through: remembers errors for cudaGetLastError.
+// Every entry point returns through this function, which stores errors for cudaGetLastError.
 cudaError_t remember(cudaError_t error);
 
-// --- With the lock in hand -------------------------------------------------------------------
+// --- Functions that require the lock ---------------------------------------------------------
 
-// The stream, by its handle: null and 1 are the default one of `device`. Null pointer: no such
-// stream.
+// Returns a stream by its handle; null and 1 are the default stream of `device`. Returns null if
+// there is no such stream.
 [[nodiscard]] std::shared_ptr<CUstream_st> find_stream(State& s, cudaStream_t stream, int device);
-// Enqueues or captures; `waits` is for what is not captured.
+// Enqueues or captures `run`; `waits` applies only if it is not captured.
 [[nodiscard]] cudaError_t add(State& s, const std::shared_ptr<CUstream_st>& stream,
                               std::function<void()> run, const std::shared_ptr<Chain>& chain,
                               std::vector<PointPtr> waits = {});
-// Why this thread may not make a call that might spoil a capture; spoils it where it does, and says
-// so on stderr.
+// Returns an error if this thread must not make a call that is unsafe during a capture. If the call
+// invalidates the capture, also reports that on stderr.
 [[nodiscard]] cudaError_t check_unsafe(State& s, const char* call);
-// The error of a default stream that is used while a stream that waits for it is being captured.
+// Returns true if the default stream is used while a stream that waits for it is being captured.
 [[nodiscard]] bool is_implicit(const State& s, const CUstream_st& stream);
 void wait_for(State& s, std::unique_lock<std::mutex>& lock, const PointPtr& point);
 void wait_for_device(State& s, std::unique_lock<std::mutex>& lock, int device);

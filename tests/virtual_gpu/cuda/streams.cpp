@@ -1,7 +1,7 @@
 // Streams and events.
 //
-// VIRTUAL_GPU_DELAY_US: the longest random pause before an operation (0), so that what nobody waits
-// for is seen to be missing.
+// VIRTUAL_GPU_DELAY_US sets the longest random pause before an operation (0), so that missing waits
+// are detected.
 
 #include <chrono>
 #include <cstdio>
@@ -60,7 +60,7 @@ void run_stream(const std::shared_ptr<CUstream_st>& stream) {
     if (s.lost == cudaSuccess) {
       lock.unlock();
       const cudaError_t error = run_guarded(operation, stream->device);
-      operation.run = nullptr;  // what it holds may call the runtime when it goes
+      operation.run = nullptr;  // destroying its captures may call the runtime
       lock.lock();
       if (s.lost == cudaSuccess) s.lost = error;
     }
@@ -69,7 +69,7 @@ void run_stream(const std::shared_ptr<CUstream_st>& stream) {
   }
 }
 
-// What an operation must wait for because of the legacy default stream.
+// Returns what an operation must wait for because of the legacy default stream.
 std::vector<PointPtr> implicit_waits(const State& s, const CUstream_st& stream) {
   std::vector<PointPtr> waits;
   if (!stream.is_legacy) {
@@ -121,7 +121,8 @@ cudaError_t create(cudaStream_t* stream, unsigned flags) {
   return cudaSuccess;
 }
 
-// The default stream, used while a stream that waits for it is being captured: spoils the capture.
+// Using the default stream while a stream that waits for it is being captured invalidates the
+// capture.
 cudaError_t spoil_implicit(State& s, const CUstream_st& stream) {
   for (const auto& capture : s.captures) {
     for (const auto& [handle, tail] : capture->tails) {
@@ -133,7 +134,7 @@ cudaError_t spoil_implicit(State& s, const CUstream_st& stream) {
 
 cudaError_t wait_captured(State& s, const std::shared_ptr<CUstream_st>& stream,
                           const CUevent_st& event) {
-  if (!s.captures.contains(event.capture)) return cudaErrorCapturedEvent;  // it has ended
+  if (!s.captures.contains(event.capture)) return cudaErrorCapturedEvent;  // the capture has ended
   if (stream->is_legacy) return spoil_implicit(s, *stream);
   if (stream->capture && stream->capture != event.capture) {
     stream->capture->is_valid = event.capture->is_valid = false;
@@ -223,7 +224,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   return remember(create(stream, flags));
 }
 
-// What was enqueued still runs.
+// Enqueued work still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
@@ -269,7 +270,7 @@ cudaError_t cudaDeviceSynchronize() {
   if (device_count() == 0) return remember(cudaErrorNoDevice);
   if (const cudaError_t error = check_unsafe(s, __func__); error != cudaSuccess)
     return remember(error);
-  // In whatever mode: the device has a stream that cannot be waited for.
+  // Fails in every capture mode: the device has a stream that cannot be waited for.
   for (const auto& [handle, stream] : s.streams) {
     if (!stream->capture || stream->device != current_device()) continue;
     stream->capture->is_valid = false;
@@ -313,7 +314,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->point = nullptr;
     return cudaSuccess;
   }
-  // An operation of its own: on the default stream it ends after all the streams that wait for it.
+  // A separate operation: on the default stream it ends after all streams that wait for it.
   const cudaError_t error = add(s, found, nullptr, nullptr);
   if (error != cudaSuccess) return remember(error);
   event->capture = nullptr;

@@ -1,5 +1,5 @@
-// The parts of CUDA's runtime that fastdist and its tests use, declared for the virtual GPUs: names
-// and numbers as in NVIDIA's header of that name. Source: docs.nvidia.com/cuda/cuda-runtime-api.
+// The parts of CUDA's runtime that fastdist and its tests use, declared for virtual GPUs with the
+// names and numbers of NVIDIA's header. Source: docs.nvidia.com/cuda/cuda-runtime-api.
 #pragma once
 
 #include <stddef.h>

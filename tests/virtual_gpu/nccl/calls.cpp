@@ -1,4 +1,4 @@
-// Collectives, sends and receives, and groups of them, up to their place in a stream.
+// Collectives, sends, receives and groups, up to their place in a stream.
 
 #include <algorithm>
 #include <chrono>
@@ -30,8 +30,8 @@ bool overlap(const Range& a, const Range& b) {
   return a.begin < b.begin + b.bytes && b.begin < a.begin + a.bytes;
 }
 
-// NCCL allows a result in place of the input in one way per call, and nothing within a group to
-// depend on anything else of it.
+// NCCL defines in-place operation in one way per call, and the calls of a group must not depend on
+// each other.
 abi::Result check_ranges(const RankComm& comm, const std::vector<Task>& tasks) {
   struct Owned {
     Range range;
@@ -55,7 +55,7 @@ abi::Result check_ranges(const RankComm& comm, const std::vector<Task>& tasks) {
   return abi::kSuccess;
 }
 
-// Within one call: apart, or exactly in place.
+// Within one call, input and output must be disjoint or exactly in place.
 abi::Result check_place(const Task& task, const RankComm& comm) {
   const auto ranges = ranges_of(task, comm);
   if (ranges.size() < 2 || !overlap(ranges[0], ranges[1])) return abi::kSuccess;
@@ -81,7 +81,7 @@ abi::Result check_place(const Task& task, const RankComm& comm) {
       break;
   }
   return is_in_place ? abi::kSuccess
-                     : refuse(abi::kInvalidUsage, "input and output overlap, and not in place");
+                     : refuse(abi::kInvalidUsage, "input and output overlap and are not in place");
 }
 
 abi::Result enqueue_now(const CommPtr& comm, cudaStream_t stream, std::vector<Task> tasks) {
@@ -92,7 +92,7 @@ abi::Result enqueue_now(const CommPtr& comm, cudaStream_t stream, std::vector<Ta
   return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
 }
 
-// A non-blocking communicator does it a little later.
+// A non-blocking communicator completes the call later.
 abi::Result launch(const CommPtr& comm, cudaStream_t stream, std::vector<Task> tasks) {
   for (const Task& task : tasks) {
     if (const abi::Result result = check_place(task, *comm); result != abi::kSuccess) return result;
@@ -126,7 +126,8 @@ abi::Result end_group() {
     for (const Pending& call : pending) {
       if (call.comm != comm) continue;
       if (!tasks.empty() && call.stream != stream) {
-        return refuse(abi::kInvalidUsage, "several streams in a group: virtual NCCL has it not");
+        return refuse(abi::kInvalidUsage,
+                      "virtual NCCL does not support several streams in a group");
       }
       stream = call.stream;
       tasks.push_back(call.task);

@@ -2,7 +2,7 @@
 
 #include <cstdio>
 
-// A handle stays what it is: one that is used after its end is noticed, not mistaken for another.
+// Handles are never reused, so that the use of a destroyed one is detected.
 struct ncclComm {
   virtual_nccl::CommPtr comm;
 };
@@ -49,7 +49,7 @@ CommPtr find(abi::Comm handle) {
   const auto found = handles().find(handle);
   if (found != handles().end() && found->second->comm) return found->second->comm;
   std::fprintf(stderr, "virtual NCCL: a call with a communicator that %s\n",
-               found == handles().end() ? "never was one" : "has been destroyed");
+               found == handles().end() ? "never existed" : "has been destroyed");
   return nullptr;
 }
 
@@ -73,7 +73,7 @@ abi::Result find_ready(abi::Comm handle, CommPtr& comm) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   const abi::Result status = comm->status();
   if (status == abi::kInProgress) {
-    return refuse(abi::kInvalidArgument, "the call before has not ended yet");
+    return refuse(abi::kInvalidArgument, "the previous call has not ended yet");
   }
   if (status != abi::kSuccess) return status;
   return abi::kSuccess;

@@ -23,17 +23,17 @@ struct RankComm {
   bool blocking = true;
   std::string name;  // of the segment
   std::shared_ptr<Segment> segment;
-  std::atomic<Shared*> shared{nullptr};  // of the segment, once it is open
+  std::atomic<Shared*> shared{nullptr};  // of the segment, once open
   std::shared_ptr<virtual_gpu::Chain> chain = virtual_gpu::make_chain();
 
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> is_destroyed{false};
-  std::atomic<int> jobs{0};  // of a non-blocking communicator, under way
-  std::mutex running;        // held while the device works on a call
+  std::atomic<int> jobs{0};  // pending, of a non-blocking communicator
+  std::mutex running;        // held while the device runs a call
 
-  std::uint64_t turns = 0;  // hosts' exchanges so far
+  std::uint64_t turns = 0;  // number of exchanges between hosts
 
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards the members below
   abi::Result error = abi::kSuccess;
   std::string error_text;
   std::map<void*, std::size_t> registered;  // by handle
@@ -45,34 +45,34 @@ struct RankComm {
     return known != nullptr && known->has_failed.load(std::memory_order_acquire) != 0;
   }
   [[nodiscard]] bool is_over() const { return is_given_up() || has_failed_peer(); }
-  // What went wrong in the background; kInProgress while jobs run.
+  // Returns the asynchronous error; kInProgress while jobs run.
   [[nodiscard]] abi::Result status();
-  // Loudly: said on stderr, told to the peers, reported as an asynchronous error.
+  // Fails visibly: reports on stderr, to the peers, and as an asynchronous error.
   void fail(abi::Result result, const std::string& why);
 };
 using CommPtr = std::shared_ptr<RankComm>;
 
 // --- Handles ---------------------------------------------------------------------------------
 
-// Null for what is no communicator, or none any more, which is said on stderr.
+// Returns null for a handle that is not a communicator or was destroyed, and reports it on stderr.
 [[nodiscard]] CommPtr find(abi::Comm handle);
 [[nodiscard]] abi::Comm make_handle(CommPtr comm);
 void drop(abi::Comm handle);
-// Also whether it may be called now: kSuccess, or what the call must return.
+// Also checks that it may be called now: returns kSuccess, or the result that the call must return.
 [[nodiscard]] abi::Result find_ready(abi::Comm handle, CommPtr& comm);
 
-// Remembers the text for ncclGetLastError, and returns `result`.
+// Stores the text for ncclGetLastError and returns `result`.
 abi::Result refuse(abi::Result result, const std::string& text);
 [[nodiscard]] const char* last_text();
 
-// --- Meeting (join.cpp) ----------------------------------------------------------------------
+// --- Joining (join.cpp) ----------------------------------------------------------------------
 
 // Joins the segment that `comm` names and waits for all ranks.
 [[nodiscard]] abi::Result join(const CommPtr& comm);
-// Tells all ranks a number, and gets theirs. Empty: given up.
+// Exchanges a number between all ranks. Returns an empty vector if the communicator was aborted.
 [[nodiscard]] std::vector<std::uint64_t> exchange(RankComm& comm, std::uint64_t number);
 
-// Windows and registrations of a communicator go with it (memory.cpp).
+// Releases a communicator's windows and registrations (memory.cpp).
 void forget_memory(RankComm& comm);
 
 // --- Calls (calls.cpp) -----------------------------------------------------------------------
@@ -100,16 +100,17 @@ struct Task {
   int peer = 0;  // or the root
 };
 
-// The device's part: moves the data of tasks that run together, and waits for the peers' (run.cpp).
+// The device's part of a call: moves the data of tasks that run together and waits for the peers'
+// parts (run.cpp).
 void run_tasks(const CommPtr& comm, const std::vector<Task>& tasks);
 
 [[nodiscard]] std::size_t size_of(abi::DataType type);
 [[nodiscard]] bool is_known(abi::DataType type);
-// out[i] = sources[0][i] ∘ sources[1][i] ∘ …
+// Computes out[i] = sources[0][i] ∘ sources[1][i] ∘ …
 void reduce(abi::DataType type, abi::RedOp op, char* out, const std::vector<const char*>& sources,
             std::size_t count);
 
-// The memory that a task reads and writes on this rank.
+// Returns the memory that a task reads and writes on this rank.
 struct Range {
   const char* begin;
   std::size_t bytes;
@@ -117,7 +118,7 @@ struct Range {
 };
 [[nodiscard]] std::vector<Range> ranges_of(const Task& task, const RankComm& comm);
 
-// --- Of which version this library is (version_*.cpp) -----------------------------------------
+// --- The version of this library (version_*.cpp) ----------------------------------------------
 
 [[nodiscard]] int version();
 

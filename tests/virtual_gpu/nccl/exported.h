@@ -1,4 +1,4 @@
-// What the library exports: the functions of csrc/nccl/abi.h, by NCCL's names.
+// The library's exported functions: those of csrc/nccl/abi.h, by NCCL's names.
 #pragma once
 
 #include "nccl/abi.h"

@@ -1,4 +1,4 @@
-// How ranks meet, and how their hosts exchange numbers.
+// How ranks join a communicator, and how their hosts exchange numbers.
 
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kFirstWithSharing = 23003;
 
-// Both are read once in a process, as NCCL does.
+// Both are read once per process, as in NCCL.
 std::uint64_t host_hash() {
   static const std::uint64_t kHash = [] {
     const char* id = std::getenv("NCCL_HOSTID");
@@ -60,19 +60,19 @@ abi::Result check_devices(const RankComm& comm) {
 
 abi::Result join(const CommPtr& comm) {
   comm->segment = Segment::open(comm->name);
-  if (!comm->segment) return refuse(abi::kSystemError, "the unique id leads nowhere");
+  if (!comm->segment) return refuse(abi::kSystemError, "the unique id does not name a segment");
   Shared& shared = comm->segment->shared();
   comm->shared.store(&shared, std::memory_order_release);
   int size = 0;
   if (!shared.size.compare_exchange_strong(size, comm->size) && size != comm->size) {
     return refuse(abi::kInvalidArgument,
-                  "ranks disagree about their number: " + std::to_string(size) + " and " +
+                  "ranks disagree on the number of ranks: " + std::to_string(size) + " and " +
                       std::to_string(comm->size));
   }
   Slot& slot = shared.slots[static_cast<std::size_t>(comm->rank)];
   if (slot.is_taken.exchange(1) != 0) {
     return refuse(abi::kInvalidUsage, "rank " + std::to_string(comm->rank) +
-                                          " has come twice, or the unique id was used before");
+                                          " has joined twice, or the unique id was used before");
   }
   slot.facts = facts_of(*comm);
   slot.has_joined.store(1, std::memory_order_release);
@@ -101,7 +101,7 @@ std::vector<std::uint64_t> exchange(RankComm& comm, std::uint64_t number) {
   board_of(comm.rank).number = number;
   board_of(comm.rank).turn.store(turn, std::memory_order_release);
   std::vector<std::uint64_t> numbers;
-  // Whoever writes turn + 2 here has seen all ranks' turn + 1, hence that they have read this one.
+  // A rank that writes turn + 2 here has seen turn + 1 of all ranks, so they have read this number.
   for (int p = 0; p < comm.size; ++p) {
     const auto is_there = [&] { return board_of(p).turn.load(std::memory_order_acquire) >= turn; };
     if (!wait_until(is_there, [&] { return comm.is_over(); })) return {};

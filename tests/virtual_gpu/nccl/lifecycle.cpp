@@ -1,4 +1,4 @@
-// Communicators from their beginning to their end.
+// Creation and destruction of communicators.
 
 #include <string>
 #include <thread>
@@ -12,14 +12,14 @@ namespace {
 abi::Result check_config(const abi::Config* config) {
   if (config == nullptr) return abi::kSuccess;
   if (config->magic != 0xCAFEBEEF || config->size < sizeof(abi::Config)) {
-    return refuse(abi::kInvalidArgument, "the configuration was not initialised");
+    return refuse(abi::kInvalidArgument, "the configuration was not initialized");
   }
   return abi::kSuccess;
 }
 
 bool is_blocking(const abi::Config* config) { return config == nullptr || config->blocking != 0; }
 
-// Gives `comm` its place among its ranks: at once, or in the background.
+// Joins `comm` to its ranks: immediately, or in the background.
 abi::Result connect(const CommPtr& comm, abi::Comm* handle) {
   if (comm->blocking) {
     const abi::Result result = join(comm);
@@ -37,7 +37,7 @@ abi::Result connect(const CommPtr& comm, abi::Comm* handle) {
 }
 
 void stop_running(RankComm& comm) {
-  // Whoever runs sees the flag that was set, and lets go.
+  // A running call sees the flag that was set and releases the lock.
   const std::lock_guard lock(comm.running);
 }
 
@@ -53,7 +53,7 @@ abi::Result ncclGetVersion(int* out) {
 
 abi::Result ncclGetUniqueId(abi::UniqueId* id) {
   const std::string name = Segment::create();
-  if (name.empty()) return refuse(abi::kSystemError, "no shared memory could be made");
+  if (name.empty()) return refuse(abi::kSystemError, "shared memory could not be created");
   id->bytes.fill('\0');
   name.copy(id->bytes.data(), id->bytes.size() - 1);
   return abi::kSuccess;
@@ -66,7 +66,7 @@ abi::Result ncclCommInitRankConfig(abi::Comm* handle, int size, abi::UniqueId id
   if (size < 1 || size > kMostRanks || rank < 0 || rank >= size) {
     return refuse(abi::kInvalidArgument, "rank " + std::to_string(rank) + " of " +
                                              std::to_string(size) + "; at most " +
-                                             std::to_string(kMostRanks) + " are served here");
+                                             std::to_string(kMostRanks) + " are supported");
   }
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return refuse(abi::kUnhandledCudaError, "no device");
@@ -80,7 +80,7 @@ abi::Result ncclCommInitRankConfig(abi::Comm* handle, int size, abi::UniqueId id
   return connect(comm, handle);
 }
 
-// Waits for what was enqueued, and for the end of all graphs that calls were captured into.
+// Waits for enqueued work, and for the end of all graphs that calls were captured into.
 abi::Result ncclCommDestroy(abi::Comm handle) {
   const CommPtr comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");

@@ -1,6 +1,6 @@
-// Memory that communicators know.
+// Memory registered with communicators.
 //
-// VIRTUAL_NCCL_WINDOWS=0: a system without symmetric windows.
+// VIRTUAL_NCCL_WINDOWS=0 simulates a system without symmetric windows.
 
 #include <cstdio>
 #include <cstdlib>
@@ -14,7 +14,7 @@ namespace virtual_nccl {
 namespace {
 
 std::mutex memory_mutex;
-// What ncclMemAlloc gave, and how many windows it is registered as.
+// An allocation by ncclMemAlloc, with the number of windows it is registered as.
 std::map<void*, int>& own_memory() {
   static auto* const kMemory = new std::map<void*, int>;
   return *kMemory;
@@ -37,7 +37,7 @@ abi::Result register_window(const CommPtr& comm, void* data, std::size_t bytes,
     const std::lock_guard lock(memory_mutex);
     const auto found = own_memory().find(data);
     if (found == own_memory().end() || !virtual_gpu::is_allocation(data, bytes, comm->device)) {
-      return refuse(abi::kInvalidArgument, "windows are of memory that ncclMemAlloc gave");
+      return refuse(abi::kInvalidArgument, "a window needs memory from ncclMemAlloc");
     }
     ++found->second;
   }
@@ -46,8 +46,8 @@ abi::Result register_window(const CommPtr& comm, void* data, std::size_t bytes,
   for (const std::uint64_t size : sizes) {
     if (size == bytes) continue;
     forget_window(data);
-    comm->fail(abi::kInvalidUsage, "ranks disagree about a window or its size");
-    return refuse(abi::kInvalidUsage, "ranks disagree about a window or its size");
+    comm->fail(abi::kInvalidUsage, "ranks disagree on a window or its size");
+    return refuse(abi::kInvalidUsage, "ranks disagree on a window or its size");
   }
   if (sizes.empty()) return refuse(abi::kInternalError, "ncclCommWindowRegister was aborted");
   *window = reinterpret_cast<abi::Window>(new char);
@@ -86,10 +86,10 @@ abi::Result ncclMemFree(void* data) {
     const std::lock_guard lock(memory_mutex);
     const auto found = own_memory().find(data);
     if (found == own_memory().end()) {
-      return refuse(abi::kInvalidArgument, "memory that ncclMemAlloc did not give");
+      return refuse(abi::kInvalidArgument, "memory that is not from ncclMemAlloc");
     }
     if (found->second != 0) {
-      std::fprintf(stderr, "virtual NCCL: ncclMemFree of memory that is a window still\n");
+      std::fprintf(stderr, "virtual NCCL: ncclMemFree of memory that is still a window\n");
     }
     own_memory().erase(found);
   }
@@ -113,7 +113,7 @@ abi::Result ncclCommDeregister(abi::Comm handle, void* registration) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   const std::lock_guard lock(comm->mutex);
   if (comm->registered.erase(registration) == 0) {
-    return refuse(abi::kInvalidArgument, "no registration of this communicator");
+    return refuse(abi::kInvalidArgument, "not a registration of this communicator");
   }
   delete static_cast<char*>(registration);
   return abi::kSuccess;
@@ -138,7 +138,7 @@ abi::Result ncclCommWindowRegister(abi::Comm handle, void* data, std::size_t byt
 abi::Result ncclCommWindowDeregister(abi::Comm handle, abi::Window window) {
   const CommPtr comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
-  // NCCL 2.28 waits for a stream of its own, and not as a capture of the thread would have it.
+  // NCCL 2.28 waits for a stream of its own, which a global capture of this thread does not allow.
   cudaStream_t own = nullptr;
   if (cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking) == cudaSuccess) {
     (void)cudaStreamSynchronize(own);
@@ -147,7 +147,7 @@ abi::Result ncclCommWindowDeregister(abi::Comm handle, abi::Window window) {
   const std::lock_guard lock(comm->mutex);
   const auto found = comm->windows.find(window);
   if (found == comm->windows.end()) {
-    return refuse(abi::kInvalidArgument, "no window of this communicator");
+    return refuse(abi::kInvalidArgument, "not a window of this communicator");
   }
   forget_window(found->second);
   comm->windows.erase(found);

@@ -1,4 +1,4 @@
-// NCCL's numbers, and their reductions by the loops of the host engine.
+// NCCL's dtypes and reductions, implemented by the loops of the host engine.
 
 #include <cstdint>
 
@@ -35,7 +35,7 @@ DType dtype_of(abi::DataType type) {
     case abi::kBfloat16:
       return DType::kBFloat16;
   }
-  throw std::logic_error("a dtype that NCCL does not know");
+  throw std::logic_error("a dtype that NCCL does not support");
 }
 
 ReduceOp reduce_op_of(abi::RedOp op) {
@@ -51,7 +51,7 @@ ReduceOp reduce_op_of(abi::RedOp op) {
     case abi::kAvg:
       return ReduceOp::kMean;
   }
-  throw std::logic_error("a reduction that NCCL does not know");
+  throw std::logic_error("a reduction that NCCL does not support");
 }
 
 template <class T>
@@ -60,7 +60,7 @@ void divide(char* out, std::size_t count, std::size_t ranks) {
   for (std::size_t i = 0; i < count; ++i) numbers[i] = static_cast<T>(numbers[i] / T(ranks));
 }
 
-// True for integers, which the host engine has no mean of: as NCCL, rounded towards zero.
+// Returns true for integers, whose mean the host engine lacks; NCCL rounds it towards zero.
 bool divide_integers(abi::DataType type, char* out, std::size_t count, std::size_t ranks) {
   switch (type) {
     case abi::kInt8:

@@ -1,8 +1,8 @@
-// What the device does in a call: moves bytes through the channels, all of a group's transfers at
-// once, so that none waits for another of the same group, and reduces in rank order.
+// The device's part of a call: moves bytes through the channels, all transfers of a group
+// concurrently, so that no transfer waits for another of the same group, and reduces in rank order.
 //
-// Each transfer begins with a header that says what the sender called. Where the receiver called
-// something else the real library would hang or move rubbish: here both ranks fail and say why.
+// Each transfer begins with a header that describes the sender's call. If the receiver's call
+// differs, the real library would hang or move garbage; here both ranks fail with the reason.
 
 #include <algorithm>
 #include <cstring>
@@ -23,16 +23,16 @@ struct Header {
   bool operator==(const Header&) const = default;
 };
 
-// One direction of one transfer, and how far it is.
+// One direction of one transfer, with its progress.
 struct Transfer {
   Header header;
   char* data;
   std::size_t bytes;
-  std::size_t done = 0;  // of header and data
-  Header found{};        // receivers: the sender's
+  std::size_t done = 0;  // bytes of header and data
+  Header found{};        // receivers: the sender's header
 };
 
-// Transfers over one channel, in order.
+// The transfers of one channel, in order.
 struct Lane {
   Channel* channel;
   bool sends;
@@ -48,7 +48,7 @@ std::string text_of(const Header& header) {
          std::to_string(header.op) + ", root " + std::to_string(header.peer) + ")";
 }
 
-// Copies as much as fits now; the part of `transfer` at `offset`, `bytes` long, lies at `memory`.
+// Copies as many bytes as fit now. `memory` holds the `bytes` bytes at `offset` of `transfer`.
 std::size_t step(Channel& channel, bool sends, char* memory, std::size_t bytes) {
   const std::uint64_t written = channel.written.load(std::memory_order_acquire);
   const std::uint64_t read = channel.read.load(std::memory_order_acquire);
@@ -62,7 +62,7 @@ std::size_t step(Channel& channel, bool sends, char* memory, std::size_t bytes) 
   return count;
 }
 
-// Whether something moved. Throws text where the ranks disagree.
+// Returns true if data moved. Throws a message if the ranks disagree.
 bool progress(Lane& lane) {
   Transfer& transfer = lane.transfers.front();
   if (transfer.done < sizeof(Header)) {
@@ -85,14 +85,14 @@ bool progress(Lane& lane) {
   return moved != 0 || transfer.bytes == 0;
 }
 
-// The transfers of a batch of tasks, and what is reduced when they have ended.
+// The transfers of a batch of tasks, and the reductions to compute when they have ended.
 class Batch {
  public:
   Batch(RankComm& comm, const std::vector<Task>& tasks) : comm_(comm), tasks_(tasks) {
     for (const Task& task : tasks) add(task);
   }
 
-  // False: given up.
+  // Returns false if the communicator was aborted.
   bool move() {
     std::erase_if(lanes_, [](const Lane& lane) { return lane.transfers.empty(); });
     while (!lanes_.empty()) {
@@ -217,7 +217,7 @@ class Batch {
 
   RankComm& comm_;
   const std::vector<Task>& tasks_;
-  std::deque<Reduction> reductions_;  // whose parts stay where they are
+  std::deque<Reduction> reductions_;  // a deque, since transfers point to the parts
   std::vector<Lane> lanes_;
 };
 
@@ -253,7 +253,7 @@ void run_tasks(const CommPtr& comm, const std::vector<Task>& tasks) {
   } catch (const std::runtime_error& error) {
     comm->fail(abi::kInvalidUsage, error.what());
   }
-  // As on a real device: a call that cannot go on stays where it is until it is given up.
+  // As on a real device, a call that cannot proceed waits until it is aborted.
   (void)wait_until([&] { return comm->is_given_up(); }, [] { return false; });
   poison(*comm, tasks);
 }

@@ -1,8 +1,8 @@
-// Memory that the ranks of a communicator share, be they threads or processes: where they meet,
-// where their hosts exchange numbers, and the channels that the data goes through.
+// Memory shared by the ranks of a communicator, which may be threads or processes: ranks join in
+// it, hosts exchange numbers, and data goes through its channels.
 //
-// It is a memfd, named in the unique id by its place in /proc: nothing is left behind. All waiting
-// polls, so that a rank that is killed or never comes leaves no lock behind.
+// The memory is a memfd that the unique id names by its path in /proc, so nothing is left behind.
+// All waits poll, so a rank that is killed or never arrives leaves no lock behind.
 #pragma once
 
 #include <array>
@@ -19,47 +19,48 @@ namespace virtual_nccl {
 inline constexpr int kMostRanks = 16;
 inline constexpr std::size_t kChannelBytes = std::size_t{64} << 10;
 
-// Bytes from one rank to another: a ring.
+// A ring buffer of bytes from one rank to another.
 struct Channel {
   alignas(64) std::atomic<std::uint64_t> written;
   alignas(64) std::atomic<std::uint64_t> read;
   std::array<char, kChannelBytes> data;
 };
 
-// What a rank tells all others in one exchange of the hosts.
+// A rank's number in one exchange between hosts.
 struct Board {
-  std::atomic<std::uint64_t> turn;  // the number is of this exchange
+  std::atomic<std::uint64_t> turn;  // the exchange that the number belongs to
   std::uint64_t number;
 };
 
 struct RankFacts {
   std::uint64_t host;
-  std::array<char, 16> device;  // its uuid
+  std::array<char, 16> device;  // the device's uuid
   bool may_share;
 };
 
 struct Slot {
   std::atomic<int> is_taken;
-  std::atomic<int> has_joined;  // `facts` are there
+  std::atomic<int> has_joined;  // `facts` is set
   RankFacts facts;
-  std::array<Board, 2> boards;  // of even and odd turns
+  std::array<Board, 2> boards;  // for even and odd turns
 };
 
-// Zeros when fresh.
+// Initially zeros.
 struct Shared {
-  std::atomic<std::uint64_t> tag;  // that of the unique id
+  std::atomic<std::uint64_t> tag;  // of the unique id
   std::atomic<int> size;
   std::atomic<int> has_failed;
   std::array<Slot, kMostRanks> slots;
-  // Of collectives, and of sends and receives: [from][to]
+  // For collectives and for sends and receives: [kind][from][to]
   std::array<std::array<std::array<Channel, kMostRanks>, kMostRanks>, 2> channels;
 };
 
 class Segment {
  public:
-  // What `open` takes, at most 127 characters; this process keeps the memory until `forget`.
+  // Returns a name for `open`, of at most 127 characters. This process keeps the memory until
+  // `forget`.
   [[nodiscard]] static std::string create();
-  // Null where it cannot be opened.
+  // Returns null if the segment cannot be opened.
   [[nodiscard]] static std::shared_ptr<Segment> open(const std::string& name);
   static void forget(const std::string& name);
 
@@ -74,7 +75,7 @@ class Segment {
   Shared* shared_;
 };
 
-// Polls until `is_true`; false when `is_given_up` comes first.
+// Polls until `is_true`; returns false if `is_given_up` is true first.
 bool wait_until(const std::function<bool()>& is_true, const std::function<bool()>& is_given_up);
 
 }  // namespace virtual_nccl

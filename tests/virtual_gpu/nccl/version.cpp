@@ -1,4 +1,4 @@
-// Which NCCL this is: one library is built per version (CMakeLists.txt).
+// The version of this library; one library is built per version (CMakeLists.txt).
 
 #include "virtual_gpu/nccl/comm.h"
 

@@ -53,8 +53,6 @@ class DenseSpec:
         shape: of its value.
         rule: how gradients change it.
         storage: "float32" or "bfloat16".
-        rounding: of steps to narrower storage: "nearest", or "stochastic", by chance, such that
-            small steps are not lost.
         wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
             scale for every 1024 elements. Initial and assigned values are float32.
         refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
@@ -64,7 +62,6 @@ class DenseSpec:
     shape: tuple[int, ...]
     rule: RuleSpec
     storage: str = "float32"
-    rounding: str = "nearest"
     wire: str = "float32"
     refuse_nonfinite: bool = False
 
@@ -80,7 +77,7 @@ class DenseSpec:
             initial: float32, of `shape`.
         """
         self.wire_format()  # names that do not exist are refused here
-        return _core.DenseVariable(initial, self.rule.make(), self.storage, self.rounding)
+        return _core.DenseVariable(initial, self.rule.make(), self.storage)
 
     def wire_format(self) -> _core.WireFormat | None:
         """What encodes gradients and values; None for float32."""
@@ -101,8 +98,6 @@ class RowsSpec:
         storage: "float32", "bfloat16" or "int8".
         max_rows: the rows touched the longest ago are dropped over this number.
         max_age: rows that so many pushes have not touched are dropped.
-        rounding: of steps to narrower storage: "nearest", or "stochastic", by chance, such that
-            small steps are not lost.
         wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
             scale for every row. Assigned values are float32.
         refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
@@ -117,7 +112,6 @@ class RowsSpec:
     storage: str = "float32"
     max_rows: int | None = None
     max_age: int | None = None
-    rounding: str = "nearest"
     wire: str = "float32"
     refuse_nonfinite: bool = False
 
@@ -131,7 +125,6 @@ class RowsSpec:
             initializer=self.initializer,
             seed=self.seed,
             storage=self.storage,
-            rounding=self.rounding,
             max_rows=self.max_rows,
             max_age=self.max_age,
         )

@@ -1,0 +1,166 @@
+// Detects that a call cannot finish, tells the peers and composes the error.
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/error.h"
+#include "host/communicator.h"
+
+namespace fastdist::host {
+namespace {
+
+std::string seconds(std::chrono::nanoseconds duration) {
+  std::string text = std::to_string(std::chrono::duration<double>(duration).count());
+  text.resize(text.find('.') + 2);
+  return text + " s";
+}
+
+}  // namespace
+
+// Throws if any rank has failed: the call cannot finish, whichever rank this rank waits for.
+void HostCommunicator::check_failures(const Wait& wait) {
+  check_usable();
+  for (int p = 0; p < size(); ++p) {
+    const Control& control = *peer(p).control;
+    const auto state = control.state.load(std::memory_order_acquire);
+    if (state == static_cast<std::uint32_t>(RankState::kActive)) continue;
+    const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
+    const std::string who = describe(wait.signature) + " on rank " + std::to_string(rank_) + ": ";
+    switch (static_cast<RankState>(state)) {
+      case RankState::kActive:
+      case RankState::kClosed:
+        break;
+      case RankState::kTimeout:
+        fail(RankState::kTimeout, failed_rank,
+             Error(ErrorCode::kTimeout,
+                   who + "rank " + std::to_string(p) + " gave up waiting for rank " +
+                       std::to_string(failed_rank) + last_calls(),
+                   {failed_rank}));
+      case RankState::kPeerFailure:
+        fail(RankState::kPeerFailure, failed_rank,
+             Error(ErrorCode::kPeerFailure,
+                   who + "rank " + std::to_string(failed_rank) + describe_exit(failed_rank) +
+                       " (noticed by rank " + std::to_string(p) + ")" + last_calls(),
+                   {failed_rank}));
+      case RankState::kInterrupted:
+        fail(RankState::kPeerFailure, p,
+             Error(ErrorCode::kPeerFailure,
+                   who + "rank " + std::to_string(p) + " was interrupted" + last_calls(), {p}));
+    }
+  }
+}
+
+bool HostCommunicator::has_left(int p) const noexcept {
+  const Peer& them = peers_[static_cast<std::size_t>(p)];
+  return them.control->state.load(std::memory_order_acquire) !=
+             static_cast<std::uint32_t>(RankState::kActive) ||
+         !machine_->is_alive(them.machine_rank);
+}
+
+std::optional<int> HostCommunicator::find_lost() const noexcept {
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    const auto state =
+        static_cast<RankState>(peers_[p].control->state.load(std::memory_order_acquire));
+    if (state == RankState::kClosed) continue;  // a rank closes after its calls have ended
+    if (state != RankState::kActive || !machine_->is_alive(peers_[p].machine_rank)) {
+      return static_cast<int>(p);
+    }
+  }
+  return std::nullopt;
+}
+
+std::string HostCommunicator::describe_exit(int p) const {
+  const auto state =
+      peers_[static_cast<std::size_t>(p)].control->state.load(std::memory_order_acquire);
+  return state == static_cast<std::uint32_t>(RankState::kClosed) ? " has closed the communicator"
+                                                                 : " has died";
+}
+
+void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
+  fail(RankState::kPeerFailure, p,
+       Error(ErrorCode::kPeerFailure,
+             describe(wait.signature) + " on rank " + std::to_string(rank_) + ": rank " +
+                 std::to_string(p) + describe_exit(p) + last_calls(),
+             {p}));
+}
+
+void HostCommunicator::check_interrupt(const Wait& wait) {
+  try {
+    wait.options->caller->check_interrupt();
+  } catch (...) {
+    announce_failure(RankState::kInterrupted, rank_);
+    throw;
+  }
+}
+
+void HostCommunicator::check_timeout(const Wait& wait, int p) {
+  const auto waited = std::chrono::steady_clock::now() - wait.start;
+  if (waited < wait.options->timeout) return;
+  std::vector<int> missing;
+  const bool collective = wait.bell == &me().control->bell;
+  for (int q = 0; collective && q < size(); ++q) {
+    if (last_sequence(q) < sequence_) missing.push_back(q);
+  }
+  if (missing.empty()) missing.push_back(p);
+  std::string names;
+  for (const int q : missing) names += (names.empty() ? "" : ", ") + std::to_string(q);
+  fail(RankState::kTimeout, p,
+       Error(ErrorCode::kTimeout,
+             describe(wait.signature) + " on rank " + std::to_string(rank_) + " timed out after " +
+                 seconds(waited) + " waiting for rank " + names + last_calls(),
+             std::move(missing)));
+}
+
+void HostCommunicator::announce_failure(RankState why, int failed_rank) noexcept {
+  Control& control = *me().control;
+  control.failed_rank.store(static_cast<std::uint32_t>(failed_rank), std::memory_order_relaxed);
+  control.state.store(static_cast<std::uint32_t>(why), std::memory_order_seq_cst);
+  wake_everyone();
+}
+
+// Includes this rank's own threads. A peer's transfer with a third rank notices at its next poll.
+void HostCommunicator::wake_everyone() noexcept {
+  for (Peer& p : peers_) {
+    p.control->bell.ring();
+    p.lanes[rank_].to.bell.ring();
+    p.lanes[rank_].from.bell.ring();
+  }
+  for (int p = 0; p < size(); ++p) {
+    me().lanes[p].to.bell.ring();
+    me().lanes[p].from.bell.ring();
+  }
+}
+
+void HostCommunicator::fail(RankState why, int failed_rank, const Error& error) {
+  announce_failure(why, failed_rank);
+  throw error;
+}
+
+std::uint64_t HostCommunicator::last_sequence(int p) const noexcept {
+  const Peer& them = peers_[static_cast<std::size_t>(p)];
+  return std::max(them.slots[0]->sequence.load(std::memory_order_acquire),
+                  them.slots[1]->sequence.load(std::memory_order_acquire));
+}
+
+// Describes each rank's last collective, for messages.
+std::string HostCommunicator::last_calls() const {
+  std::string text = "; last collective of each rank:";
+  for (int p = 0; p < size(); ++p) {
+    const std::uint64_t sequence = last_sequence(p);
+    const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
+    text += "\n  rank " + std::to_string(p) + ": ";
+    text += sequence == 0
+                ? "none"
+                : "call " + std::to_string(sequence) + ", " +
+                      describe(unpack_signature(h.signature.load(std::memory_order_relaxed),
+                                                h.count.load(std::memory_order_relaxed),
+                                                h.list.load(std::memory_order_relaxed)));
+  }
+  return text;
+}
+
+}  // namespace fastdist::host

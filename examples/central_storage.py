@@ -8,8 +8,8 @@ The same with a copy for each replica, for comparison:
 
     python examples/central_storage.py --strategy mirrored --devices cpu:0 cpu:1 cpu:2
 
-Needs torch and scikit-learn. Loss and accuracy are the same; parameters and the state of the optimizer
-are in memory once.
+Needs torch and scikit-learn. Loss and accuracy are the same; parameters and the state of the
+optimizer are in memory once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A coordinator's job without servers: workers that start in a fraction of a second, no torch."""
+"""A coordinator's job without servers and torch: workers start in a fraction of a second."""
 
 import contextlib
 import os
@@ -17,38 +17,38 @@ from fastdist.ps import Keys
 from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.shipping import Definitions
-from fastdist.ps.coordinator.worker import Turn, Worker
-from fastdist.ps.server.listening import admit
-from fastdist.ps.wire.access import guard, present
+from fastdist.ps.coordinator.worker import CallContext, Worker
+from fastdist.ps.server.listening import start_authenticator
+from fastdist.ps.wire.keys import use_client_keys, use_server_keys
 from ps_cluster import end_all, wait_for
 
-_turns: list[Turn] = []
+_contexts: list[CallContext] = []
 
 
 def step(weight: float = 1.0) -> float:
-    """In a function of a group: take a step with the others; the sum of weights, or 0."""
+    """In a function of a group: take a step with the others; return the sum of weights, or 0."""
     totals = [0.0]
-    _turns[-1].commit(weight, totals.append)
+    _contexts[-1].commit(weight, totals.append)
     return totals[-1]
 
 
 class PlainHost:
-    """Runs functions, with nothing around them but their turn."""
+    """Runs functions without a strategy."""
 
-    def begin(self, index: int, seed: int) -> None:
+    def begin_job(self, index: int, seed: int) -> None:
         set_worker_index(index)
 
     def parts(self, made: Any) -> Sequence[Any]:
         return ()
 
-    def take_news(self, news: bytes) -> None:
+    def apply_state_update(self, state_update: bytes) -> None:
         pass
 
-    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
-        _turns[:] = [turn]
+    def run(self, call: Callable[[], Any], context: CallContext) -> Any:
+        _contexts[:] = [context]
         return call()
 
-    def news(self) -> bytes:
+    def state_update(self) -> bytes:
         return b""
 
 
@@ -61,10 +61,10 @@ def serve(address: str, keys: str) -> None:
 
 
 class PlainJob:
-    """What a coordinator needs; notes what it is asked for.
+    """A job for a coordinator that records the coordinator's calls.
 
     Attributes:
-        asked: "before", "reports" and what is in them, "after" and "end", as they came.
+        asked: "before", "reports" with the reports, "after" and "end", in the order of the calls.
     """
 
     has_servers = True
@@ -81,7 +81,7 @@ class PlainJob:
         self.asked.append("before")
         return b""
 
-    def take_reports(self, reports: Sequence[bytes]) -> None:
+    def apply_reports(self, reports: Sequence[bytes]) -> None:
         self.asked += ["reports", *(pickle.loads(report) for report in reports)]
 
     def after_calls(self) -> None:
@@ -104,7 +104,7 @@ class PlainCluster:
             self.start(index)
 
     def start(self, index: int) -> None:
-        """Start a worker, again if it has ended."""
+        """Start or restart a worker."""
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         given = (self.addresses[index], self.keys.to_json())
         code = f"import plain_job; plain_job.serve(*{given!r})"
@@ -113,12 +113,12 @@ class PlainCluster:
         )
 
     def kill(self, index: int) -> None:
-        """Kill a worker; it has no time for anything."""
+        """Kill a worker with SIGKILL."""
         self.tasks[index].send_signal(signal.SIGKILL)
         self.tasks[index].wait(10)
 
     def coordinator(self, job: PlainJob | None = None, **options: Any) -> Any:
-        """A coordinator, and all its workers are there."""
+        """Create a coordinator, and wait for all its workers."""
         job = job or PlainJob(self.addresses, self.keys)
         coordinator = fd.ClusterCoordinator(job, **options)
         wait_for(lambda: len(coordinator.workers) == len(job.worker_addresses))
@@ -130,7 +130,7 @@ class PlainCluster:
 
 
 class Impostor:
-    """Has the keys of a job, and says what it likes: as a worker, or to one.
+    """Has the keys of a job and sends arbitrary messages, as a worker or as a coordinator.
 
     Attributes:
         address: where it listens as a worker.
@@ -144,11 +144,11 @@ class Impostor:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
         if worker:
-            present(self._socket, keys)
+            use_client_keys(self._socket, keys)
             self._socket.connect(worker)
         else:
-            self._authenticator = admit(self._context, keys)
-            guard(self._socket, keys)
+            self._authenticator = start_authenticator(self._context, keys)
+            use_server_keys(self._socket, keys)
             self._socket.bind("tcp://127.0.0.1:*")
             self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -156,26 +156,26 @@ class Impostor:
         self._socket.send_multipart([*self._peer, *frames])
 
     def receive(self) -> tuple[Kind, int, Sequence[bytes]]:
-        """Kind, number and further frames of the next message."""
+        """Return kind, number and further frames of the next message."""
         frames = self._socket.recv_multipart()
         if self._socket.type == zmq.ROUTER:
             self._peer = [frames.pop(0)]
         return unpack(frames, TO_WORKER if self._authenticator else TO_COORDINATOR)
 
     def receive_until(self, kind: Kind) -> tuple[int, Sequence[bytes]]:
-        """Number and further frames of the next message of a kind."""
+        """Return number and further frames of the next message of a kind."""
         while True:
             received, number, frames = self.receive()
             if received is kind:
                 return number, frames
 
     def be_ready(self) -> None:
-        """Greet, as a worker does."""
+        """Answer the HELLO as a worker does."""
         self.receive_until(Kind.HELLO)
         self.send(pack(Kind.READY))
 
     def take_over(self, began: int, index: int = 0) -> None:
-        """Be the coordinator of a worker."""
+        """Become the coordinator of a worker."""
         self.send(pack(Kind.HELLO), os.urandom(16), HELLO.pack(began, 0, index))
         self.receive_until(Kind.READY)
 

@@ -15,7 +15,7 @@ SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
 
 
 class Job:
-    """Servers, a client, and variables and tables cut among them."""
+    """Servers, a client, and sharded variables and tables."""
 
     def __init__(self, stack: ExitStack, servers: int, shards: int) -> None:
         addresses = [stack.enter_context(Server()).address for _ in range(servers)]

@@ -1,4 +1,4 @@
-"""A parameter-server job whose chief is the test, and whose other tasks are processes."""
+"""A parameter-server job: the test is the chief, the other tasks are processes."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class PsCluster:
             self.start("worker", index)
 
     def start(self, job: str, index: int) -> None:
-        """Start a task, again if it has ended."""
+        """Start or restart a task."""
         config = {"cluster": self.spec, "task": {"type": job, "index": index}}
         environment = {
             **os.environ,
@@ -56,18 +56,18 @@ class PsCluster:
         )
 
     def kill(self, job: str, index: int) -> None:
-        """Kill a task; it has no time for anything."""
+        """Kill a task with SIGKILL."""
         task = self.tasks[job, index]
         task.send_signal(signal.SIGKILL)
         task.wait(10)
 
     def strategy(self, *args: Any, **kwargs: Any) -> Any:
-        """A strategy of the chief; servers forget what they had for the one before."""
+        """Create a strategy for the chief; servers drop the values of the previous one."""
         resolver = SimpleClusterResolver(ClusterSpec(self.spec), "chief", 0)
         return fd.ParameterServerStrategy(resolver, *args, keys=self.keys, **kwargs)
 
     def coordinator(self, strategy: Any, **kwargs: Any) -> Any:
-        """A coordinator, and all its workers are there."""
+        """Create a coordinator, and wait for all its workers."""
         coordinator = fd.ClusterCoordinator(strategy, **kwargs)
         wait_for(lambda: len(coordinator.workers) == len(self.spec["worker"]))
         return coordinator
@@ -78,7 +78,7 @@ class PsCluster:
 
 
 def end_all(tasks: Iterable["subprocess.Popen[bytes]"], ports: Iterable[socket.socket]) -> None:
-    """Kill tasks, and give back the ports that were held for them."""
+    """Kill tasks, and release their reserved ports."""
     started = list(tasks)
     for task in started:
         task.kill()
@@ -89,7 +89,7 @@ def end_all(tasks: Iterable["subprocess.Popen[bytes]"], ports: Iterable[socket.s
 
 
 def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"

@@ -1,6 +1,6 @@
-"""Two servers, and clients that push to them and count; killed and stopped by a test.
+"""Two servers, and clients that push and count; a test kills and stops them.
 
-Imports no torch: clients are processes that have to start soon.
+Does not import torch, so that client processes start quickly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ spawn = multiprocessing.get_context("spawn")
 
 
 class Things:
-    """What a client pushes to: its own row and small variable, and a large variable of all."""
+    """The objects that a client pushes to: its own row and variable, and a large shared one."""
 
     def __init__(self, client: Client, number: int) -> None:
         placement = RoundRobin(2, FixedShards(2))
@@ -66,7 +66,7 @@ class Things:
 
 
 def whole(values: np.ndarray) -> int:
-    """All elements are the same count."""
+    """Return the count that all elements hold."""
     assert (values == values.flat[0]).all()
     return int(values.flat[0])
 
@@ -74,7 +74,7 @@ def whole(values: np.ndarray) -> int:
 def push_on(
     addresses: list[str], number: int, begun: Any, acked: Any, is_out: Any, go: Any
 ) -> None:
-    """Push until killed, while `go` is even; of a lost server, wait until `go` has changed."""
+    """Push until killed, while `go` is even; after losing a server, wait until `go` changes."""
     while True:
         is_out[number] = 1
         while go.value % 2:
@@ -143,7 +143,7 @@ class Job:
         self.servers[server] = self._serve(self.addresses[server])
 
     def disturb(self, for_s: float, rng: random.Random) -> None:
-        """Stop servers until clients send again, and kill clients; others take their places."""
+        """Stop servers until clients repeat requests, and kill and replace clients."""
         end = time.monotonic() + for_s
         rounds = 0
         wait_for(lambda: all(self.acked[number] for number in self.clients))
@@ -156,7 +156,7 @@ class Job:
             self.start_client()
 
     def hold(self) -> None:
-        """Clients end what they have begun, and wait."""
+        """Make clients finish their pushes, and wait."""
         self.go.value += self.go.value % 2 == 0
         wait_for(lambda: all(self.is_out[n] for n in self.clients))
 

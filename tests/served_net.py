@@ -1,4 +1,4 @@
-"""A model with rows, a tied weight and dense layers, trained on servers and on one device."""
+"""A model with embedding rows, a tied weight and dense layers, for servers and for one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ F = nn.functional
 
 
 class Net(nn.Module):
-    """Rows, a tied weight, and dense layers."""
+    """Embedding rows, a tied weight, and dense layers."""
 
     def __init__(self) -> None:
         super().__init__()

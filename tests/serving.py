@@ -1,4 +1,4 @@
-"""Servers of `fastdist serve` as a user starts them, and a client with something to keep."""
+"""`fastdist serve` processes, and a client that fills them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "fastdist"]
 
 
 class Servers:
-    """Starts `fastdist serve`; all end with the test."""
+    """Starts `fastdist serve`; all servers end with the test."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -36,7 +36,7 @@ class Servers:
         return process
 
     def start_json(self, *options: object) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
-        """A server, and its first line."""
+        """Start a server; return it and its first line."""
         process = self.start("--json", "--interval", 0.1, *options)
         return process, read_json(process)
 
@@ -80,7 +80,7 @@ def free_port() -> int:
 
 
 def fill(address: str, keys: Keys | None = None) -> None:
-    """Makes a variable with 3 pushes, of which 2 with a known staleness, and a table of 5 rows."""
+    """Create a variable with 3 pushes, 2 of them with a known staleness, and a table of 5 rows."""
     with Client([address], keys=keys, timeout_s=10) as client:
         bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
         seen = bias.begin_pull()

@@ -1,4 +1,4 @@
-"""Functions on workers: scheduled, failing, lost with their worker."""
+"""Functions on workers: scheduling, errors, lost workers."""
 
 import os
 import threading
@@ -58,7 +58,7 @@ def test_arguments(coordinator: Any) -> None:
         coordinator.schedule(join, 1)
 
 
-def test_a_function_travels_once(coordinator: Any) -> None:
+def test_a_function_is_sent_once(coordinator: Any) -> None:
     class Counted:
         pickled = 0
 
@@ -76,7 +76,7 @@ def test_a_function_travels_once(coordinator: Any) -> None:
     assert Counted.pickled == 1
 
 
-def test_functions_that_are_gone_are_forgotten(coordinator: Any) -> None:
+def test_unreferenced_functions_are_forgotten(coordinator: Any) -> None:
     for i in range(50):
         assert coordinator.schedule(lambda i=i: i).fetch() == i
     link = coordinator._dispatcher._links[0]
@@ -102,7 +102,7 @@ def test_the_first_error_is_raised_once(coordinator: Any) -> None:
     with pytest.raises(KeyError):
         begun[0].fetch()
     outcomes = [_outcome(value) for value in waiting]
-    assert set(outcomes) <= {"1", "the function was cancelled before it began, since another one"}
+    assert set(outcomes) <= {"1", "the function was cancelled before it began, because another one"}
     assert sum(outcome != "1" for outcome in outcomes) > 30
     coordinator.join()
     assert coordinator.done()
@@ -148,7 +148,7 @@ def test_errors_that_cannot_be_pickled(coordinator: Any) -> None:
         coordinator.join()
 
 
-def test_nobody_waits_for_a_closed_coordinator(cluster: PsCluster) -> None:
+def test_closing_ends_all_waits(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy())
     values = [coordinator.schedule(time.sleep, (0.2,)) for _ in range(100)]
     coordinator._dispatcher.close(is_end=False)
@@ -159,7 +159,7 @@ def test_nobody_waits_for_a_closed_coordinator(cluster: PsCluster) -> None:
     with pytest.raises(FastdistError, match="was closed"):
         coordinator.schedule(os.getpid)
     value = cluster.coordinator(cluster.strategy()).schedule(time.sleep, (1,))
-    with pytest.raises(FastdistError, match="nobody held it"):
+    with pytest.raises(FastdistError, match="is no longer referenced"):
         value.fetch(20)
 
 
@@ -169,11 +169,11 @@ def test_arguments_of_coordinators(cluster: PsCluster) -> None:
         fd.ClusterCoordinator(strategy, seed=-1)
     with pytest.raises(TypeError, match="max_queued must be an integer"):
         fd.ClusterCoordinator(strategy, max_queued="many")
-    with pytest.raises(TypeError, match="for a ParameterServerStrategy, got DefaultStrategy"):
+    with pytest.raises(TypeError, match="needs a ParameterServerStrategy, got DefaultStrategy"):
         fd.ClusterCoordinator(fd.DefaultStrategy())
 
 
-def test_children_of_functions_serve_nobody(coordinator: Any) -> None:
+def test_forked_children_of_functions_do_not_serve(coordinator: Any) -> None:
     def fork() -> tuple[int, int]:
         parent = os.getpid()
         child = os.fork()
@@ -198,7 +198,7 @@ def test_functions_do_not_end_workers(coordinator: Any, raised: BaseException) -
     assert coordinator.schedule(os.getpid).fetch() in before
 
 
-def test_workers_end_when_they_are_told_to(cluster: PsCluster) -> None:
+def test_workers_end_on_sigterm(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy())
     values = [coordinator.schedule(time.sleep, (0.5,)) for _ in range(4)]
     cluster.tasks["worker", 0].terminate()
@@ -208,7 +208,7 @@ def test_workers_end_when_they_are_told_to(cluster: PsCluster) -> None:
     wait_for(lambda: coordinator.workers == [0, 1])
 
 
-def test_the_coordinator_cannot_travel(coordinator: Any) -> None:
+def test_the_coordinator_cannot_be_pickled(coordinator: Any) -> None:
     def inner() -> None:
         coordinator.join()
 
@@ -216,7 +216,7 @@ def test_the_coordinator_cannot_travel(coordinator: Any) -> None:
         coordinator.schedule(inner)
 
 
-def test_datasets_of_each_worker(coordinator: Any) -> None:
+def test_per_worker_datasets(coordinator: Any) -> None:
     def make() -> list[int]:
         return [10 * fd.get_worker_index() + i for i in range(1000)]
 
@@ -242,11 +242,11 @@ def test_datasets_of_each_worker(coordinator: Any) -> None:
             next(numbers)
 
     coordinator.schedule(exhaust, (iter(copied),))
-    with pytest.raises(FastdistError, match="more from an iterator than there was"):
+    with pytest.raises(FastdistError, match="on an exhausted iterator"):
         coordinator.join()
 
 
-def test_values_of_each_worker(coordinator: Any) -> None:
+def test_per_worker_values(coordinator: Any) -> None:
     own = fd.PerWorkerValues(["zero", "one"])
 
     def mine(value: str) -> tuple[int, str]:
@@ -294,8 +294,8 @@ def test_killed_workers_lose_nothing(cluster: PsCluster) -> None:
     wait_for(lambda: coordinator.workers == [0, 1])
 
 
-def test_exact_evaluation_in_spite_of_killed_workers(cluster: PsCluster) -> None:
-    """Each piece of the data counts once: the function's result does, however often it ran."""
+def test_exact_evaluation_with_killed_workers(cluster: PsCluster) -> None:
+    """Each piece of the data counts once, because each function's result does."""
     coordinator = cluster.coordinator(cluster.strategy())
     data = list(range(1000))
 
@@ -311,7 +311,7 @@ def test_exact_evaluation_in_spite_of_killed_workers(cluster: PsCluster) -> None
     wait_for(lambda: coordinator.workers == [0, 1])
 
 
-def test_who_waits_need_not_schedule_a_whole_group(cluster: PsCluster) -> None:
+def test_waiting_runs_an_incomplete_group(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy(synchronous=True))
     assert coordinator.schedule(os.getpid).fetch(30) > 0
     coordinator.schedule(os.getpid)
@@ -321,7 +321,7 @@ def test_who_waits_need_not_schedule_a_whole_group(cluster: PsCluster) -> None:
     coordinator.join()
 
 
-def test_the_last_coordinator_has_the_workers(
+def test_the_latest_coordinator_gets_the_workers(
     cluster: PsCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
@@ -334,7 +334,7 @@ def test_the_last_coordinator_has_the_workers(
     assert second.schedule(os.getpid).fetch() > 0
     wait_for(lambda: first.workers == [])
     first.schedule(os.getpid)
-    with pytest.raises(UnavailableError, match="a coordinator that began later has it"):
+    with pytest.raises(UnavailableError, match="it belongs to a coordinator that began later"):
         first.join()
     first.close()
     assert second.schedule(os.getpid).fetch() > 0

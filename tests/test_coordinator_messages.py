@@ -1,4 +1,4 @@
-"""Messages that nobody expects, and results of workers that are gone."""
+"""Unexpected messages, and results of lost workers."""
 
 import os
 import pickle
@@ -37,7 +37,7 @@ def cluster() -> Iterator[PlainCluster]:
 
 
 def garbled(kinds: Any) -> Iterator[tuple[bytes, ...]]:
-    """Messages of each kind with frames too few, too many, too short and too long; and none."""
+    """Yield messages of each kind with too few, too many, too short and too long frames."""
     for kind, sizes in kinds.items():
         frames = [bytes(size or 0) for size in sizes]
         yield pack(kind), *frames, b"more"
@@ -65,8 +65,8 @@ def call(impostor: Impostor, number: int, arguments: bytes) -> tuple[Outcome, by
     return Outcome(outcome[0]), content
 
 
-def test_workers_refuse_what_is_no_message(cluster: PlainCluster) -> None:
-    """From somebody who has the keys, and from the coordinator that they have."""
+def test_workers_reject_malformed_messages(cluster: PlainCluster) -> None:
+    """From a stranger with the job's keys, and from the worker's coordinator."""
     before = cluster.tasks[0].pid
     began = time.time_ns()
     with impostor(cluster.keys, cluster.addresses[0]) as known:
@@ -77,19 +77,19 @@ def test_workers_refuse_what_is_no_message(cluster: PlainCluster) -> None:
                 messages = list(garbled(TO_WORKER))
                 for message in messages:
                     sender.send(*message)
-                refusals = [sender.receive_until(Kind.REFUSED)[1][0] for _ in messages]
+                refusals = [sender.receive_until(Kind.REJECTED)[1][0] for _ in messages]
                 assert b"a message of version 2, expected 1" in b"".join(refusals)
                 assert b"a HELLO with frames of [15, 20] bytes, expected [16, 20]" in refusals
                 outcome, content = call(known, number, cloudpickle.dumps(((), {})))
                 assert (outcome, pickle.loads(content)) == (Outcome.RETURNED, before)
 
 
-def test_workers_survive_what_cannot_be_read(cluster: PlainCluster) -> None:
+def test_workers_survive_malformed_pickles(cluster: PlainCluster) -> None:
     with impostor(cluster.keys, cluster.addresses[0]) as known:
         known.take_over(time.time_ns())
         outcome, content = call(known, 1, cloudpickle.dumps(((), {})))
         assert outcome is Outcome.RAISED
-        assert "definition 1 has not come to this worker" in str(pickle.loads(content)[0])
+        assert "this worker has not received definition 1" in str(pickle.loads(content)[0])
         known.send(pack(Kind.DEFINE, 1), b"no pickle")
         assert call(known, 2, cloudpickle.dumps(((), {})))[0] is Outcome.RAISED
         known.send(pack(Kind.FORGET, 1))
@@ -108,27 +108,27 @@ def test_strangers_cannot_end_a_step(cluster: PlainCluster) -> None:
         known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: step))
         about = CALL.pack(1, 1, 2, False)
         known.send(pack(Kind.CALL, 1), about, cloudpickle.dumps(((), {})), b"")
-        known.receive_until(Kind.STEP)
+        known.receive_until(Kind.STAGED)
         for message in garbled(TO_WORKER):
             stranger.send(*message)
         stranger.send(pack(Kind.ABORT, 1))
-        stranger.send(pack(Kind.GO, 1), b"")
-        known.send(pack(Kind.LEAD, 1), struct.pack("<d", 7.0))
-        assert known.receive_until(Kind.LED)[1] == [b""]
-        known.send(pack(Kind.GO, 1), b"")
+        stranger.send(pack(Kind.RESUME, 1), b"")
+        known.send(pack(Kind.COMMIT, 1), struct.pack("<d", 7.0))
+        assert known.receive_until(Kind.COMMITTED)[1] == [b""]
+        known.send(pack(Kind.RESUME, 1), b"")
         assert pickle.loads(known.receive_until(Kind.RESULT)[1][1]) == 7.0
 
 
 def unreadable() -> Iterator[tuple[bytes, ...]]:
     yield from garbled(TO_COORDINATOR)
     yield pack(Kind.RESULT, 1), b"\x09", b"", b""
-    yield pack(Kind.REFUSED), b"\xff what?"
+    yield pack(Kind.REJECTED), b"\xff what?"
 
 
-def test_coordinators_refuse_what_is_no_message(
+def test_coordinators_reject_malformed_messages(
     cluster: PlainCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker that sent it is left alone, others have its functions."""
+    """The worker that sent it gets no functions; other workers run them."""
     with impostor(cluster.keys) as fake:
         for message in unreadable():
             caplog.clear()
@@ -149,7 +149,7 @@ class Exits:
         return sys.exit, (3,)
 
 
-def test_errors_and_results_that_cannot_be_read(cluster: PlainCluster) -> None:
+def test_errors_and_results_that_cannot_be_unpickled(cluster: PlainCluster) -> None:
     with impostor(cluster.keys) as fake:
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.be_ready()
@@ -158,36 +158,36 @@ def test_errors_and_results_that_cannot_be_read(cluster: PlainCluster) -> None:
             value = coordinator.schedule(os.getpid)
             number, _ = fake.receive_until(Kind.CALL)
             fake.send(pack(Kind.RESULT, number), bytes([Outcome.RAISED]), content, b"")
-            with pytest.raises(FastdistError, match="a worker's error that cannot be read here"):
+            with pytest.raises(FastdistError, match="a worker's error cannot be unpickled here"):
                 value.fetch(20)
-            with pytest.raises(FastdistError, match="a worker's error that cannot be read here"):
+            with pytest.raises(FastdistError, match="a worker's error cannot be unpickled here"):
                 coordinator.join()
         value = coordinator.schedule(os.getpid)
         number, _ = fake.receive_until(Kind.CALL)
         fake.send(pack(Kind.RESULT, number), bytes([Outcome.RETURNED]), b"no pickle", b"")
         for _ in range(2):
-            with pytest.raises(FastdistError, match="returned what cannot be read here"):
+            with pytest.raises(FastdistError, match="result cannot be unpickled here"):
                 value.fetch(20)
         coordinator.join()
 
 
-def test_news_that_cannot_be_read(cluster: PlainCluster) -> None:
+def test_malformed_state_updates(cluster: PlainCluster) -> None:
     with impostor(cluster.keys) as fake:
         job = PlainJob([fake.address], cluster.keys)
         coordinator = fd.ClusterCoordinator(job)
         fake.be_ready()
-        for news in (b"no pickle", pickle.dumps("new")):
+        for state_update in (b"no pickle", pickle.dumps("new")):
             coordinator.schedule(os.getpid)
             number, _ = fake.receive_until(Kind.CALL)
-            fake.send(pack(Kind.RESULT, number), bytes(1), pickle.dumps(7), news)
-            if news == b"no pickle":
-                with pytest.raises(FastdistError, match="a worker's news cannot be read"):
+            fake.send(pack(Kind.RESULT, number), bytes(1), pickle.dumps(7), state_update)
+            if state_update == b"no pickle":
+                with pytest.raises(FastdistError, match="a worker's state update cannot be read"):
                     coordinator.join()
         coordinator.join()
         assert job.asked[-3:] == ["reports", "new", "after"]
 
 
-def test_who_leads_and_ends_is_not_waited_for(cluster: PlainCluster) -> None:
+def test_a_leader_that_ends_is_not_waited_for(cluster: PlainCluster) -> None:
     with impostor(cluster.keys) as first, impostor(cluster.keys) as second:
         job = PlainJob([first.address, second.address], cluster.keys)
         job.synchronous = True
@@ -198,18 +198,21 @@ def test_who_leads_and_ends_is_not_waited_for(cluster: PlainCluster) -> None:
         values = [coordinator.schedule(os.getpid) for _ in range(2)]
         numbers = [fake.receive_until(Kind.CALL)[0] for fake in (first, second)]
         for fake, number in zip((first, second), numbers, strict=True):
-            fake.send(pack(Kind.STEP, number), struct.pack("<d", 1.0))
+            fake.send(pack(Kind.STAGED, number), struct.pack("<d", 1.0))
             if fake is first:
                 wait_for(lambda: coordinator._dispatcher._group._weights)
-        assert first.receive_until(Kind.LEAD)[0] == numbers[0]
+        assert first.receive_until(Kind.COMMIT)[0] == numbers[0]
         first.send(pack(Kind.RESULT, numbers[0]), bytes(1), pickle.dumps(1), b"")
-        assert second.receive_until(Kind.GO) == (numbers[1], [b"an end of its function"])
+        assert second.receive_until(Kind.RESUME) == (
+            numbers[1],
+            [b"its function ended without committing the step"],
+        )
         second.send(pack(Kind.RESULT, numbers[1]), bytes(1), pickle.dumps(2), b"")
         assert coordinator.fetch(values, 20) == [1, 2]
 
 
 def test_noise_on_the_port(cluster: PlainCluster) -> None:
-    """From who has no keys: neither an end nor silence."""
+    """A sender without keys neither ends the job nor goes unnoticed."""
     host, port = cluster.addresses[0].removeprefix("tcp://").split(":")
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
     noises = [
@@ -238,7 +241,7 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
     with impostor(cluster.keys) as fake:
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.receive_until(Kind.HELLO)
-        fake.send(b"FDCO\x02\x00" + pack(Kind.REFUSED)[6:], b"a message of version 1, expected 2")
+        fake.send(b"FDCO\x02\x00" + pack(Kind.REJECTED)[6:], b"a message of version 1, expected 2")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="a message of version 2, expected 1"):
             coordinator.join()
@@ -248,11 +251,11 @@ def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
     coordinator.schedule(os.getpid)
-    with pytest.raises(UnavailableError, match="it has other keys, or is no worker of fastdist"):
+    with pytest.raises(UnavailableError, match="it has other keys, or is not a fastdist worker"):
         coordinator.join()
 
 
-def test_who_was_no_worker_may_become_one(cluster: PlainCluster, monkeypatch: Any) -> None:
+def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     host, port = cluster.addresses[1].removeprefix("tcp://").split(":")
     cluster.kill(1)
@@ -261,7 +264,7 @@ def test_who_was_no_worker_may_become_one(cluster: PlainCluster, monkeypatch: An
         connection, _ = server.accept()
         connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
         coordinator.schedule(os.getpid)
-        with pytest.raises(UnavailableError, match="or is no worker of fastdist"):
+        with pytest.raises(UnavailableError, match="or is not a fastdist worker"):
             coordinator.join()
         connection.close()
     cluster.start(1)
@@ -269,7 +272,7 @@ def test_who_was_no_worker_may_become_one(cluster: PlainCluster, monkeypatch: An
     assert coordinator.schedule(os.getpid).fetch(20) == cluster.tasks[1].pid
 
 
-def test_results_of_a_worker_that_is_gone_count(cluster: PlainCluster, tmp_path: Path) -> None:
+def test_results_of_a_lost_worker_count(cluster: PlainCluster, tmp_path: Path) -> None:
     coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
     runs = tmp_path / "runs"
 
@@ -282,7 +285,9 @@ def test_results_of_a_worker_that_is_gone_count(cluster: PlainCluster, tmp_path:
 
     value = coordinator.schedule(work)
     wait_for(runs.exists)
-    with coordinator._backlog.changed:  # the dispatcher waits, and finds all that has come at once
+    with (
+        coordinator._backlog.changed
+    ):  # when the dispatcher continues, it handles all events at once
         coordinator._dispatcher.wake()
         cluster.tasks[0].wait(20)
         time.sleep(0.2)

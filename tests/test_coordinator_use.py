@@ -1,4 +1,4 @@
-"""A coordinator in the hands of users who do what they like."""
+"""Unusual uses of a coordinator."""
 
 import collections
 import functools
@@ -52,7 +52,7 @@ def uses_global() -> Any:
     return LOCK
 
 
-uses_global.__module__ = "__main__"  # so that it is pickled with what it uses
+uses_global.__module__ = "__main__"  # pickled with the objects that it uses
 
 
 class Holder:
@@ -75,7 +75,7 @@ class Holder:
         (print, (1,), {"end": LOCK}, "argument 'end'"),
     ],
 )
-def test_what_cannot_be_pickled_is_named(
+def test_unpicklable_parts_are_named(
     coordinator: Any, fn: Any, args: Any, kwargs: Any, name: str
 ) -> None:
     with pytest.raises(TypeError, match=f"{name}: cannot pickle '_thread.lock' object"):
@@ -84,12 +84,12 @@ def test_what_cannot_be_pickled_is_named(
     assert coordinator.schedule(divmod, (7, 2)).fetch(20) == (3, 1)
 
 
-def test_datasets_that_cannot_be_pickled_are_named(coordinator: Any) -> None:
+def test_unpicklable_datasets_are_named(coordinator: Any) -> None:
     with pytest.raises(TypeError, match="'inner', which it closes over: cannot pickle"):
         coordinator.create_per_worker_dataset(holds_lock())
 
 
-def test_arguments_that_make_no_sense(coordinator: Any) -> None:
+def test_invalid_arguments(coordinator: Any) -> None:
     with pytest.raises(TypeError, match="fn must be callable, got int"):
         coordinator.schedule(5)
     with pytest.raises(TypeError, match="kwargs must be a dict, got list"):
@@ -110,7 +110,7 @@ def test_results_that_cannot_be_pickled(coordinator: Any, made: Any) -> None:
     assert coordinator.workers == [0, 1]
 
 
-def test_errors_that_become_something_else(coordinator: Any) -> None:
+def test_errors_that_unpickle_to_another_type(coordinator: Any) -> None:
     def fail() -> None:
         class Odd(Exception):
             def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -141,7 +141,7 @@ def test_a_failed_value_as_an_argument_is_the_error(coordinator: Any) -> None:
     failed = coordinator.schedule(lambda: [][1])
     with pytest.raises(IndexError):
         coordinator.schedule(print, (failed,))
-    coordinator.join()  # that was the first error
+    coordinator.join()  # raised the first error
     with pytest.raises(IndexError):
         coordinator.schedule(lambda: failed)
     assert coordinator.done()
@@ -166,7 +166,7 @@ def test_large_values(coordinator: Any) -> None:
 
 
 class Watched(PlainJob):
-    """Notes whether it is asked for two things at once."""
+    """Records whether two of its methods run at the same time."""
 
     inside = 0
     most = 0
@@ -216,7 +216,7 @@ def test_several_threads(cluster: PlainCluster) -> None:
 
 
 def test_long_functions_after_short_ones_are_shared(coordinator: Any) -> None:
-    """Short ones go to workers ahead of time; where long ones did, a worker would wait for none."""
+    """Short functions are sent ahead; long ones must not wait behind others on one worker."""
     for _ in range(5):
         for _ in range(400):
             coordinator.schedule(fd.get_worker_index)
@@ -228,10 +228,10 @@ def test_long_functions_after_short_ones_are_shared(coordinator: Any) -> None:
             return fd.get_worker_index()
 
         where = coordinator.fetch([coordinator.schedule(work) for _ in range(6)])
-        assert max(collections.Counter(where).values()) <= 4  # each worker has two from the start
+        assert max(collections.Counter(where).values()) <= 4  # each worker gets two at the start
 
 
-def test_functions_that_have_ended_leave_nothing(coordinator: Any) -> None:
+def test_ended_functions_use_no_memory(coordinator: Any) -> None:
     def nothing() -> None:
         pass
 
@@ -246,7 +246,7 @@ def test_functions_that_have_ended_leave_nothing(coordinator: Any) -> None:
 
 
 def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_SILENCE_MS", 500)
+    monkeypatch.setattr(messages, "_TIMEOUT_MS", 500)
     monkeypatch.setattr(messages, "_HEARTBEAT_MS", 200)
     coordinator = cluster.coordinator()
 
@@ -267,7 +267,7 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     assert set(pids) == {task.pid for task in cluster.tasks.values()}
 
 
-def test_iterators_begin_anew_where_a_worker_does(cluster: PlainCluster) -> None:
+def test_iterators_restart_with_their_worker(cluster: PlainCluster) -> None:
     coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
     numbers = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
     taken = [coordinator.schedule(next, (numbers,)) for _ in range(2)]
@@ -276,16 +276,16 @@ def test_iterators_begin_anew_where_a_worker_does(cluster: PlainCluster) -> None
     late = [coordinator.schedule(next, (numbers,)) for _ in range(4)]
     cluster.start(0)
     assert coordinator.fetch(late[:3], 20) == [0, 1, 2]
-    with pytest.raises(FastdistError, match="more from an iterator than there was"):
+    with pytest.raises(FastdistError, match="on an exhausted iterator"):
         coordinator.join()
     again = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
     assert coordinator.schedule(next, (again,)).fetch(20) == 0
 
 
-def test_what_ends_every_worker_is_given_up(
+def test_a_function_that_crashes_every_worker_is_given_up(
     cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "MOST_LOSSES", 3)
+    monkeypatch.setattr(dispatcher, "MAX_LOST_WORKERS", 3)
     coordinator = cluster.coordinator()
     stop = threading.Event()
 
@@ -309,7 +309,7 @@ def test_what_ends_every_worker_is_given_up(
     assert coordinator.schedule(os.getpid).fetch(20) > 0
 
 
-def test_forked_children_end_nothing(cluster: PlainCluster) -> None:
+def test_forked_children_do_not_end_the_job(cluster: PlainCluster) -> None:
     job = PlainJob(cluster.addresses, cluster.keys)
     coordinator = cluster.coordinator(job)
     child = os.fork()
@@ -343,7 +343,7 @@ print("begun", flush=True)
     ids=["queued", "interrupted", "thread"],
 )
 def test_chiefs_that_end(count: int, then: str, code: int, said: str) -> None:
-    """Workers end, too, and do not begin what is queued."""
+    """Workers end too, and do not begin queued functions."""
     cluster = PlainCluster(workers=2)
     try:
         given = {"addresses": cluster.addresses, "keys": cluster.keys.to_json()}
@@ -388,7 +388,7 @@ def test_nothing_begins_when_the_job_ends(tmp_path: Path) -> None:
 
 
 def test_workers_end_amid_a_step() -> None:
-    """The job ends while one waits for another in the same step."""
+    """The job ends while a worker waits for another in the same step."""
     cluster = PlainCluster(workers=2)
     try:
         job = PlainJob(cluster.addresses, cluster.keys)

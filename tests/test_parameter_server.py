@@ -1,4 +1,4 @@
-"""Training on parameter servers, beside the same steps on one device."""
+"""Training on parameter servers, compared with the same steps on one device."""
 
 import copy
 import time
@@ -24,7 +24,7 @@ def cluster() -> Iterator[PsCluster]:
 
 @pytest.mark.parametrize("partitioner", [None, FixedShards(2)], ids=["whole", "cut"])
 @pytest.mark.parametrize("make_optimizer", [sgd, adagrad])
-def test_one_step_after_another_is_one_device(
+def test_sequential_steps_equal_one_device(
     cluster: PsCluster, make_optimizer: Any, partitioner: Any
 ) -> None:
     strategy = cluster.strategy(partitioner, max_staleness=0)
@@ -43,7 +43,7 @@ def test_one_step_after_another_is_one_device(
 
 @pytest.mark.parametrize("is_clipped", [False, True])
 def test_large_variables_beside_small_ones(cluster: PsCluster, is_clipped: bool) -> None:
-    """Large ones travel alone, and one of them in parts."""
+    """Large variables travel alone, one of them in parts."""
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
 
@@ -73,7 +73,7 @@ def test_large_variables_beside_small_ones(cluster: PsCluster, is_clipped: bool)
     same(model, other)
 
 
-def test_variables_go_round(cluster: PsCluster) -> None:
+def test_variables_are_placed_round_robin(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with strategy.scope():
         model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(4)])
@@ -82,7 +82,7 @@ def test_variables_go_round(cluster: PsCluster) -> None:
     assert len(list(model)) == 4
 
 
-def test_synchronous_is_the_global_batch(cluster: PsCluster) -> None:
+def test_synchronous_equals_the_global_batch(cluster: PsCluster) -> None:
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)
     model, optimizer = make(strategy, adagrad)
@@ -133,7 +133,7 @@ def test_asynchronous_learns(cluster: PsCluster) -> None:
 @pytest.mark.parametrize(
     "way", ["clipped", "clamped", "scaled", "accumulated", "closure", "two steps"]
 )
-def test_what_happens_before_a_step(cluster: PsCluster, way: str) -> None:
+def test_changes_of_gradients_before_a_step(cluster: PsCluster, way: str) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
     model, optimizer = make(strategy, sgd)
@@ -173,7 +173,7 @@ def test_what_happens_before_a_step(cluster: PsCluster, way: str) -> None:
     same(model, other)
 
 
-def test_gradients_that_no_step_takes_are_not_applied(cluster: PsCluster) -> None:
+def test_gradients_without_a_step_are_not_applied(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
     model, _ = make(strategy, sgd)
@@ -189,7 +189,7 @@ def test_gradients_that_no_step_takes_are_not_applied(cluster: PsCluster) -> Non
     assert all(stats["rounds"]["nbytes"] == 0 for stats in map(strategy.client.stats, range(3)))
 
 
-def test_workers_draw_other_numbers(cluster: PsCluster) -> None:
+def test_workers_have_different_random_numbers(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy(), seed=4)
 
     def draw() -> tuple[int, float]:

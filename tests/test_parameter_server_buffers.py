@@ -1,4 +1,4 @@
-"""Buffers on parameter servers: running statistics, counts, and what is not finite."""
+"""Buffers on parameter servers: running statistics, counts, infinite values."""
 
 import os
 import time
@@ -20,7 +20,7 @@ def cluster() -> Iterator[PsCluster]:
 
 
 def test_buffers_that_change_after_the_last_step(cluster: PsCluster) -> None:
-    """Also where a function that uses no model runs in between."""
+    """Also if a function that uses no model runs in between."""
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -74,7 +74,7 @@ def draws(count: int) -> list[torch.Tensor]:
 def test_statistics_of_workers_are_averaged(
     cluster: PsCluster, synchronous: bool, momentum: float | None
 ) -> None:
-    """Each worker moves them from the same values on; two must not move them twice as far."""
+    """Workers start from the same values; two workers must not move them twice as far."""
     strategy = cluster.strategy(synchronous=synchronous)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -84,7 +84,7 @@ def test_statistics_of_workers_are_averaged(
 
     def train(x: torch.Tensor) -> None:
         model(x).sum().backward()
-        time.sleep(0.2)  # the other worker begins meanwhile
+        time.sleep(0.2)  # the other worker begins in the meantime
         optimizer.step()
         optimizer.zero_grad()
 
@@ -97,7 +97,7 @@ def test_statistics_of_workers_are_averaged(
             replica.load_state_dict(other.state_dict())
             replica(x)
         moved = 1.0
-        if momentum is None and not synchronous:  # each has counted the other's as well
+        if momentum is None and not synchronous:  # each includes the other's count
             moved = min(2.0, 1.0 + int(other.num_batches_tracked))
         for name in ("running_mean", "running_var"):
             mean = (getattr(one, name) + getattr(two, name)) / 2
@@ -108,7 +108,7 @@ def test_statistics_of_workers_are_averaged(
 
 
 class Seen(nn.Module):
-    """Remembers the largest it has seen, and how many."""
+    """Remembers the largest value, and the number of values."""
 
     def __init__(self, seen: int = 0) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ def test_changes_without_a_step_in_a_group(cluster: PsCluster) -> None:
 def test_integers_beyond_float32(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
-    refused = pytest.raises(ValueError, match=r"seen is 16777217: .* counts up to 2\*\*24")
+    refused = pytest.raises(ValueError, match=r"seen is 16777217: .* exact up to 2\*\*24")
     with refused, strategy.scope():
         Seen((1 << 24) + 1)
     with strategy.scope():
         model = Seen((1 << 24) - 1)
         norm = nn.BatchNorm1d(2)
-    norm.num_batches_tracked.fill_(1 << 24)  # only a mean over all batches would divide by it
+    norm.num_batches_tracked.fill_(1 << 24)  # only a mean over all batches divides by it
 
     def look() -> None:
         norm(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Training on parameter servers in spite of lost workers and servers."""
+"""Training on parameter servers with lost workers and servers."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ def cluster() -> Iterator[PsCluster]:
     cluster.close()
 
 
-def test_synchronous_in_spite_of_killed_workers(cluster: PsCluster) -> None:
+def test_synchronous_with_killed_workers(cluster: PsCluster) -> None:
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)
     model, optimizer = make(strategy, sgd)
@@ -60,7 +60,7 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
     loaded = Net()
     assert fd.ps.load(loaded, tmp_path) == []
     same(loaded, other)
-    with pytest.raises(ValueError, match=r"nothing that is called 1/words.weight.*; it has 0/"):
+    with pytest.raises(ValueError, match=r"nothing called 1/words.weight.*; it has 0/"):
         fd.ps.load(loaded, tmp_path, prefix="1/")
     with pytest.raises(ValueError, match="the module has"):
         fd.ps.load(nn.ModuleDict({"hidden": nn.Linear(3, 3)}), tmp_path)
@@ -74,7 +74,7 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
         coordinator.join()
     assert time.monotonic() - began < 10
     coordinator.schedule(step, (model, optimizer, *data[5]))
-    with pytest.raises(UnavailableError, match="server 1"):  # again, and for the same reason
+    with pytest.raises(UnavailableError, match="server 1"):  # fails again for the same reason
         coordinator.join()
     cluster.start("ps", 1)
     wait_for(lambda: _restored(strategy, tmp_path))
@@ -110,7 +110,7 @@ def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
 
 @pytest.mark.parametrize("lost", ["who commits", "another"])
 def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, lost: str) -> None:
-    """All had staged their gradients: all servers apply the step, once."""
+    """All workers had staged their gradients: all servers apply the step once."""
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -119,7 +119,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
     begun, is_over = tmp_path / "begun", tmp_path / "over"
 
     def cut_off(client: Any, round: int, things: Any, **options: Any) -> Any:
-        """One server has it; then the worker or the other one is lost."""
+        """Commit on one server only; then lose the worker or the other server."""
         if begun.exists():
             return commit_round(client, round, things, **options)
         begun.write_text(str(fd.get_worker_index()))
@@ -140,7 +140,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
 
     values = [coordinator.schedule(train, (gradient,)) for gradient in (1.0, 3.0)]
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(coordinator.join)  # has the group begin
+        ended = pool.submit(coordinator.join)  # starts the group
         wait_for(begun.exists)
         leader = int(begun.read_text())
         victim = leader if lost == "who commits" else 1 - leader
@@ -149,7 +149,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
         is_over.touch()
         ended.result(60)
     assert coordinator.fetch(values) == [1.0, 3.0]
-    # The function of the one that was lost ran again, alone.
+    # The lost worker's function ran again, alone.
     again = [1.0, 3.0][victim]
     assert [parameter.tolist() for parameter in model] == [[-2.0 - again] * 2] * 3
     cluster.start("worker", victim)
@@ -159,10 +159,10 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
 
 
 @pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 1}])
-def test_checkpoints_of_functions_that_run(
+def test_checkpoints_during_functions(
     cluster: PsCluster, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
-    """Each function is in a checkpoint as a whole, on all servers, or not at all."""
+    """A checkpoint has each function as a whole on all servers, or not at all."""
     strategy = cluster.strategy(**mode)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -200,7 +200,7 @@ def test_checkpoints_of_functions_that_run(
 
 @pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 0}])
 def test_one_coordinator_after_another(cluster: PsCluster, mode: dict[str, Any]) -> None:
-    """Servers do not take the steps of the second for those of the first."""
+    """Servers do not mistake the steps of the second coordinator for those of the first."""
     strategy = cluster.strategy(**mode)
     with strategy.scope():
         weight = nn.Parameter(torch.zeros(3))
@@ -244,7 +244,7 @@ def test_a_refused_gradient_changes_no_server(cluster: PsCluster, is_early: bool
     for bad in (True, False, True):
         factors = [1.0] * 5 + [float("nan") if bad else 1.0]
         refused = coordinator.fetch(coordinator.schedule(train, (factors,)), 20)
-        assert ("nothing has been changed" in refused) is bad
+        assert ("nothing was changed" in refused) is bad
     coordinator.join()
     torch.testing.assert_close(model[5], torch.full((2,), -1.0))
     torch.testing.assert_close(model[0], torch.full((2,), -1.0 if is_early else -2.0))
@@ -255,7 +255,7 @@ def test_a_refused_gradient_changes_no_server(cluster: PsCluster, is_early: bool
 
 
 def test_synchronous_steps_that_fail(cluster: PsCluster) -> None:
-    """One worker's gradient is refused, or the servers refuse the step: nobody waits for it."""
+    """A gradient is refused on a worker, or the step on a server: no worker waits for it."""
     strategy = cluster.strategy(synchronous=True, refuse_nonfinite=True)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -295,7 +295,7 @@ def test_synchronous_steps_that_fail(cluster: PsCluster) -> None:
     assert "NaN or infinite" in other
     lr = optimizer.param_groups[0]["lr"]
     torch.testing.assert_close(torch.stack(list(model)), torch.full((4, 2), -lr))
-    optimizer.param_groups[0]["lr"] = 1e39  # beyond what servers take
+    optimizer.param_groups[0]["lr"] = 1e39  # above the servers' limit
     values = [coordinator.schedule(train, (False,)) for _ in range(2)]
     with pytest.raises((ValueError, FastdistError), match="lr must be a finite number"):
         coordinator.join()

@@ -51,7 +51,7 @@ CHIEF = """
         train(20)
     except UnavailableError as error:
         print(error, flush=True)
-    sys.stdin.readline()  # it is there again
+    sys.stdin.readline()  # the cable is connected again
     while True:
         try:
             strategy.restore(sys.argv[1])
@@ -102,18 +102,18 @@ class Job:
         return task
 
     def read(self) -> str:
-        """The next line of the chief."""
+        """Return the next line of the chief."""
         assert self.chief.stdout is not None
         return self.chief.stdout.readline().strip()
 
     def go_on(self) -> None:
-        """Let the chief go on."""
+        """Let the chief continue."""
         assert self.chief.stdin is not None
         self.chief.stdin.write("\n")
         self.chief.stdin.flush()
 
     def set_cable(self, state: str) -> None:
-        """Cut the cable ("down"), or put it in again ("up")."""
+        """Cut the cable ("down"), or connect it again ("up")."""
         link = ["ip", "link", "set", self._network.names[1], state]
         subprocess.run(self._network.command(1, *link), check=True, timeout=20)
 
@@ -131,7 +131,7 @@ def job(network: Network, tmp_path: object) -> Iterator[Job]:
 
 
 def test_two_machines_and_a_cut_cable(job: Job) -> None:
-    """What is cut off is lost within seconds, and is there again when the cable is."""
+    """Tasks behind a cut cable are lost within seconds, and come back with the cable."""
     assert job.read() == f"[0, 1] {[[20.0] * 3] * 4}"
     assert job.read() == "saved"
     job.set_cable("down")

@@ -1,4 +1,4 @@
-"""Embeddings whose rows are on parameter servers, and how values travel."""
+"""Embeddings whose rows are on parameter servers, and encodings of values."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
 
 @pytest.mark.parametrize("limit", [None, 10])
 def test_gradients_that_outlive_a_step(cluster: PsCluster, limit: int | None) -> None:
-    """As torch: what is not zeroed is applied again, with what has come since."""
+    """As in torch: a gradient that is not zeroed is applied again, with the next one added."""
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -112,7 +112,9 @@ def test_ids_are_kept_as_long_as_gradients(cluster: PsCluster) -> None:
 
     assert coordinator.schedule(train).fetch() == 1
     coordinator.schedule(keep)
-    with pytest.raises(FastdistError, match="'weight' has rows of a backward that an earlier step"):
+    with pytest.raises(
+        FastdistError, match="'weight' has rows of a backward pass whose gradients an"
+    ):
         coordinator.join()
 
 
@@ -128,7 +130,7 @@ CLIPPINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("limit", [None, 9])
 def test_clipping(cluster: PsCluster, limit: int | None) -> None:
-    """As of the dense gradient: of rows that are used twice, the sums."""
+    """As with the dense gradient: the gradients of a row that is used twice are summed first."""
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -163,7 +165,7 @@ def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
         model = nn.ModuleList([fd.nn.Embedding(None, 64), nn.Embedding(20_000, 64)])
-        optimizer = adagrad(model.parameters())  # which makes its state at once
+        optimizer = adagrad(model.parameters())  # creates its state at once
     assert not optimizer.state
     ids = torch.tensor([7])
 
@@ -213,9 +215,9 @@ def test_cached_rows(cluster: PsCluster) -> None:
         before, after = coordinator.schedule(train).fetch()
         np.testing.assert_allclose(after, before - 0.1, rtol=1e-5)  # its own push, at once
         coordinator.join()
-        np.testing.assert_allclose(look(1), [pushed], rtol=1e-5)  # the chief keeps none
+        np.testing.assert_allclose(look(1), [pushed], rtol=1e-5)  # the chief has no cache
     asked, last = coordinator.schedule(look_often).fetch()
-    assert asked <= 3 * 4  # of nine lookups of two rows, every fourth asks
+    assert asked <= 3 * 4  # of nine lookups of two rows, every fourth pulls
     np.testing.assert_allclose(last, -0.2, rtol=1e-5)
 
 
@@ -318,7 +320,7 @@ def test_ids_out_of_range(cluster: PsCluster) -> None:
 
 
 class Direct(nn.Module):
-    """Uses its rows in a way of which the servers know nothing."""
+    """Uses its weight in a way that servers do not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +344,7 @@ USES: dict[str, Any] = {
 }
 
 
-def test_weights_of_tables_hold_nothing(cluster: PsCluster) -> None:
+def test_weights_of_tables_have_no_values(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -361,5 +363,5 @@ def test_weights_of_tables_hold_nothing(cluster: PsCluster) -> None:
     again = copy.deepcopy(model)
     assert torch.equal(again.rows(torch.tensor([1])), model.rows(torch.tensor([1])))
     read = pickle.loads(pickle.dumps(model))
-    with pytest.raises(fd.errors.UnsupportedError, match="does not know where"):
+    with pytest.raises(fd.errors.UnsupportedError, match="has no connection to them"):
         read.rows(torch.tensor([1]))

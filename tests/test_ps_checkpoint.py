@@ -1,4 +1,4 @@
-"""Checkpoints of servers: into other numbers of them, and when something goes wrong."""
+"""Checkpoints of servers: other numbers of servers, and failures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (2, 4), (3, 1)])
-def test_into_another_number_of_servers_and_on(
+def test_restore_into_another_number_of_servers(
     stack: ExitStack, tmp_path: Path, layout: tuple[int, int]
 ) -> None:
-    """Values, optimizer states and counts of steps go on as if nothing had happened."""
+    """Training continues with the same values, optimizer states and step counts."""
     first = Job(stack, 4, 4)
     for seed in range(3):
         first.train(seed)
@@ -80,8 +80,8 @@ def test_without_slots_and_without_elements(stack: ExitStack, tmp_path: Path) ->
     assert second[4].pull() == 3
 
 
-def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
-    """Every row is one that there was, whole."""
+def test_save_while_in_use(stack: ExitStack, tmp_path: Path) -> None:
+    """Every saved row is a value that the row had, as a whole."""
     job = Job(stack, 2, 2)
     stop = threading.Event()
 
@@ -110,7 +110,7 @@ def test_while_it_is_in_use(stack: ExitStack, tmp_path: Path) -> None:
 
 
 def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path) -> None:
-    """Adagrad's slot counts pushes of ones, and says what the value must be."""
+    """Adagrad's slot counts pushes of ones, which determines the value."""
     client = stack.enter_context(Client([stack.enter_context(Server()).address]))
     spec = DenseSpec("w", (2_000_000,), RuleSpec("Adagrad", {"lr": 1.0, "eps": 0.0}))
     pieces = RoundRobin(1).place(spec.shape, 4)
@@ -148,7 +148,7 @@ def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path
 
 
 def test_steps_are_those_of_the_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
-    """Adam's steps depend on how many there were; servers that were not lost have made more."""
+    """Adam's updates depend on the step count; servers that were not lost are ahead."""
     job = Job(stack, 2, 2)
     job.train(0)
     save_checkpoint(job.client, tmp_path, job.things)
@@ -162,7 +162,7 @@ def test_steps_are_those_of_the_checkpoint(stack: ExitStack, tmp_path: Path) -> 
 
 
 def test_other_files_in_the_directory_stay(stack: ExitStack, tmp_path: Path) -> None:
-    """Only what fastdist has written is removed: the checkpoint before, what was left of others."""
+    """Only files of earlier checkpoints are removed, complete or not."""
     job = Job(stack, 2, 2)
     left = ["fastdist-0123456789ab-0-00000.safetensors", "fastdist-0123456789ab-7-00012.unfinished"]
     others = ["model.safetensors", "fastdist-mine.safetensors", "0123456789ab-0-00000.safetensors"]
@@ -196,7 +196,7 @@ def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it: the write fails in its middle."""
+    """A limit on the size of files stands in for a full disk: the write fails halfway."""
     job = Job(stack, 2, 2)
     large = ShardedVariable(
         job.client,
@@ -220,7 +220,7 @@ def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
     assert not large.pull().any()
 
 
-def test_a_slow_save_is_asked_for_again_and_done_once(
+def test_a_slow_save_is_repeated_and_done_once(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -251,7 +251,7 @@ def test_a_slow_save_is_asked_for_again_and_done_once(
     assert (thing.pull() == 1).all()
 
 
-def test_what_is_not_in_it(stack: ExitStack, tmp_path: Path) -> None:
+def test_missing_variables(stack: ExitStack, tmp_path: Path) -> None:
     job = Job(stack, 1, 1)
     with pytest.raises(FileNotFoundError):
         restore_checkpoint(job.client, tmp_path, job.things)
@@ -285,7 +285,7 @@ MOMENTUM = RuleSpec("SGD", {"lr": 0.1, "momentum": 0.9})
 def test_of_another_shape_or_rule(
     stack: ExitStack, tmp_path: Path, saved: DenseSpec | RowsSpec, wanted: DenseSpec | RowsSpec
 ) -> None:
-    """It is refused before anything is changed."""
+    """The checkpoint is rejected before anything changes."""
 
     def things(spec: DenseSpec | RowsSpec, value: float) -> tuple[Client, list[Any]]:
         client = stack.enter_context(Client([stack.enter_context(Server()).address]))
@@ -311,7 +311,7 @@ def test_of_another_shape_or_rule(
 
 
 def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:
-    """Into as many pieces again, and into one."""
+    """Restored into as many pieces, and into one."""
     client = stack.enter_context(Client([stack.enter_context(Server()).address]))
     directory = tmp_path / ("ü" * 100) / ("y" * 200)
     many = RoundRobin(1, FixedShards(1500)).place((1500, 2), 4)
@@ -332,11 +332,11 @@ def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:
 def test_more_files_than_can_be_named(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What could not be restored is not saved."""
+    """A checkpoint that could not be restored is not saved."""
     job = Job(stack, 2, 4)
     save_checkpoint(job.client, tmp_path, job.things)
     names = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr("fastdist.ps.client.checkpoint._MAX_NAMES_BYTES", 150)
-    with pytest.raises(ValueError, match="'w0' is in 4 files, too many to be restored"):
+    with pytest.raises(ValueError, match="'w0' is in 4 files, too many to restore"):
         save_checkpoint(job.client, tmp_path, job.things)
     assert {path.name for path in tmp_path.iterdir()} == names

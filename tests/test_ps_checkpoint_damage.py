@@ -1,4 +1,4 @@
-"""Checkpoints with files that are damaged, gone, or not those that were written."""
+"""Checkpoints with damaged, missing or replaced files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _cut(path: Path) -> None:
 
 
 def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) -> None:
-    """With these tensors and metadata in place of those that there are."""
+    """Replace a file's tensors and metadata."""
     with safe_open(path, framework="np") as file:
         kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = json.loads(file.metadata()["fastdist"])
@@ -55,7 +55,7 @@ def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) ->
     ],
 )
 def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: type) -> None:
-    """It is named, and nothing has been changed."""
+    """The error names the file, and nothing has changed."""
     job = Job(stack, 2, 2)
     save_checkpoint(job.client, tmp_path, job.things)
     job.train(1)
@@ -86,7 +86,7 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
         ("hashed", lambda names: []),
     ],
 )
-def test_rows_that_are_missing_or_there_twice(
+def test_missing_and_duplicated_rows(
     stack: ExitStack, tmp_path: Path, name: str, change: Any
 ) -> None:
     job = Job(stack, 2, 2)
@@ -98,7 +98,7 @@ def test_rows_that_are_missing_or_there_twice(
     (tmp_path / "copy").write_bytes((tmp_path / names[0]).read_bytes())
     index["files"][name] = change(names)
     (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"missing|there twice|not of all owners|hold 50 rows"):
+    with pytest.raises(ValueError, match=r"missing|duplicated|not of all owners|hold 50 rows"):
         restore_checkpoint(job.client, tmp_path, job.things)
     require_same(job.values(), before)
 

@@ -1,4 +1,4 @@
-"""Servers that die, hang or are started again, as clients see them."""
+"""Servers that die, hang or restart, as clients see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
-from fastdist.ps.wire.parts import PART_SIZE
+from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -62,7 +62,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
         server.stop()
         ticket = client.submit(0, Op.PULL, w)
         server.end()
-        for _ in range(2):  # a request that was under way, and one that comes later
+        for _ in range(2):  # a request in flight, and a later one
             begin = time.monotonic()
             with pytest.raises(UnavailableError, match=r"server 0 at .* is gone: the conn") as at:
                 client.wait(ticket)
@@ -72,7 +72,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
         client.push(1, other, np.ones(2))
         again = Process(server.address)
         try:
-            with pytest.raises(UnavailableError, match="has been started again"):
+            with pytest.raises(UnavailableError, match="was restarted"):
                 client.wait(ticket)
             client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
         finally:
@@ -80,7 +80,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
 
 
 def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
-    """More parts than may be under way; afterwards the client works with whoever is there."""
+    """More parts than the window; afterwards the client works with the remaining servers."""
     size = 40 * PART_SIZE
     spec, pieces = DenseSpec("w", (size,), SGD), RoundRobin(1).place((size,), 4)
     with Client([server.address]) as client:
@@ -91,7 +91,7 @@ def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
         with pytest.raises(UnavailableError, match="is gone"):
             variable.pull()
         assert time.monotonic() - begin < 6
-        assert not client._under_way[0]
+        assert not client._in_flight[0]
         again = Process(server.address)
         try:
             variable = ShardedVariable(client, spec, pieces, np.ones(size, np.float32))
@@ -114,7 +114,7 @@ def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
 
 @pytest.mark.slow
 def test_a_silent_server_is_given_up(server: Process) -> None:
-    """Its machine takes connections, but nobody answers heartbeats."""
+    """The machine accepts connections, but no process answers heartbeats."""
     with Client([server.address], timeout_s=60) as client:
         client.hello(0)
         server.stop()

@@ -1,7 +1,7 @@
-"""Workers and servers that are killed and stopped under load: what was acknowledged is counted.
+"""Workers and servers are killed and stopped under load, and acknowledged pushes are counted.
 
-Every change is one more push of ones, and each side counts: what a client has begun, what has been
-acknowledged, and what the servers hold in the end. Nothing is applied twice, nothing is lost.
+Every change pushes ones, and each side counts: the pushes that a client has begun, the acknowledged
+pushes, and the values on the servers at the end. No push is applied twice, and none is lost.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_clients_that_are_killed_and_servers_that_are_slow(job: Job, seconds: fl
 @seconds
 def test_servers_that_are_killed(job: Job, seconds: float, tmp_path: Path) -> None:
     end = time.monotonic() + seconds
-    lost = np.zeros(CLIENTS, np.int64)  # acknowledged, and not in the checkpoint that came back
+    lost = np.zeros(CLIENTS, np.int64)  # acknowledged, but not in the restored checkpoint
     server = 0
     wait_for(lambda: all(job.acked[n] > 2 for n in range(CLIENTS)))
     while server < 2 or time.monotonic() < end:
@@ -80,7 +80,7 @@ def test_servers_that_are_killed(job: Job, seconds: float, tmp_path: Path) -> No
             most = np.array(job.begun)[:CLIENTS] - lost
         time.sleep(0.5)
         job.kill_server(server % 2)
-        job.hold()  # clients know within seconds
+        job.hold()  # clients notice within seconds
         job.start_server(server % 2)
         with Client(job.addresses, timeout_s=60) as client:
             things = Things(client, MOST)
@@ -102,7 +102,7 @@ def test_servers_that_are_killed(job: Job, seconds: float, tmp_path: Path) -> No
 
 @seconds
 def test_workers_that_are_killed(seconds: float) -> None:
-    """Each function that is done has stepped; one whose worker was killed may have stepped more."""
+    """Each finished function has stepped; the function of a killed worker may step repeatedly."""
     cluster = PsCluster(workers=2, servers=2)
     try:
         strategy = cluster.strategy(FixedShards(2))

@@ -1,4 +1,4 @@
-"""Large dense values, which travel in parts, and are one value nevertheless."""
+"""Large dense values, which travel in parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastdist.ps import Client, DenseSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
-from fastdist.ps.wire.frames import fill
-from fastdist.ps.wire.parts import PART_SIZE, OpenPushes, extent, parts_of
+from fastdist.ps.wire.batches import PART_SIZE, PartialPushes, part_numbers, part_slice
+from fastdist.ps.wire.frames import decode_floats_into
 from fastdist.ps.wire.protocol import Op
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,12 +43,12 @@ def variable(stack: ExitStack, server: Server, storage: str = "float32") -> Shar
 
 @given(st.integers(0, 5 * PART_SIZE))
 def test_parts_cover_every_element_once(size: int) -> None:
-    extents = [extent(part, size) for part in parts_of(size)]
+    extents = [part_slice(part, size) for part in part_numbers(size)]
     assert [e.start for e in extents] == [0, *(e.stop for e in extents[:-1])]
     assert extents[-1].stop == size
     assert all(e.stop - e.start <= PART_SIZE for e in extents)
     with pytest.raises(ValueError, match="of a variable of"):
-        extent(-(-size // PART_SIZE) + 1, size)
+        part_slice(-(-size // PART_SIZE) + 1, size)
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -69,7 +69,7 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server, storage: 
 
 
 def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
-    """Of clients that push alike, one of them all at once."""
+    """Two clients push the same gradient, one of them without parts."""
     one, two = variable(stack, server), variable(stack, server)
     alone = _core.DenseVariable(np.zeros(SIZE, np.float32), ADAM.make())
     gradients = np.random.default_rng(0).standard_normal((2, SIZE), np.float32)
@@ -86,7 +86,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     assert pull.steps == (1,)
 
 
-def test_parts_that_there_are_not(stack: ExitStack, server: Server) -> None:
+def test_invalid_parts(stack: ExitStack, server: Server) -> None:
     sharded = variable(stack, server)
     client, (_, number, _) = sharded._client, sharded.parts()[0]
     with pytest.raises(ValueError, match=f"part 4 of a variable of {SIZE} elements"):
@@ -95,18 +95,20 @@ def test_parts_that_there_are_not(stack: ExitStack, server: Server) -> None:
         client.wait(client.submit(0, Op.PUSH, number, [np.zeros(5, np.float32)], part=2))
     out = np.zeros(5, np.float32)
     with pytest.raises(ValueError, match=r"expected float32 of shape \(5,\), got 308 bytes"):
-        client.wait(client.submit(0, Op.PULL, number, part=3, take=partial(fill, out)))
+        client.wait(
+            client.submit(0, Op.PULL, number, part=3, on_reply=partial(decode_floats_into, out))
+        )
     with pytest.raises((ValueError, UnavailableError)):
         client.push(0, number, np.zeros(SIZE + 1))
 
 
-def test_pushes_that_never_end_are_forgotten() -> None:
-    pushes = OpenPushes()
+def test_incomplete_pushes_are_forgotten() -> None:
+    pushes = PartialPushes()
     steps = iter(range(1, 100_000))
     for client in range(5000):
-        assert pushes.step((bytes([client % 256]), client), 2, lambda: next(steps))[1]
+        assert pushes.step_of((bytes([client % 256]), client), 2, lambda: next(steps))[1]
     assert len(pushes._pushes) == 4096
-    assert pushes.step((bytes([4999 % 256]), 4999), 2, lambda: next(steps)) == (5000, False)
+    assert pushes.step_of((bytes([4999 % 256]), 4999), 2, lambda: next(steps)) == (5000, False)
     assert len(pushes._pushes) == 4095
 
 

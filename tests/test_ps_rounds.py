@@ -1,4 +1,4 @@
-"""Requests that overlap, what a value's step is, and gradients that are applied by rounds."""
+"""Concurrent requests, steps of values, and gradients that are applied by rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVERS = (0, 1)
 
 
 class Worker:
-    """A client, a variable in pieces and a table in pieces, made by all alike."""
+    """A client with a sharded variable and a sharded table."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -64,7 +64,7 @@ def workers(stack: ExitStack, servers: list[Server], count: int) -> list[Worker]
     return [Worker(stack.enter_context(Client(addresses, timeout_s=20))) for _ in range(count)]
 
 
-def test_requests_overlap_and_know_their_steps(stack: ExitStack, servers: list[Server]) -> None:
+def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     pulls = [worker.dense.begin_pull() for _ in range(3)]
     for pull in pulls:
@@ -92,7 +92,7 @@ def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
     gradient = np.ones((4, 3))
     pulled = worker.dense.begin_pull()
     pulled.result()
-    worker.dense.push(gradient)  # of a step that nobody told
+    worker.dense.push(gradient)  # without a step
     for _ in range(6):
         worker.dense.begin_push(gradient, step=pulled.steps).result()
     worker.dense.begin_push(gradient, step=7).result()
@@ -109,19 +109,19 @@ def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]
     two.push(4.0, [3, 4, 4], round=7)
     for worker in (one, two):
         for server in SERVERS:
-            worker.client.settle(server, 7)
+            worker.client.wait_for_round(server, 7)
     assert one.values([1, 2, 3, 4]) == (0, [0, 0, 0, 0])
     assert two.commit(7, weight=4.0, lr=2.0) is True
     assert one.values([1, 2, 3, 4]) == (-2.5, [-0.5, -0.5, -2.5, -4.5])
     one.push(9.0, [1], round=7)
-    assert one.commit(7) is True  # it is applied, and stays as it is
+    assert one.commit(7) is True  # applied rounds stay applied
     assert one.values([1]) == (-2.5, [-0.5])
     for server in servers:
         assert [entry["steps"] for entry in server.stats()["objects"]] == [1, 1]
         assert server.stats()["rounds"] == {"open": 0, "nbytes": 0}
 
 
-def test_a_round_of_one_is_the_push_itself(stack: ExitStack, servers: list[Server]) -> None:
+def test_a_round_of_one_push_equals_the_push(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     for round in range(1, 4):
         worker.push(1.0, [1, 1], round)
@@ -132,7 +132,7 @@ def test_a_round_of_one_is_the_push_itself(stack: ExitStack, servers: list[Serve
     assert worker.values([1, 2]) == (-4.5, [-7.5, -1.5])
 
 
-def test_what_is_not_named_is_dropped(stack: ExitStack, servers: list[Server]) -> None:
+def test_pushes_to_unnamed_objects_are_dropped(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     worker.push(1.0, [1, 2], round=1)
     assert commit_round(worker.client, 1, [(worker.dense, None)]).result() is True
@@ -155,7 +155,7 @@ def test_discarded_rounds(stack: ExitStack, servers: list[Server]) -> None:
 def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     worker.push(1.0, [1], round=1)
-    worker.client.settle(0, 1)
+    worker.client.wait_for_round(0, 1)
     server, number, _ = worker.dense.parts()[0]
     body = f'{{"weight": 1, "objects": [[{number}, null]]}}'.encode()
     ticket = worker.client.submit(server, Op.COMMIT, 0, [body], round=1)
@@ -167,7 +167,7 @@ def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]
     assert servers[0].stats()["objects"][0]["steps"] == 1
 
 
-def test_commits_that_make_no_sense(stack: ExitStack, servers: list[Server]) -> None:
+def test_invalid_commits(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     number = worker.dense.parts()[0][1]
     for body, message in (
@@ -192,7 +192,7 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
     gradient = np.ones(1 << 18, np.float32)
     thing.begin_push(gradient, round=1).result()
     thing.begin_push(gradient, round=2).result()
-    with pytest.raises(MemoryError, match="over the server's limit of 2100000"):
+    with pytest.raises(MemoryError, match="exceed the server's limit of 2100000"):
         thing.begin_push(gradient, round=3).result()
     discard_rounds(client, [0], [1])
     thing.begin_push(gradient, round=3).result()
@@ -201,7 +201,7 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
     assert (thing.pull() == -2).all()
 
 
-def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list[Server]) -> None:
+def test_commit_raises_errors_of_pushes(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     server, number, _ = worker.dense.parts()[0]
     worker.client.submit(server, Op.PUSH, number, [np.ones(5, np.float32)], round=1)
@@ -209,12 +209,12 @@ def test_an_error_of_a_push_is_one_of_the_commit(stack: ExitStack, servers: list
         worker.commit(1)
     assert (worker.dense.pull() == 0).all()
     worker.push(1.0, [1], round=1)
-    assert worker.commit(1) is True  # nothing had been
+    assert worker.commit(1) is True  # nothing was staged
 
 
 @pytest.fixture
 def by_hand() -> Iterator[zmq.Socket[bytes]]:
-    """A server whose replies the test sends."""
+    """Return a socket that plays a server: the test sends its replies."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.RCVTIMEO, 5000)
         router.setsockopt(zmq.LINGER, 0)
@@ -229,8 +229,8 @@ def reply(router: zmq.Socket[bytes], request: list[bytes], body: bytes) -> None:
     router.send_multipart([identity, answer.pack(), body])
 
 
-def test_a_value_that_comes_when_the_pull_has_failed(by_hand: zmq.Socket[bytes]) -> None:
-    """It is not written to where somebody has other values by now."""
+def test_replies_after_a_failed_pull(by_hand: zmq.Socket[bytes]) -> None:
+    """The value is not written to memory that may be in use again."""
     with Server() as gone:
         addresses = [gone.address, by_hand.getsockopt_string(zmq.LAST_ENDPOINT)]
         with Client(addresses, grace_s=0.1) as client:
@@ -240,7 +240,7 @@ def test_a_value_that_comes_when_the_pull_has_failed(by_hand: zmq.Socket[bytes])
             tickets = client.begin_pull(0, 0, out[:2]) + client.begin_pull(1, 0, out[2:])
             gone.close()
             with pytest.raises(UnavailableError, match="server 0"):
-                Pending(client, [tickets], lambda replies: out).result()
+                Pending(client.wait, [tickets], lambda replies: out).result()
             reply(by_hand, by_hand.recv_multipart(), np.zeros(2, np.float32).tobytes())
             later = client.submit(1, Op.STATS)
             reply(by_hand, by_hand.recv_multipart(), b"{}")
@@ -249,7 +249,7 @@ def test_a_value_that_comes_when_the_pull_has_failed(by_hand: zmq.Socket[bytes])
 
 
 def test_large_messages_are_given_time(by_hand: zmq.Socket[bytes]) -> None:
-    """40 MB may take two seconds before they are sent again."""
+    """40 MB may take two seconds before the message is sent again."""
     address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
     with Client([address], retry_s=0.1, timeout_s=0.5) as client:
         large = client.submit(0, Op.ASSIGN, 0, [bytes(40_000_000)])
@@ -275,7 +275,7 @@ def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> Non
     assert client.hello(0)["objects"] == []
 
 
-def test_a_server_that_is_started_again_knows_no_rounds() -> None:
+def test_a_restarted_server_knows_no_rounds() -> None:
     server = Server()
     with Client([server.address], timeout_s=20) as client:
         pieces = RoundRobin(1).place((2,), 4)
@@ -287,14 +287,14 @@ def test_a_server_that_is_started_again_knows_no_rounds() -> None:
                 lambda: thing.begin_push(np.ones(2), round=1).result(),
                 lambda: commit_round(client, 1, [(thing, None)]).result(),
             ):
-                with pytest.raises(UnavailableError, match="has been started again"):
+                with pytest.raises(UnavailableError, match="was restarted"):
                     call()
             new = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
             assert commit_round(client, 1, [(new, None)]).result() is True
             assert (new.pull() == 0).all()
 
 
-def test_rounds_that_nobody_touches_go() -> None:
+def test_idle_rounds_are_discarded() -> None:
     rounds = Rounds(1 << 20, idle_s=0.2)
     gradient = [(5, (0, np.ones(3, np.float32)))]
     rounds.stage(1, gradient)
@@ -308,7 +308,7 @@ def test_rounds_that_nobody_touches_go() -> None:
 
 
 def test_ids_and_empty_gradients_are_counted() -> None:
-    """They take memory as well."""
+    """They use memory as well."""
     rounds = Rounds(8192)
     nothing = np.zeros((0, 2), np.float32)
     for _ in range(16):
@@ -320,7 +320,7 @@ def test_ids_and_empty_gradients_are_counted() -> None:
         rounds.stage(2, [(5, (np.zeros(1000, np.uint64), nothing))])
 
 
-def test_open_and_finished_rounds_are_few() -> None:
+def test_limits_of_open_and_finished_rounds() -> None:
     rounds = Rounds(1 << 20)
     rounds.discard(list(range(1, 10_000)))
     assert len(rounds._finished) == 4096
@@ -332,6 +332,6 @@ def test_open_and_finished_rounds_are_few() -> None:
         rounds.stage(11_024, gradient)
 
 
-def test_headers_survive_a_journey() -> None:
+def test_headers_round_trip() -> None:
     header = Header(Op.PUSH, 3, b"c" * 16, (7 << 32) + 5, 2, 0.5, 2**64 - 2, 12)
     assert Header.unpack(header.pack()) == header

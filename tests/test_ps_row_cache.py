@@ -1,4 +1,4 @@
-"""Rows that are served from a worker's memory."""
+"""Rows that are served from a worker's cache."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def table() -> Iterator[ShardedRows]:
         yield ShardedRows(client, RowsSpec("r", 3, SGD), RoundRobin(1).place((1, 3), 4))
 
 
-def test_rows_are_served_until_they_are_too_old(table: ShardedRows) -> None:
+def test_rows_are_served_until_they_expire(table: ShardedRows) -> None:
     table.assign([1, 2, 3], np.zeros((3, 3)))
     cache = RowCache(table, max_rows=1000, max_age=2)
     assert (cache.pull([1, 2, 2]) == 0).all()
-    table.assign([1, 2, 3], np.ones((3, 3)))  # by somebody else
+    table.assign([1, 2, 3], np.ones((3, 3)))  # by another client
     assert cache.pull([3, 1])[:, 0].tolist() == [1, 0]
     assert cache.pull([2, 3])[:, 0].tolist() == [0, 1]
     assert (cache.hits, cache.misses) == (3, 4)
@@ -34,11 +34,12 @@ def test_rows_are_served_until_they_are_too_old(table: ShardedRows) -> None:
     assert (cache.hits, cache.misses) == (4, 6)
 
 
-def test_own_changes_are_seen_at_once(table: ShardedRows) -> None:
+def test_forgotten_rows_are_pulled_again(table: ShardedRows) -> None:
     cache = RowCache(table, max_rows=1000, max_age=100)
-    cache.assign([1, 2], np.zeros((2, 3)))
+    table.assign([1, 2], np.zeros((2, 3)))
     assert (cache.pull([1, 2]) == 0).all()
-    cache.push([2, 2], np.ones((2, 3)), lr=0.5)
+    table.push([2, 2], np.ones((2, 3)), lr=0.5)
+    cache.forget([2, 2])
     assert cache.pull([1, 2])[:, 0].tolist() == [0, -1]
     table.push([1, 2], np.ones((2, 3)))
     cache.forget([1, 77])
@@ -50,10 +51,10 @@ def test_own_changes_are_seen_at_once(table: ShardedRows) -> None:
     st.integers(1, 9),
     st.integers(0, 3),
 )
-def test_few_places(
+def test_shared_slots(
     table: ShardedRows, pulls: list[list[int]], max_rows: int, max_age: int
 ) -> None:
-    """Whatever shares a place, a row is the one of its id."""
+    """Ids that share a slot still get their own rows."""
     everything = np.arange(-5, 31)
     table.assign(everything, np.repeat(everything[:, None], 3, 1))
     cache = RowCache(table, max_rows=max_rows, max_age=max_age)
@@ -63,7 +64,7 @@ def test_few_places(
     assert max_age or cache.hits == 0
 
 
-def test_limits_that_make_no_sense(table: ShardedRows) -> None:
+def test_invalid_limits(table: ShardedRows) -> None:
     for limits in ({"max_rows": 0, "max_age": 1}, {"max_rows": 1, "max_age": -1}):
         with pytest.raises(ValueError, match="max_rows must be at least 1 and max_age 0"):
             RowCache(table, **limits)

@@ -1,4 +1,4 @@
-"""How variables are cut and spread over servers, and put together again."""
+"""Sharding of variables and tables over servers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastdist.ps.client.partition import (
     Partitioner,
     Piece,
     RoundRobin,
-    cut,
+    piece_bounds,
 )
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.client.spread import owner_of
+from fastdist.ps.wire.snapshot import owner_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ def test_variables_go_to_servers_in_turn() -> None:
     [(10, 4, [3, 3, 2, 2]), (3, 4, [1, 1, 1]), (0, 3, [0]), (6, 3, [2, 2, 2]), (7, 1, [7])],
 )
 def test_pieces_differ_by_one(rows: int, pieces: int, sizes: list[int]) -> None:
-    bounds = cut(rows, pieces)
+    bounds = piece_bounds(rows, pieces)
     assert [end - begin for begin, end in itertools.pairwise(bounds)] == sizes
 
 
@@ -67,7 +67,7 @@ def test_partitioners(
     assert partitioner(shape, itemsize) == cuts
 
 
-def test_partitioners_that_make_no_sense() -> None:
+def test_invalid_partitioners() -> None:
     for make in (
         lambda: FixedShards(0),
         lambda: MinSizePartitioner(0),
@@ -106,7 +106,7 @@ def client() -> Iterator[Client]:
 
 @pytest.mark.parametrize("shape", [(), (1,), (10, 3), (2, 2, 2), (0, 4)])
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_a_variable_in_pieces(client: Client, shape: tuple[int, ...], shards: int) -> None:
+def test_a_sharded_variable(client: Client, shape: tuple[int, ...], shards: int) -> None:
     pieces = RoundRobin(3, FixedShards(shards)).place(shape, 4)
     spec = DenseSpec(f"w{shape}{shards}", shape, SGD)
     initial = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
@@ -168,9 +168,9 @@ def test_a_table_on_several_servers(client: Client, limit: int | None, shards: i
     st.booleans(),
 )
 def test_routes(given_ids: list[int], owners: int, is_hashed: bool) -> None:
-    """Every id goes to its owner, under the number that it has there, and its row comes back."""
+    """Every id goes to its owner with its number there, and its row comes back."""
     ids = np.array(given_ids, np.int64)
-    bounds = cut(100, owners)
+    bounds = piece_bounds(100, owners)
     if is_hashed:
         route, begins, expected = _core.Owners(owners), [0] * owners, owner_of(ids, owners)
     else:
@@ -203,7 +203,9 @@ def test_equal_ids_are_fetched_once(client: Client) -> None:
     assert (local.size, places) == (100, None)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes its own
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks"
+)  # torch's Adagrad creates its own state
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("rows", [40, None])
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_equal_ids_are_fetched_once(client: Client) -> None:
 def test_all_servers_count_all_steps(
     servers: int, rows: int | None, rule: RuleSpec, torchs: Any
 ) -> None:
-    """Also those that have no row of a step, and where a step has no row at all."""
+    """Also servers without a row of the step, and steps without any row."""
     random = np.random.default_rng(3)
     initial = random.standard_normal((40, 4)).astype(np.float32)
     weight = torch.nn.Parameter(torch.from_numpy(initial.copy()))
@@ -246,7 +248,7 @@ def test_all_servers_count_all_steps(
         np.testing.assert_allclose(table.pull(np.arange(40)), weight.detach(), atol=1e-6)
 
 
-def test_a_limit_of_rows_is_of_all_servers() -> None:
+def test_the_limit_of_rows_is_for_all_servers() -> None:
     with ExitStack() as stack:
         addresses = [stack.enter_context(Server()).address for _ in range(3)]
         client = stack.enter_context(Client(addresses))

@@ -1,4 +1,4 @@
-"""Small dense variables that travel in one message for each server."""
+"""Small dense variables that share one message per server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fastdist.ps.client.batched import Push, begin_pulls, begin_pushes
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
-from fastdist.ps.wire.batches import PUSHED, SMALL_SIZE
-from fastdist.ps.wire.parts import PART_SIZE
+from fastdist.ps.wire.batches import PART_SIZE, PUSH_ENTRY, SMALL_SIZE
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -32,7 +31,7 @@ def client(servers: list[Server]) -> Iterator[Client]:
 
 
 def make(client: Client, wire: str = "float32", **options: bool) -> list[ShardedVariable]:
-    """Variables of all sizes, those with several rows in two pieces."""
+    """Return variables of all sizes; those with several rows have two pieces."""
     placement = RoundRobin(2, FixedShards(2))
     made = []
     for number, shape in enumerate(SHAPES):
@@ -47,7 +46,7 @@ def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
-def test_what_is_pushed_is_pulled(client: Client, wire: str) -> None:
+def test_pushes_and_pulls(client: Client, wire: str) -> None:
     variables = make(client, wire)
     gradients = [np.full(shape, 0.5 * number, np.float32) for number, shape in enumerate(SHAPES)]
     pushes = [Push(v, g, 2.0, None) for v, g in zip(variables, gradients, strict=True)]
@@ -76,7 +75,7 @@ def test_one_message_for_each_server(client: Client, servers: list[Server]) -> N
     assert [server.stats()["staleness"] for server in servers] == [{"0": 4}, {"0": 4}]
 
 
-def test_many_messages_where_there_is_much(client: Client, servers: list[Server]) -> None:
+def test_many_values_take_several_messages(client: Client, servers: list[Server]) -> None:
     count = 2 * PART_SIZE // SMALL_SIZE + 1
     pieces = RoundRobin(1).place((SMALL_SIZE,), 4)
     variables = [
@@ -91,7 +90,7 @@ def test_many_messages_where_there_is_much(client: Client, servers: list[Server]
     assert servers[0].stats()["requests"] - before == 3
 
 
-def test_of_a_round(client: Client) -> None:
+def test_rounds(client: Client) -> None:
     variables = make(client)
     for _ in range(2):
         pushes = [Push(variable, np.ones(variable.spec.shape)) for variable in variables]
@@ -104,7 +103,7 @@ def test_of_a_round(client: Client) -> None:
     assert all((value == number - 0.5).all() for number, value in enumerate(got) if number)
 
 
-def test_nothing_is_changed_by_what_is_wrong(client: Client, servers: list[Server]) -> None:
+def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server]) -> None:
     variables = make(client, refuse_nonfinite=True)
     bad = np.ones((7, 5), np.float32)
     bad[0, 0] = np.nan
@@ -117,7 +116,7 @@ def test_nothing_is_changed_by_what_is_wrong(client: Client, servers: list[Serve
             client, [Push(variables[0], np.ones(()), 1.0), Push(variables[0], np.ones(()), -1.0)]
         ).result()
     (server, number, _), *_ = variables[1].parts()
-    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSHED).view(np.uint8)
+    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSH_ENTRY).view(np.uint8)
     for frames, message in (
         ([about, bytes(4)], "expected 1 values of 8 bytes, got 4"),
         ([about[1:], bytes(8)], "19 bytes, not a multiple of 20"),
@@ -141,7 +140,7 @@ def test_nothing_is_changed_by_what_is_wrong(client: Client, servers: list[Serve
 def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) -> None:
     (variable,) = make(client)[1:2]
     (server, number, _), *_ = variable.parts()
-    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSHED).view(np.uint8)
+    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSH_ENTRY).view(np.uint8)
     frames = [about, np.ones(2, np.float32)]
     ticket = client.submit(server, Op.PUSH_MANY, number, frames)
     for _ in range(3):
@@ -152,7 +151,7 @@ def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) ->
 
 
 def test_messages_are_of_few_and_small_variables(client: Client) -> None:
-    """Eight bytes that name a large variable would ask for memory of gigabytes."""
+    """Eight bytes that name a large variable would request gigabytes of memory."""
     sizes = {"large": SMALL_SIZE + 1, "small": SMALL_SIZE, "empty": 0}
     numbers = {}
     for name, size in sizes.items():
@@ -162,7 +161,7 @@ def test_messages_are_of_few_and_small_variables(client: Client) -> None:
         number = numbers[name]
         frames = [np.full(count, number, np.uint64)]
         if op is Op.PUSH_MANY:
-            about = np.zeros(count, PUSHED)
+            about = np.zeros(count, PUSH_ENTRY)
             about["object"], about["lr"] = number, 1.0
             frames = [about.view(np.uint8), np.ones(sizes[name] * count, np.float32)]
         client.wait(client.submit(0, op, number, frames))

@@ -1,4 +1,4 @@
-"""Servers and clients: what is kept, what is applied once, and what must not do harm."""
+"""Servers and clients: objects, changes that are applied once, and harmful input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import zmq
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec, Server
-from fastdist.ps.server.deduplication import MAX_REQUESTS, Applied, Progress
+from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator, Progress
 from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
@@ -78,7 +78,7 @@ def test_variables_and_rows(keys: Keys | None) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_clients_at_once(threads: int) -> None:
-    """Every push counts once, and what a thread reads is never half of one."""
+    """Every push counts once, and no thread reads half of a push."""
     with Server(threads=threads) as server:
         push_from_many_clients(server)
 
@@ -106,7 +106,7 @@ def push_from_many_clients(server: Server) -> None:
 
 
 class CheckedThread(threading.Thread):
-    """Raises in `finish` what was raised in it."""
+    """Raises the error of the thread in `finish`."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         super().__init__(daemon=True)
@@ -163,7 +163,7 @@ def raw(server: Server) -> Iterator[zmq.Socket[bytes]]:
 
 
 class Unreliable:
-    """A way to a server on which connections break, every few messages."""
+    """A proxy to a server whose connections break after a few messages."""
 
     def __init__(self, address: str) -> None:
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
@@ -215,7 +215,7 @@ def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> No
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_applied_once_in_any_order(calls: list[tuple[int, bool]]) -> None:
-    applied, done = Applied(), set[int]()
+    applied, done = Deduplicator(), set[int]()
     floor = 0
     for number, succeeds in calls:
         progress = applied.begin(b"c", number, floor)
@@ -231,7 +231,7 @@ def test_applied_once_in_any_order(calls: list[tuple[int, bool]]) -> None:
 
 
 def test_a_client_that_never_takes_replies() -> None:
-    applied = Applied()
+    applied = Deduplicator()
     for number in range(MAX_REQUESTS):
         assert applied.begin(b"c", number, 0) is Progress.NEW
     with pytest.raises(ValueError, match="changes without a reply"):
@@ -239,10 +239,10 @@ def test_a_client_that_never_takes_replies() -> None:
     assert applied.begin(b"d", 0, 0) is Progress.NEW
 
 
-# --- servers that are not there -----------------------------------------------------------------
+# --- lost servers -----------------------------------------------------------------
 
 
-def test_a_server_that_is_gone_and_comes_back() -> None:
+def test_a_server_that_is_lost_and_comes_back() -> None:
     server = Server()
     with Client([server.address], timeout_s=1.5, retry_s=0.2) as client:
         dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
@@ -256,20 +256,20 @@ def test_a_server_that_is_gone_and_comes_back() -> None:
             assert b"objects" in bytes(client.wait(ticket))
             again = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
             for _ in range(2):
-                with pytest.raises(UnavailableError, match="has been started again") as caught:
+                with pytest.raises(UnavailableError, match="was restarted") as caught:
                     client.pull(0, dense, (2,))
                 assert caught.value.ranks == (0,)
             assert (client.pull(0, again, (2,)) == 0).all()
 
 
-def test_a_reply_that_has_come_is_taken_however_late(server: Server) -> None:
+def test_a_late_reply_is_accepted(server: Server) -> None:
     with Client([server.address], timeout_s=0.3, retry_s=0.1) as client:
         ticket = client.submit(0, Op.HELLO)
         time.sleep(0.6)
         assert b"objects" in bytes(client.wait(ticket))
 
 
-def test_a_window_limits_what_is_under_way(server: Server) -> None:
+def test_the_window_limits_requests_in_flight(server: Server) -> None:
     with Client([server.address], window=4) as client:
         tickets = [client.submit(0, Op.HELLO) for _ in range(50)]
         assert sum(not ticket.is_done for ticket in tickets) <= 4
@@ -278,7 +278,7 @@ def test_a_window_limits_what_is_under_way(server: Server) -> None:
 
 
 @pytest.mark.parametrize("which", ["none", "others", "server's only"])
-def test_who_has_not_the_keys_is_not_let_in(which: str) -> None:
+def test_clients_without_keys_are_rejected(which: str) -> None:
     keys, others = Keys.make(), Keys.make()
     half = Keys(
         keys.server_public, others.server_secret, others.client_public, others.client_secret
@@ -287,7 +287,9 @@ def test_who_has_not_the_keys_is_not_let_in(which: str) -> None:
         given = {"none": None, "others": others, "server's only": half}[which]
         with (
             Client([server.address], keys=given, timeout_s=1) as client,
-            pytest.raises(UnavailableError, match=r"has this client its keys|it has other keys"),
+            pytest.raises(
+                UnavailableError, match=r"does this client have its keys|it has other keys"
+            ),
         ):
             client.hello(0)
         with Client([server.address], keys=Keys.from_json(keys.to_json()), timeout_s=5) as client:
@@ -300,15 +302,15 @@ def test_who_has_not_the_keys_is_not_let_in(which: str) -> None:
 
 @pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:*", "tcp://192.0.2.1:4000"])
 def test_no_keys_on_an_outside_address(address: str) -> None:
-    with pytest.raises(ValueError, match="can be reached from other machines: give keys"):
+    with pytest.raises(ValueError, match="can be reached from other machines: pass keys"):
         Server(address)
     with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:99999: Port out of range"):
         Server("tcp://127.0.0.1:99999")
-    with pytest.raises(zmq.ZMQError):  # it has keys, but the address is not this machine's
+    with pytest.raises(zmq.ZMQError):  # there are keys, but the address is not this machine's
         Server("tcp://192.0.2.1:4000", keys=Keys.make())
 
 
-# --- what must not do harm ----------------------------------------------------------------------
+# --- harmful input ----------------------------------------------------------------------
 
 
 def test_errors_come_back(server: Server, client: Client) -> None:
@@ -354,18 +356,18 @@ def test_errors_come_back(server: Server, client: Client) -> None:
         b"[" * 60_000,
     ],
 )
-def test_specs_that_make_no_sense(data: bytes) -> None:
+def test_invalid_specs(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a spec of a variable or table"):
         from_json(data)
 
 
-def test_specs_survive_a_journey() -> None:
+def test_specs_round_trip() -> None:
     rule = RuleSpec("Adam", {"lr": 0.1, "betas": [0.9, 0.99]})
     rows = RowsSpec("r", 8, rule, initializer=("uniform", -1.0, 1.0), seed=3, max_rows=9)
     for spec in (rows, DenseSpec("d", (), SGD), DenseSpec("d", (2, 0), rule, "bfloat16")):
         assert from_json(to_json(spec)) == spec
     assert rows.make().dim == 8
-    with pytest.raises(ValueError, match="are allowed"):
+    with pytest.raises(ValueError, match="the limit is"):
         to_json(RowsSpec("r" * 100_000, 8, rule))
 
 
@@ -388,9 +390,9 @@ def test_another_version(server: Server, client: Client) -> None:
     "seconds", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
 )
 def test_garbage(server: Server, client: Client, seconds: float) -> None:
-    """Bytes, frames and headers of chance: nobody who behaves notices."""
+    """Random bytes, frames and headers do not affect well-behaved clients."""
     dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
-    fuzz(server, client, dense, 2)  # what is there once, buffers and the like, comes now
+    fuzz(server, client, dense, 2)  # one-time allocations, such as buffers
     before = resident_bytes()
     fuzz(server, client, dense, seconds)
     assert server.stats()["malformed"] > 100
@@ -406,7 +408,7 @@ def fuzz(server: Server, client: Client, dense: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     with raw(server) as plain:
         while time.monotonic() < deadline:
-            with contextlib.suppress(zmq.Again):  # the server has enough for now
+            with contextlib.suppress(zmq.Again):  # the server is saturated
                 for _ in range(200):
                     plain.send_multipart(random_request(rng, numbers), zmq.DONTWAIT)
             with contextlib.suppress(zmq.Again):
@@ -417,12 +419,12 @@ def fuzz(server: Server, client: Client, dense: int, seconds: float) -> None:
             assert client.pull(0, dense, (2,)).shape == (2,)
 
 
-# These two do what they say, whoever has the keys.
+# These two are valid requests of any client.
 _HARMLESS = [op for op in Op if op not in (Op.RESET, Op.END)]
 
 
 def random_request(rng: random.Random, numbers: list[int]) -> list[bytes]:
-    """Half of them have a header that makes sense, and some bodies as well."""
+    """Return a random request; half of them have a valid header, some a valid body."""
     bodies = [b"", b"{}", b"[]", b"[1, 2]", b'{"weight": 1, "objects": []}', bytes(8)]
     frames = [
         rng.choice([*bodies, rng.randbytes(rng.choice((1, 48, HEADER_BYTES, 500)))])
@@ -465,7 +467,7 @@ def test_without_pyzmq() -> None:
     assert "fastdist.ps needs pyzmq: pip install pyzmq" in done.stderr
 
 
-def test_a_server_refuses_what_it_cannot_keep(client: Client) -> None:
+def test_a_server_rejects_invalid_objects(client: Client) -> None:
     with pytest.raises((ValueError, MemoryError, FastdistError)):
         client.create(0, RowsSpec("huge", 1 << 40, SGD, rows=1 << 40))
     client.hello(0)

@@ -1,4 +1,4 @@
-"""Values in fewer bytes, on the wire and in storage, and gradients that are not finite."""
+"""Narrow encodings of values in messages, and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.wire.parts import PART_SIZE
+from fastdist.ps.wire.batches import PART_SIZE
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 WIRES = ["float32", "bfloat16", "float16", "int8"]
@@ -36,7 +36,7 @@ def client(stack: ExitStack, server: Server) -> Client:
 
 
 def travelled(values: np.ndarray, wire: str, dim: int) -> np.ndarray:
-    """What arrives, by numpy."""
+    """Return values after encoding and decoding, computed with numpy."""
     if wire == "float32":
         return values
     if wire == "bfloat16":
@@ -60,7 +60,7 @@ SPECIAL += [np.inf, -np.inf, np.nan, 6.1e-5, 6.09e-5, 1 + 2**-11, 1 + 3 * 2**-11
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in cast")
 @pytest.mark.parametrize(("wire", "kind"), [("float16", np.float16), ("bfloat16", None)])
-def test_16_bits_are_those_of_numpy(wire: str, kind: type | None) -> None:
+def test_16_bit_values_equal_numpy(wire: str, kind: type | None) -> None:
     rng = np.random.default_rng(0)
     chance = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32)
     near = (rng.standard_normal(10_000) * 10.0 ** rng.integers(-9, 6, 10_000)).astype(np.float32)
@@ -81,7 +81,7 @@ def test_16_bits_are_those_of_numpy(wire: str, kind: type | None) -> None:
     assert np.isnan(encoded.view(kind or ml_dtypes.bfloat16)[is_nan].astype(np.float32)).all()
 
 
-def test_messages_that_make_no_sense() -> None:
+def test_invalid_messages() -> None:
     with pytest.raises(ValueError, match="expected float32, bfloat16, float16 or int8, got int4"):
         _core.WireFormat("int4", 3)
     with pytest.raises(ValueError, match="dim must be 1 or more"):
@@ -142,9 +142,9 @@ def test_gradients_that_are_not_finite(client: Client, server: Server, refuse: b
             push()
     assert (variable.pull()[0], table.pull([4])[0, 0]) == ((0, 0) if refuse else (-1, -1))
     assert [entry["nonfinite"] for entry in server.stats()["objects"]] == [2, 1]
-    if refuse:  # of a round, the rest goes on
+    if refuse:  # the rest of the round continues
         table.begin_push([4], [[1, 1]], round=1).result()
-        with pytest.raises(ValueError, match="nothing has been changed"):
+        with pytest.raises(ValueError, match="nothing was changed"):
             table.begin_push([3], rows[:1], round=1).result()
         assert commit_round(client, 1, [(table, None)]).result() is True
         assert table.pull([3, 4]).tolist() == [[0, 0], [-1, -1]]

@@ -1,4 +1,4 @@
-"""What `fastdist serve` shows: lines, JSON, a page on a terminal, and metrics for Prometheus."""
+"""The output of `fastdist serve`: lines, JSON, a page on a terminal, and metrics for Prometheus."""
 
 import fcntl
 import os
@@ -71,7 +71,7 @@ class TestMetrics:
 
 
 def scrape(url: str) -> dict[tuple[str, str], float]:
-    """Samples by name, and the label that tells them apart."""
+    """Return samples by name and distinguishing label."""
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
     return {
@@ -82,7 +82,7 @@ def scrape(url: str) -> dict[tuple[str, str], float]:
 
 
 def statistics(**changes: Any) -> dict[str, Any]:
-    """What a server could say."""
+    """Return statistics as a server reports them."""
     return {
         "requests": 2000,
         "repeated": 0,
@@ -153,9 +153,9 @@ class TestWhatIsShown:
         assert process.wait(10) == 0
         assert b"staleness" in shown
         assert b"variables and tables" in shown
-        assert shown.endswith(b"\x1b[?25h") or b"\x1b[?25h" in shown[-40:]  # the cursor is back
+        assert shown.endswith(b"\x1b[?25h") or b"\x1b[?25h" in shown[-40:]  # the cursor is restored
 
-    def test_plain_lines_where_stdout_is_no_terminal(self, servers: Servers) -> None:
+    def test_plain_lines_without_a_terminal(self, servers: Servers) -> None:
         process = servers.start("--interval", 0.1, "--metrics-port", 0)
         assert process.stdout is not None
         lines = [process.stdout.readline().decode() for _ in range(4)]
@@ -165,21 +165,19 @@ class TestWhatIsShown:
         assert [line.partition(", ")[2] for line in lines[2:]] == [up, up]
         assert end(process, signal.SIGTERM) == (0, b"")
 
-    def test_it_goes_on_when_nobody_reads_any_more(self, servers: Servers) -> None:
+    def test_it_continues_when_the_reader_is_gone(self, servers: Servers) -> None:
         process, first = servers.start_json()
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
         said = process.stderr.readline()
-        assert said == (
-            b"fastdist serve: cannot write to stdout: Broken pipe; goes on in silence\n"
-        )
+        assert said == (b"fastdist serve: cannot write to stdout: Broken pipe; continues without\n")
         fill(first["address"])
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr.read() == b""
 
-    def test_a_reader_that_stops_reading_does_not_keep_it(self, servers: Servers) -> None:
+    def test_a_stalled_reader_does_not_block_it(self, servers: Servers) -> None:
         process = servers.start("--json", "--interval", 0.05)
         assert process.stdout is not None
         size = fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)

@@ -1,4 +1,4 @@
-"""Layers and losses for code that runs in several replicas (tf.nn's counterparts)."""
+"""Layers and losses for code that runs in several replicas (counterparts of tf.nn)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def compute_average_loss(
     sample_weight: torch.Tensor | None = None,
     global_batch_size: int | None = None,
 ) -> torch.Tensor:
-    """The sum of a replica's losses over the global batch size (tf.nn.compute_average_loss).
+    """Return the sum of a replica's losses divided by the global batch size.
 
-    For `gradient_reduction="sum"`: the replicas' results add up to the mean over the global batch.
+    For `gradient_reduction="sum"`: the replicas' results add up to the mean over the global batch
+    (tf.nn.compute_average_loss).
 
     Args:
         per_example_loss: shape (examples of this replica, …).
-        sample_weight: factors, of a shape that broadcasts to it.
-        global_batch_size: examples of all replicas; by default what `distribute_dataset` has put
-            into the batch of the running `run`, or this replica's examples times the replicas.
+        sample_weight: factors, of a shape that broadcasts to `per_example_loss`.
+        global_batch_size: examples of all replicas; by default the examples that
+            `distribute_dataset` has put into the current batch, or without one this replica's
+            examples times the number of replicas.
     """
     losses = as_tensor(per_example_loss)
     if sample_weight is not None:
@@ -38,7 +40,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that does not depend on the batch, over the number of replicas.
+    """Divide a loss that does not depend on the batch by the number of replicas.
 
     For `gradient_reduction="sum"`, where every replica adds it (tf.nn.scale_regularization_loss).
     """
@@ -49,9 +51,10 @@ def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch normalization with the statistics of the global batch.
 
-    Every replica must call. Arguments as for `torch.nn.BatchNorm1d` to `3d`; any number of
-    dimensions from 2 on: shape (examples, channels, …). Replicas may have different numbers of
-    examples, or none. Outside of `run`, in evaluation and with one replica it is torch's own.
+    Every replica must call. Arguments as for `torch.nn.BatchNorm1d` to `3d`; inputs have any
+    number of dimensions from 2 on: (examples, channels, …). Replicas may have different numbers of
+    examples, or none. Outside of `run`, in evaluation mode and with one replica it equals torch's
+    layer.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -74,10 +77,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got shape {tuple(input.shape)}")
 
     def _statistics(self, input: torch.Tensor, replica: ReplicaContext) -> Any:
-        """Mean and variance per channel, in two steps so that nothing cancels; and the count."""
+        """Return mean and variance per channel, and the number of examples.
+
+        Two passes avoid cancellation in the variance.
+        """
         self._check_input_dim(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        # Counted by a sum: what a batch is filled up with must not count.
+        # Count by a sum over the batch, so that padding examples do not count.
         own_count = torch.ones_like(input.detach()[:, :1]).sum(axes)
         total = _sum_over_replicas(replica, torch.cat([input.sum(axes), own_count]))
         count = total[-1].detach()
@@ -104,7 +110,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Replace every BatchNorm layer inside by this one, with its parameters and statistics."""
+        """Replace every BatchNorm layer by a SyncBatchNorm with its parameters and statistics."""
         converted = module
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             converted = cls(
@@ -123,10 +129,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def _sum_over_replicas(replica: ReplicaContext, value: torch.Tensor) -> torch.Tensor:
-    """With gradients that fit the weighted mean of the replicas' losses.
+    """Sum with gradients for the weighted mean of the replicas' losses.
 
-    A replica's gradients are multiplied with its weight at the end of backward. What reaches it
-    from the other replicas' losses through the sum must have their weights instead.
+    At the end of backward, a replica's gradients are multiplied by its weight. Gradients that reach
+    it through the sum, from other replicas' losses, need those replicas' weights instead.
     """
     weight: Any = replica.weight
     if isinstance(weight, torch.Tensor):  # traced

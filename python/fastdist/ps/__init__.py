@@ -1,4 +1,4 @@
-"""Parameter servers: what keeps variables and tables of rows, and what talks to it."""
+"""Parameter servers: servers that keep variables and tables of rows, and their clients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastdist.ps.client.checkpoint import load
     from fastdist.ps.client.client import Client
-    from fastdist.ps.client.load import load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
-    from fastdist.ps.client.requests import Pending
-    from fastdist.ps.client.ticket import Ticket
+    from fastdist.ps.client.requests import Pending, Ticket
     from fastdist.ps.server.server import Server
     from fastdist.ps.wire.keys import Keys
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
@@ -30,7 +29,7 @@ __all__ = [
     "load",
 ]
 
-# Loaded when first used: `fastdist.nn` needs the models alone, which run without pyzmq.
+# Loaded on first use: `fastdist.nn` needs only the model folder, which works without pyzmq.
 _MODULES = {
     "Client": "client.client",
     "DenseSpec": "wire.specs",
@@ -42,8 +41,8 @@ _MODULES = {
     "RowsSpec": "wire.specs",
     "RuleSpec": "wire.specs",
     "Server": "server.server",
-    "Ticket": "client.ticket",
-    "load": "client.load",
+    "Ticket": "client.requests",
+    "load": "client.checkpoint",
 }
 
 

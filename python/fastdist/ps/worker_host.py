@@ -1,41 +1,59 @@
-"""What a worker of a parameter-server job does around each function."""
+"""The host of a worker: prepares modules and optimizers around each function."""
 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastdist.errors import FastdistError
+from fastdist.ps.client.client import Client
 from fastdist.ps.coordinator.per_worker import set_worker_index
-from fastdist.ps.coordinator.worker import Turn
+from fastdist.ps.coordinator.worker import CallContext
 from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.replicas.random_streams import replica_seed
 
-if TYPE_CHECKING:
-    from fastdist.ps.strategy import ParameterServerStrategy
-
-_here: list[ServedWorker] = []
+_current: list[ServedWorker] = []
 
 
-def strategy_here() -> Any:
-    """The strategy of this worker."""
-    return _here[0].strategy
+class WorkerStrategy(Protocol):
+    """The strategy of a worker, as its host uses it.
+
+    Attributes:
+        client: of this task.
+        client_lock: all replicas of this task use the client.
+    """
+
+    client: Client
+    client_lock: threading.RLock
+
+    def adopt_bundle(self, bundle: Bundle) -> None:
+        """Adopt modules and optimizers from the chief."""
+
+    def in_function(self) -> AbstractContextManager[None]:
+        """Return the context in which functions run."""
+
+
+def this_strategy() -> Any:
+    """Return the strategy of this worker."""
+    return _current[0].strategy
 
 
 def is_worker_of(strategy: object) -> bool:
-    """Whether this process is a worker, and this its strategy."""
-    return bool(_here) and _here[0].strategy is strategy
+    """Return True if this process is a worker, and `strategy` is its strategy."""
+    return bool(_current) and _current[0].strategy is strategy
 
 
-def adopt_here(bundle: Bundle) -> Bundle:
-    """Take what the chief has made in a scope."""
-    _here[0].adopt(bundle)
+def adopt_on_worker(bundle: Bundle) -> Bundle:
+    """Adopt a bundle from the chief on this worker."""
+    _current[0].adopt(bundle)
     return bundle
 
 
@@ -46,39 +64,39 @@ class ServedWorker:
         strategy: of this task.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __init__(self, strategy: WorkerStrategy) -> None:
         self.strategy = strategy
         self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix of the bundle
-        self._news: dict[str, Any] = {"generation": 0}
-        self._told: dict[str, set[str]] = {}  # the live buffers that the chief knows of
-        self._turn: Turn | None = None
-        _here[:] = [self]
+        self._state: dict[str, Any] = {"generation": 0}
+        self._reported: dict[str, set[str]] = {}  # live buffers that the chief knows
+        self._context: CallContext | None = None
+        _current[:] = [self]
         register_optimizer_step_pre_hook(self._require_served)
 
     def _require_served(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Optimizers of scopes have a step of their own; this is another one's."""
+        """Reject the step of an optimizer that no scope has made, for a parameter on servers."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if any(model.serves(parameter) for model, _ in self._models.values()):
                     raise FastdistError(
-                        f"{type(optimizer).__name__} was not made in the scope, and cannot step: "
-                        f"its parameter of shape {tuple(parameter.shape)} is on the servers"
+                        f"{type(optimizer).__name__} cannot step, because it was not made in the "
+                        f"scope: its parameter of shape {tuple(parameter.shape)} is on the servers"
                     )
 
-    def begin(self, index: int, seed: int) -> None:
-        """A chief has come, which knows nothing of those before it."""
+    def begin_job(self, index: int, seed: int) -> None:
+        """Forget everything of the previous job: a new chief has connected."""
         self._models.clear()
-        self._news = {"generation": 0}
-        self._told = {}
+        self._state = {"generation": 0}
+        self._reported = {}
         set_worker_index(index)
         torch.manual_seed(replica_seed(seed, index))
 
     def parts(self, made: Bundle) -> Sequence[Any]:
-        """What functions may refer to."""
+        """Return the objects of a bundle that functions may refer to."""
         return made.parts()
 
     def adopt(self, bundle: Bundle) -> None:
-        """Modules and optimizers have come."""
+        """Adopt modules and optimizers from the chief."""
         self.strategy.adopt_bundle(bundle)
         model = ServedModel(
             self.strategy.client,
@@ -91,56 +109,56 @@ class ServedWorker:
         self._apply(bundle.prefix)
         model.begin_pull()
         model.end_pull()
-        if self._turn is not None:
-            steps.begin(self._turn)
+        if self._context is not None:
+            steps.begin(self._context)
 
-    def take_news(self, news: bytes) -> None:
-        """Learning rates, live buffers, or servers that were started again."""
-        before, self._news = self._news["generation"], pickle.loads(news)
+    def apply_state_update(self, state_update: bytes) -> None:
+        """Apply learning rates, live buffers and modes; reconnect if servers were restored."""
+        before, self._state = self._state["generation"], pickle.loads(state_update)
         for prefix, (model, steps) in self._models.items():
-            if self._news["generation"] != before:
+            if self._state["generation"] != before:
                 model.connect(initialize=False)
                 steps.is_fresh = False
             self._apply(prefix)
 
     def _apply(self, prefix: str) -> None:
-        if prefix in self._news:
+        if prefix in self._state:
             model, _ = self._models[prefix]
-            live, rates, modes = self._news[prefix]
+            live, rates, modes = self._state[prefix]
             model.buffers.live |= set(live)
             model.set_rates(rates)
             model.set_modes(modes)
 
-    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
-        """Call it in cross-replica context, with the servers' values."""
-        self._turn = turn
+    def run(self, call: Callable[[], Any], context: CallContext) -> Any:
+        """Run a call in cross-replica context, with the servers' values."""
+        self._context = context
         everything = list(self._models.values())
-        models = everything if turn.has_state else []
-        for model, steps in everything if not turn.has_state else ():
-            if steps.is_fresh:  # the function before has left this to one that uses the model
+        models = everything if context.has_state else []
+        for model, steps in everything if not context.has_state else ():
+            if steps.is_fresh:  # the previous function has left its changes to this one
                 model.buffers.send_changed(1)
         stale = [model for model, steps in models if not steps.is_fresh]
         for model in stale:
             model.begin_pull()
         for _, steps in everything:
-            steps.begin(turn)
+            steps.begin(context)
         for model in stale:
             model.end_pull()
         try:
             with self.strategy.in_function():
                 return call()
         finally:
-            self._turn = None
-            # The call may have brought more of them.
-            for model, steps in self._models.values() if turn.has_state else ():
+            self._context = None
+            # The call may have added models.
+            for model, steps in self._models.values() if context.has_state else ():
                 steps.end()
-                if not steps.is_fresh:  # else the next function finds what this one has changed
-                    model.buffers.send_changed(turn.size)
+                if not steps.is_fresh:  # otherwise the next function sends them
+                    model.buffers.send_changed(context.size)
 
-    def news(self) -> bytes:
-        """Which buffers some worker has changed, when there are more."""
+    def state_update(self) -> bytes:
+        """Return the names of buffers that workers have changed, if there are new ones."""
         live = {prefix: model.buffers.live for prefix, (model, _) in self._models.items()}
-        if live == self._told:
+        if live == self._reported:
             return b""
-        self._told = {prefix: set(names) for prefix, names in live.items()}
+        self._reported = {prefix: set(names) for prefix, names in live.items()}
         return pickle.dumps(live)

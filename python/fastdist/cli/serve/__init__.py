@@ -1,4 +1,4 @@
-"""`fastdist serve`: a parameter server of its own, that jobs come to and leave."""
+"""`fastdist serve`: a standalone parameter server that jobs connect to and leave."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 import math
 
 _DESCRIPTION = """\
-Keeps variables and tables for jobs with parameter servers until Ctrl-C or SIGTERM ends it; then all
-that it kept is gone. On a terminal it shows a page of what it keeps and does, else a line now and
-then. A job uses it where its TF_CONFIG names the address as one of "ps": one job at a time, each of
-which begins with nothing.
+Keeps variables and tables for jobs with parameter servers until Ctrl-C or SIGTERM, and then drops
+them. On a terminal it shows a page with its contents and activity, otherwise it prints lines. A
+job uses the server if its TF_CONFIG lists the address under "ps". The server serves one job at a
+time; each job starts with an empty server.
 """
 _EPILOG = """\
-A server without keys can be reached from this machine only, and only by fastdist.ps.Client:
-ParameterServerStrategy always has keys.
+A server without keys can be reached only from this machine, and only by fastdist.ps.Client:
+ParameterServerStrategy always uses keys.
 
 exit code:
-  0 when it was ended by a signal; 2 when it could not be started
+  0 if a signal ended the server; 2 if the server could not start
 
 examples:
   fastdist serve --address tcp://127.0.0.1:7000
@@ -27,10 +27,10 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `serve` to the `fastdist` command."""
+    """Add `serve` to the `fastdist` command."""
     parser = subparsers.add_parser(
         "serve",
-        help="run a parameter server of its own",
+        help="run a standalone parameter server",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,20 +47,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--keys",
         metavar="FILE",
-        help="keys that `fastdist keys` has made (default: those of FASTDIST_PS_KEYS)",
+        help="a file that `fastdist keys` has written (default: the keys in FASTDIST_PS_KEYS)",
     )
     parser.add_argument(
         "--metrics-port",
         metavar="P",
         type=_host_and_port,
-        help="serve metrics for Prometheus at this port of 127.0.0.1, or at IP:PORT; 0 is a free "
+        help="serve metrics for Prometheus on this port of 127.0.0.1, or on IP:PORT; 0 is a free "
         "port",
     )
     parser.add_argument(
         "--interval",
         metavar="S",
         type=_seconds,
-        help="seconds between lines (default: 10), or between two states of the page (default: 1)",
+        help="seconds between lines (default: 10), or between updates of the page (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="write lines of JSON")
     parser.set_defaults(handler=_serve)

@@ -1,4 +1,4 @@
-"""Runs a server, and shows what it does, until a signal ends it."""
+"""Runs a parameter server and shows its activity until a signal ends it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _StartError(Exception):
-    """What the user asked for cannot be started."""
+    """The server cannot start with the user's options."""
 
 
 class _Stopped(BaseException):
-    """A signal has come."""
+    """A signal has arrived."""
 
 
 def serve(
@@ -40,17 +40,17 @@ def serve(
     interval_s: float | None,
     as_json: bool,
 ) -> int:
-    """Serves until a signal comes.
+    """Serve until a signal arrives.
 
     Args:
         address: where to listen, as ZeroMQ names it.
-        key_file: a file of keys; None: those of the setting, if there are any.
+        key_file: a file of keys; None uses the setting's keys, if any.
         metrics: IP address and port for Prometheus.
         interval_s: seconds between readings; None: 10 for lines, 1 for the page.
-        as_json: whether lines are JSON.
+        as_json: print lines of JSON.
 
     Returns:
-        The exit code: 0, or 2 when it could not be started.
+        The exit code: 0, or 2 if the server could not start.
     """
     try:
         with (
@@ -79,7 +79,7 @@ def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: 
 
 
 def _open_server(address: str, key_file: str | None) -> Server:
-    keys = _keys(key_file)  # which says what to install, if that is needed
+    keys = _keys(key_file)  # first: raises an ImportError with a hint if pyzmq is missing
     from zmq import ZMQError
 
     from fastdist.ps import Server
@@ -88,15 +88,15 @@ def _open_server(address: str, key_file: str | None) -> Server:
         return Server(address, keys=keys)
     except ValueError:
         raise _StartError(
-            f"{address} can be reached from other machines and needs keys: --keys FILE, which "
-            "`fastdist keys` makes"
+            f"{address} can be reached from other machines and needs keys: pass --keys FILE with "
+            "a file that `fastdist keys` has written"
         ) from None
     except ZMQError as error:
         raise _StartError(f"cannot listen at {address}: {error.strerror}") from None
 
 
 def _keys(key_file: str | None) -> Keys | None:
-    from fastdist.ps.wire.job_keys import job_keys, read_keys
+    from fastdist.ps.wire.keys import job_keys, read_keys
 
     try:
         return job_keys() if key_file is None else read_keys(key_file)
@@ -122,7 +122,7 @@ def _metrics(server: Server, place: tuple[str, int] | None) -> Iterator[str | No
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """The first signal ends what is in the context; a second one kills."""
+    """Raise `_Stopped` on the first signal; a second one kills the process."""
     # SIGHUP is ignored under nohup.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 

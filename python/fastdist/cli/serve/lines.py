@@ -1,4 +1,4 @@
-"""What a server does, a line now and then: for a log, or as JSON for programs."""
+"""Prints a server's activity as lines of text, for logs, or of JSON, for programs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fastdist.cli.serve.reading import Reading
 
 @contextmanager
 def shown_lines(about: Mapping[str, str], *, as_json: bool) -> Iterator[Callable[[Reading], None]]:
-    """Yields what writes a line about a reading to stdout.
+    """Yield a function that prints a line about a reading to stdout.
 
     Args:
-        about: where the server is; in every line of JSON, else one line each at the beginning.
-        as_json: whether lines are JSON.
+        about: the server's addresses; part of every line of JSON, else printed once at the start.
+        as_json: print lines of JSON.
     """
     output = _Output()
     if as_json:
@@ -36,7 +36,7 @@ class _Output:
         self._is_read = True
 
     def write(self, line: str) -> None:
-        # Not by sys.stdout: what it has not got rid of, it would wait for when the process ends.
+        # Not via sys.stdout, which would block on its unwritten buffer when the process exits.
         data = memoryview(f"{line}\n".encode())
         try:
             while self._is_read and data:
@@ -44,18 +44,18 @@ class _Output:
         except OSError as error:
             self._is_read = False
             sys.stderr.write(
-                f"fastdist serve: cannot write to stdout: {error.strerror}; goes on in silence\n"
+                f"fastdist serve: cannot write to stdout: {error.strerror}; continues without\n"
             )
 
 
 def as_json_line(reading: Reading, about: Mapping[str, str]) -> str:
-    """A line for programs: the server's statistics, when they were read, and where it is."""
+    """Format a line for programs: the server's statistics, the time, and the addresses."""
     line = {"time": time.time(), **about, **reading.stats}
     return json.dumps(line | {"requests_per_s": round(reading.requests_per_s, 3)})
 
 
 def as_text(reading: Reading) -> str:
-    """A line for people."""
+    """Format a line for people."""
     stats = reading.stats
     parts = [
         f"up {datetime.timedelta(seconds=int(stats['uptime_s']))}",

@@ -1,4 +1,4 @@
-"""What a server keeps and does, as Prometheus reads it."""
+"""A server's contents and activity as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
 Stats = Callable[[], Mapping[str, Any]]
 _PREFIX = "fastdist_ps"
 _COUNTS = {
-    "requests": "Requests that have come.",
-    "repeated": "Changes that came again and were not applied again.",
-    "malformed": "Messages that were none of this protocol.",
+    "requests": "Requests received.",
+    "repeated": "Repeated changes, which were not applied again.",
+    "malformed": "Messages that do not follow the protocol.",
 }
-_OBJECT_COUNTS = {"steps": "Pushes that were applied."}
+_OBJECT_COUNTS = {"steps": "Pushes applied."}
 _OBJECT_SIZES = {"nbytes": ("bytes", "Memory."), "rows": ("rows", "Rows of a table.")}
 _STALENESS_BITS = 17
 
 
 @contextmanager
 def served_metrics(stats: Stats, host: str, port: int) -> Iterator[str]:
-    """Answers Prometheus over HTTP while the context is open; yields the URL.
+    """Answer Prometheus over HTTP while the context is open; yield the URL.
 
     Args:
-        stats: gives what `Server.stats` gives; called in another thread for every scrape.
-        host: IP address to listen at.
-        port: there; 0: a free one.
+        stats: returns the result of `Server.stats`; called in another thread for every scrape.
+        host: IP address to listen on.
+        port: port to listen on; 0 chooses a free one.
 
     Raises:
         ImportError: prometheus_client is not installed.
-        OSError: the address cannot be listened at.
+        OSError: the address cannot be bound.
     """
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
     except ImportError:
-        raise ImportError("metrics need prometheus_client: pip install 'fastdist[ps]'") from None
+        raise ImportError("metrics need prometheus_client: pip install prometheus_client") from None
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Collector(stats))
@@ -60,14 +60,14 @@ class _Collector:
 
 
 def metrics_of(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """The metrics of a server's statistics."""
+    """Yield the metrics of a server's statistics."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for key, text in _COUNTS.items():
         yield CounterMetricFamily(f"{_PREFIX}_{key}", text, stats[key])
-    yield GaugeMetricFamily(f"{_PREFIX}_uptime_seconds", "Since it began.", stats["uptime_s"])
+    yield GaugeMetricFamily(f"{_PREFIX}_uptime_seconds", "Time since the start.", stats["uptime_s"])
     rounds = stats["rounds"]
-    yield GaugeMetricFamily(f"{_PREFIX}_open_rounds", "Rounds to be applied yet.", rounds["open"])
+    yield GaugeMetricFamily(f"{_PREFIX}_open_rounds", "Rounds not yet applied.", rounds["open"])
     yield GaugeMetricFamily(
         f"{_PREFIX}_open_rounds_bytes", "Memory of their gradients.", rounds["nbytes"]
     )
@@ -87,7 +87,7 @@ def metrics_of(stats: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _staleness(histogram: Mapping[str, int]) -> Metric:
-    """Ranges that double, such as "4-7", as buckets that Prometheus adds up from below."""
+    """Convert ranges that double, such as "4-7", to Prometheus' cumulative buckets."""
     from prometheus_client.core import HistogramMetricFamily
 
     last_of = {int(steps.rpartition("-")[2]): count for steps, count in histogram.items()}
@@ -99,7 +99,7 @@ def _staleness(histogram: Mapping[str, int]) -> Metric:
     buckets.append(("+Inf", sum(last_of.values())))
     return HistogramMetricFamily(
         f"{_PREFIX}_staleness_steps",
-        "Pushes by how many others came between the pull and them.",
+        "Pushes by the number of other pushes since the pull.",
         buckets,
         sum_value=None,
     )

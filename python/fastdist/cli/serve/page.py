@@ -19,10 +19,10 @@ _KINDS = {"DenseSpec": "variable", "RowsSpec": "table"}
 
 @contextmanager
 def shown_page(about: Mapping[str, str]) -> Iterator[Callable[[Reading], None]]:
-    """Yields what draws the page anew for a reading; its last state stays on the terminal.
+    """Yield a function that redraws the page for a reading; the last page stays on the terminal.
 
     Args:
-        about: where the server is; above all else.
+        about: the server's addresses, shown at the top.
 
     Raises:
         ImportError: rich is not installed.
@@ -30,15 +30,13 @@ def shown_page(about: Mapping[str, str]) -> Iterator[Callable[[Reading], None]]:
     try:
         from rich.live import Live
     except ImportError:
-        raise ImportError(
-            "the page on the terminal needs rich: pip install 'fastdist[ps]'"
-        ) from None
+        raise ImportError("the page on the terminal needs rich: pip install rich") from None
     with Live(auto_refresh=False) as live:
         yield lambda reading: live.update(draw(reading, about), refresh=True)
 
 
 def draw(reading: Reading, about: Mapping[str, str]) -> RenderableType:
-    """The page: where it is, totals, staleness, and the objects, the largest first."""
+    """Draw the page: addresses, totals, staleness, and the objects, the largest first."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""What a server keeps and has done at one moment, and how fast since the moment before."""
+"""A server's statistics at one moment, and the rates since the previous reading."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The statistics of a server, and rates.
+    """The statistics of a server, with rates.
 
     Attributes:
-        stats: as `Server.stats` gives them.
-        requests_per_s: since the reading before, or since the server began.
+        stats: the result of `Server.stats`.
+        requests_per_s: since the previous reading, or since the server's start.
         steps_per_s: of each object, by its name.
     """
 
@@ -23,7 +23,7 @@ class Reading:
 
     @classmethod
     def after(cls, before: Reading | None, stats: Mapping[str, Any]) -> Reading:
-        """The reading that follows another one, or is the first."""
+        """Create the reading that follows `before`; None for the first one."""
         earlier: Mapping[str, Any] = {} if before is None else before.stats
         seconds = stats["uptime_s"] - earlier.get("uptime_s", 0.0)
         steps = {entry["name"]: entry["steps"] for entry in earlier.get("objects", ())}
@@ -57,6 +57,6 @@ class Reading:
 
     @property
     def staleness(self) -> Mapping[str, int]:
-        """Pushes for each range of staleness, such as "2-3"."""
+        """Counts of pushes for each range of staleness, such as "2-3"."""
         found: Mapping[str, int] = self.stats["staleness"]
         return found

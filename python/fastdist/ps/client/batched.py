@@ -1,4 +1,4 @@
-"""Dense variables that are pulled and pushed at once: small ones in one message for each server."""
+"""Pulls and pushes of many dense variables: small ones share one message per server."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from functools import partial
 import numpy as np
 
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.requests import Pending
+from fastdist.ps.client.requests import Pending, Ticket
 from fastdist.ps.client.sharded import DensePiece, ShardedVariable
-from fastdist.ps.client.ticket import Ticket
-from fastdist.ps.wire.batches import PUSHED, SMALL_SIZE, STEP_BYTES, Kinds, joined, values_in
+from fastdist.ps.wire.batches import (
+    PART_SIZE,
+    PUSH_ENTRY,
+    SMALL_SIZE,
+    STEP_BYTES,
+    Kinds,
+    pack_values,
+    unpack_values,
+)
 from fastdist.ps.wire.frames import Array
-from fastdist.ps.wire.parts import PART_SIZE
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A variable's value.
+    """The value of a variable.
 
     Attributes:
         value: float32, of the whole shape.
-        steps: of each piece, pushes that it has seen; what `Push` takes.
+        steps: for each piece, how many pushes the value has seen; pass them to `Push`.
     """
 
     value: Array
@@ -36,10 +42,11 @@ class Push:
     """A gradient for a variable.
 
     Attributes:
-        variable: that it is for.
+        variable: the variable.
         gradient: of the whole shape.
-        lr: learning rate; None for the update rule's own, or where a round's commit says it.
-        steps: of the value that it was computed from, for each piece; None: unknown.
+        lr: learning rate; None for the update rule's own, or if the round's commit sets it.
+        steps: for each piece, the step of the value that the gradient was computed from; None if
+            unknown.
     """
 
     variable: ShardedVariable
@@ -51,79 +58,79 @@ class Push:
 def begin_pulls(
     client: Client, variables: Sequence[ShardedVariable], outs: Sequence[Array | None]
 ) -> Pending[list[Pulled]]:
-    """Ask for the values of variables, without waiting.
+    """Request the values of variables, without waiting.
 
     Args:
         client: of this thread.
-        variables: what to pull.
-        outs: where values are to be, as for `ShardedVariable.begin_pull`.
+        variables: the variables to pull.
+        outs: destinations, see `ShardedVariable.begin_pull`.
     """
-    values = [variable.room(out) for variable, out in zip(variables, outs, strict=True)]
+    values = [variable.output_array(out) for variable, out in zip(variables, outs, strict=True)]
     steps = [[UNKNOWN_STEP] * len(variable.pieces) for variable in variables]
     tickets: list[list[Ticket]] = []
     large: list[tuple[int, int, list[Ticket]]] = []
-    joint = _Joint()
+    small = _SmallPieces()
     for v, (variable, value) in enumerate(zip(variables, values, strict=True)):
-        for p, piece in enumerate(variable.cut(value)):
+        for p, piece in enumerate(variable.split(value)):
             if piece.values.size <= SMALL_SIZE:
-                joint.add(v, p, piece)
+                small.add(v, p, piece)
             else:
-                asked = client.begin_pull(piece.server, piece.number, piece.values, piece.wire)
-                large.append((v, p, asked))
-                tickets.append(asked)
-    for server, group in joint.groups():
+                requests = client.begin_pull(piece.server, piece.number, piece.values, piece.wire)
+                large.append((v, p, requests))
+                tickets.append(requests)
+    for server, group in small.groups():
         numbers = np.array([piece.number for _, _, piece in group], np.uint64)
-        take = partial(_take, group, steps)
-        ticket = client.submit(server, Op.PULL_MANY, int(numbers[0]), [numbers], take=take)
+        on_reply = partial(_store_reply, group, steps)
+        ticket = client.submit(server, Op.PULL_MANY, int(numbers[0]), [numbers], on_reply=on_reply)
         tickets.append([ticket])
 
     def finish(replies: list[memoryview]) -> list[Pulled]:
-        for v, p, asked in large:
-            steps[v][p] = min(ticket.step for ticket in asked)
+        for v, p, requests in large:
+            steps[v][p] = min(ticket.step for ticket in requests)
         return [Pulled(v, tuple(seen)) for v, seen in zip(values, steps, strict=True)]
 
-    return Pending(client, tickets, finish)
+    return Pending(client.wait, tickets, finish)
 
 
 def begin_pushes(client: Client, pushes: Sequence[Push], round: int = 0) -> Pending[None]:
-    """Send gradients, without waiting; those that one message brings are applied all or none.
+    """Send gradients, without waiting. A server applies each message as a whole, or not at all.
 
     Args:
         client: of this thread.
-        pushes: what to send. Gradients of small variables may change when this has returned.
-        round: 0: apply them at once; otherwise keep them until the round is committed.
+        pushes: the gradients. Those of small variables may change once this call has returned.
+        round: 0 applies them at once; otherwise they wait for the round's commit.
     """
     tickets: list[list[Ticket]] = []
-    joint = _Joint()
+    small = _SmallPieces()
     for v, push in enumerate(pushes):
-        for p, piece in enumerate(push.variable.cut(push.variable.whole(push.gradient))):
+        for p, piece in enumerate(push.variable.split(push.variable.to_array(push.gradient))):
             if piece.values.size <= SMALL_SIZE:
-                joint.add(v, p, piece)
+                small.add(v, p, piece)
             else:
                 step = UNKNOWN_STEP if push.steps is None else push.steps[p]
                 tickets.append(push.variable.begin_push_piece(piece, push.lr, round, step))
-    for server, group in joint.groups():
-        about = np.zeros(len(group), PUSHED)
+    for server, group in small.groups():
+        entries = np.zeros(len(group), PUSH_ENTRY)
         for i, (v, p, piece) in enumerate(group):
             seen, lr = pushes[v].steps, pushes[v].lr
-            about[i] = (
+            entries[i] = (
                 piece.number,
                 UNKNOWN_STEP if seen is None else seen[p],
                 np.nan if lr is None else lr,
             )
-        gradients = joined((piece.values for _, _, piece in group), _kinds(group))
-        frames = [about.view(np.uint8), gradients]
-        number = int(about["object"][0])
+        gradients = pack_values((piece.values for _, _, piece in group), _kinds(group))
+        frames = [entries.view(np.uint8), gradients]
+        number = int(entries["object"][0])
         tickets.append([client.submit(server, Op.PUSH_MANY, number, frames, round=round)])
-    return Pending(client, tickets, lambda replies: None)
+    return Pending(client.wait, tickets, lambda replies: None)
 
 
-_Group = list[tuple[int, int, DensePiece]]  # numbers of the variable and the piece
+_Group = list[tuple[int, int, DensePiece]]  # with the numbers of variable and piece
 
 
 @dataclass(slots=True)
-class _Joint:
-    """Small pieces by server, as many in a group as a message should hold."""
+class _SmallPieces:
+    """Small pieces by server, divided into groups of the size of one message."""
 
     _groups: dict[int, list[_Group]] = field(default_factory=dict)
     _sizes: dict[int, int] = field(default_factory=dict)
@@ -145,11 +152,11 @@ def _kinds(group: _Group) -> Kinds:
     return [(piece.values.shape, piece.wire) for _, _, piece in group]
 
 
-def _take(group: _Group, steps: list[list[int]], reply: memoryview) -> None:
-    """Copy what a PULL_MANY has brought to where it is wanted."""
+def _store_reply(group: _Group, steps: list[list[int]], reply: memoryview) -> None:
+    """Copy the values of a PULL_MANY's reply to their destinations."""
     values = STEP_BYTES * len(group)
     seen = np.frombuffer(reply[:values], np.uint64)
-    got = values_in(reply[values:], _kinds(group))
+    got = unpack_values(reply[values:], _kinds(group))
     for (v, p, piece), step, value in zip(group, seen, got, strict=True):
         piece.values[...] = value
         steps[v][p] = int(step)

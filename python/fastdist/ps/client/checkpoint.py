@@ -1,4 +1,4 @@
-"""Checkpoints of what all servers keep: written side by side, valid all at once, or not at all."""
+"""Checkpoints of all servers: every server writes its own files, and one index makes them valid."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from fastdist.ps.client.client import Client
+from fastdist.ps.client.requests import Ticket
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.client.ticket import Ticket
 from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
-from fastdist.ps.wire.snapshot import Part, check
+from fastdist.ps.wire.snapshot import Part, check_files, read_values
 from fastdist.ps.wire.specs import DenseSpec, Spec, from_json, to_json
 
 _INDEX = "index.json"
 _FORMAT = 1
-# Of files with data; servers that were stopped may have left unfinished ones.
-_OURS = re.compile(r"fastdist-[0-9a-f]{12}-\d+-\d+\.(safetensors|unfinished)")
-# Of the names of one object's files: they must fit into the request that restores it.
+# Names of data files; interrupted servers may have left unfinished ones.
+_DATA_FILE = re.compile(r"fastdist-[0-9a-f]{12}-\d+-\d+\.(safetensors|unfinished)")
+# Limit for the names of one object's files: they must fit into the request that restores it.
 _MAX_NAMES_BYTES = MAX_LONG_META_BYTES - MAX_META_BYTES
 Sharded = ShardedVariable | ShardedRows
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint has of a variable or table.
+    """A variable or table in a checkpoint.
 
     Attributes:
         spec: of the whole.
@@ -42,8 +45,8 @@ class Saved:
     paths: list[Path]
 
     def check(self) -> list[Part]:
-        """As `fastdist.ps.wire.snapshot.check`."""
-        return check(self.spec, self.paths)
+        """See `fastdist.ps.wire.snapshot.check_files`."""
+        return check_files(self.spec, self.paths)
 
 
 def save_checkpoint(
@@ -51,13 +54,13 @@ def save_checkpoint(
 ) -> None:
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
-    Servers write their files into the directory, which all of them must see. The checkpoint that
-    was there before stays valid until the new one is complete, and is removed then; other files
-    in the directory are left alone.
+    Servers write their files into the directory, which all servers must see. The previous
+    checkpoint stays valid until the new one is complete, and is then removed; other files in the
+    directory are not touched.
 
     Raises:
-        OSError: a server could not write; what was there before is untouched.
-        ValueError: a table is in far too many files.
+        OSError: a server could not write; the previous checkpoint is unchanged.
+        ValueError: a table has far too many files.
         UnavailableError: a server does not answer.
     """
     directory = Path(directory).absolute()
@@ -77,7 +80,7 @@ def save_checkpoint(
             files.setdefault(name, []).extend(json.loads(bytes(reply)))
         for name, own in files.items():
             if len(json.dumps(own)) > _MAX_NAMES_BYTES:
-                raise ValueError(f"{name!r} is in {len(own)} files, too many to be restored")
+                raise ValueError(f"{name!r} is in {len(own)} files, too many to restore")
         specs = {thing.spec.name: json.loads(to_json(thing.spec)) for thing in things}
         index = {"format": _FORMAT, "files": files, "specs": specs}
         _replace(directory / _INDEX, json.dumps(index, indent=1))
@@ -85,22 +88,23 @@ def save_checkpoint(
         _remove(path for path in directory.glob(f"{stem}-*"))
         raise
     kept = {name for names in files.values() for name in names}
-    ours = (path for path in directory.glob("fastdist-*") if _OURS.fullmatch(path.name))
+    ours = (path for path in directory.glob("fastdist-*") if _DATA_FILE.fullmatch(path.name))
     _remove(path for path in ours if path.name not in kept)
 
 
 def restore_checkpoint(
     client: Client, directory: str | Path, things: Sequence[Sharded], *, timeout_s: float = 600.0
 ) -> None:
-    """Read what `save_checkpoint` wrote into variables and tables that exist, cut in any way.
+    """Read a checkpoint into existing variables and tables, however they are sharded.
 
-    Rows that a table has and the checkpoint has not stay as they are. The directory is looked into
-    from here, before anything is changed.
+    Rows that a table has and the checkpoint lacks stay as they are. This process checks all files
+    before any server changes anything.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or a file of it is gone.
-        OSError: it cannot be read.
-        ValueError: it is damaged, lacks a variable, or has it in another shape or for another rule.
+        FileNotFoundError: there is no checkpoint, or one of its files is gone.
+        OSError: a file cannot be read.
+        ValueError: the checkpoint is damaged, lacks a variable, or has it in another shape or for
+            another rule.
         UnavailableError: a server does not answer.
     """
     saved = saved_in(directory)
@@ -125,11 +129,11 @@ def restore_checkpoint(
 
 
 def saved_in(directory: str | Path) -> dict[str, Saved]:
-    """The variables and tables of a checkpoint, by name.
+    """Return the variables and tables of a checkpoint, by name.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: its index is damaged, or of another version.
+        ValueError: the index is damaged, or of another version.
     """
     directory = Path(directory).absolute()
     path = directory / _INDEX
@@ -141,27 +145,70 @@ def saved_in(directory: str | Path) -> dict[str, Saved]:
         times = Counter(name for names in index["files"].values() for name in names)
         for name, count in times.items():
             if Path(name).name != name or count > 1:
-                raise ValueError(f"{name!r} is not the name of a file, or is there twice")
+                raise ValueError(f"{name!r} is not a file's name, or is listed twice")
         saved = {}
         for name, names in index["files"].items():
             spec = from_json(json.dumps(index["specs"][name]).encode())
             if spec.name != name:
-                raise ValueError(f"{spec} is not that of {name!r}")
-            _layout(spec), _rows(spec)  # raise where these make no sense
+                raise ValueError(f"{spec} is not the spec of {name!r}")
+            _layout(spec), _rows(spec)  # raise if the spec is invalid
             saved[name] = Saved(spec, [directory / file for file in names])
         return saved
     except Exception as error:
         raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
 
 
+def load(module: nn.Module, directory: str | Path, *, prefix: str = "0/") -> list[str]:
+    """Fill a module from a checkpoint that `ParameterServerStrategy.save` wrote, without servers.
+
+    For evaluators, and to continue without servers. A checkpoint does not have rows that no worker
+    has touched: these keep the module's own initial values.
+
+    Args:
+        module: the same as in the scope.
+        directory: of the checkpoint.
+        prefix: of the names in the checkpoint: the number of the scope, from 0, and if the scope
+            had several modules the module's, such as "0/Net[1]."; the error message lists names.
+
+    Returns:
+        The names of parameters and buffers that the checkpoint lacks: frozen or integer ones.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or one of its files is gone.
+        OSError: a file cannot be read.
+        ValueError: the checkpoint is damaged, has nothing of the module, or has a tensor in
+            another shape; the module is unchanged.
+    """
+    saved = saved_in(directory)
+    found = []
+    missing = []
+    for name, tensor in _tensors(module):
+        if prefix + name in saved:
+            found.append((tensor, saved[prefix + name]))
+        else:
+            missing.append(name)
+    if not found:
+        raise ValueError(
+            f"{directory} has nothing called {prefix}{', '.join(missing[:3])}; it has "
+            f"{', '.join(sorted(saved)[:10])}"
+        )
+    for tensor, source in found:
+        source.check()
+        _require_room(tensor, source, directory)
+    for tensor, source in found:
+        for path in source.paths:
+            _fill(tensor, path)
+    return missing
+
+
 def _require_same(saved: Spec, wanted: Spec, directory: str | Path) -> None:
-    """Raise unless what was saved of one can be read into the other."""
+    """Raise unless a saved object can be read into another one."""
     if _layout(saved) != _layout(wanted) or _rows(saved) > _rows(wanted):
         raise ValueError(f"{directory} has {wanted.name!r} as {saved}, expected {wanted}")
 
 
 def _layout(spec: Spec) -> tuple[object, ...]:
-    """Of which an element's place depends: shapes, and the update rule's slots."""
+    """Return everything that an element's place in a file depends on."""
     slots = spec.rule.make().slots
     if isinstance(spec, DenseSpec):
         return (spec.shape, slots)
@@ -169,7 +216,7 @@ def _layout(spec: Spec) -> tuple[object, ...]:
 
 
 def _rows(spec: Spec) -> int:
-    """Of a table with a limit, which may have more of them than were saved."""
+    """Return the limit of rows of a table, which may be higher than when it was saved; else 0."""
     return 0 if isinstance(spec, DenseSpec) else int(spec.rows or 0)
 
 
@@ -181,7 +228,7 @@ def _submit(
 
 
 def _wait(client: Client, tickets: Sequence[Ticket]) -> list[memoryview]:
-    """The replies to all requests; where one fails, too, none is under way any more."""
+    """Return the replies to all requests; if one fails, wait for the others before raising."""
     replies = []
     failed: Exception | None = None
     for ticket in tickets:
@@ -208,7 +255,35 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """What cannot be removed does no harm; the next checkpoint tries again."""
+    """Remove files, ignoring errors: the next checkpoint tries again."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) -> None:
+    spec = source.spec
+    if isinstance(spec, DenseSpec):
+        fits = tensor.shape == spec.shape
+    else:
+        fits = tensor.dim() == 2 and tensor.shape[1] == spec.dim
+        fits = fits and tensor.shape[0] >= (spec.rows or 0)
+    if not fits:
+        raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, path: Path) -> None:
+    begin, ids, values = read_values(path)
+    rows = torch.from_numpy(values).to(tensor)
+    if not tensor.dim():
+        tensor.copy_(rows)
+    elif ids is None:
+        tensor[begin : begin + len(rows)] = rows
+    else:
+        tensor[torch.from_numpy(ids) + begin] = rows

@@ -1,4 +1,4 @@
-"""Talks to parameter servers. A change is applied once, however often it has to be sent."""
+"""A client of parameter servers. Servers apply each change once, however often it is sent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import zmq
 import fastdist._core as _core
 from fastdist.errors import UnavailableError
 from fastdist.ps.client.connection import Connection
-from fastdist.ps.client.ticket import Ticket
+from fastdist.ps.client.requests import Ticket
+from fastdist.ps.wire.batches import part_numbers, part_slice
 from fastdist.ps.wire.frames import (
     Array,
-    encoded,
-    fill,
-    floats_frame,
-    floats_in,
-    ids_frame,
+    decode_floats,
+    decode_floats_into,
+    encode_floats,
     keep_freed_memory,
+    to_floats,
+    to_ids,
 )
 from fastdist.ps.wire.keys import Keys
-from fastdist.ps.wire.parts import extent, parts_of
 from fastdist.ps.wire.protocol import (
     UNKNOWN_STEP,
     Header,
@@ -39,7 +39,7 @@ from fastdist.ps.wire.protocol import (
 )
 from fastdist.ps.wire.specs import Spec, to_json
 
-_SLOWEST_BYTES_PER_S = 20e6  # a message takes its time, after which it counts as lost
+_SLOWEST_BYTES_PER_S = 20e6  # large messages get more time before they count as lost
 
 
 class Client:
@@ -47,11 +47,11 @@ class Client:
 
     Args:
         servers: their addresses.
-        keys: of the job, where the servers have keys.
-        timeout_s: a server that has not answered for so long is unavailable.
-        grace_s: so is one whose connection has broken and is not there again after so long.
-        retry_s: a request without a reply is sent again after so long.
-        window: requests under way to one server; a further one waits.
+        keys: of the job, if the servers have keys.
+        timeout_s: a server that does not answer for this long is unavailable.
+        grace_s: so is a server whose connection has been broken for this long.
+        retry_s: a request without a reply is sent again after this time.
+        window: limit for requests in flight to one server; a further request waits.
 
     Attributes:
         servers: their addresses.
@@ -79,16 +79,16 @@ class Client:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._numbers = [0] * len(servers)
-        self._under_way: list[dict[int, Ticket]] = [{} for _ in servers]
+        self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
         self._connections = [Connection(self._context, address, keys) for address in servers]
-        self._calls: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         for server, connection in enumerate(self._connections):
-            self._listen(connection.socket, partial(self._take, server))
-            self._listen(connection.monitor, partial(self._take_events, server))
+            self._listen(connection.socket, partial(self._handle_reply, server))
+            self._listen(connection.monitor, partial(self._handle_events, server))
 
-    def _listen(self, socket: zmq.Socket[bytes], call: Callable[[], None]) -> None:
+    def _listen(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
         self._poller.register(socket, zmq.POLLIN)
-        self._calls[socket] = call
+        self._handlers[socket] = handler
 
     def __enter__(self) -> Client:
         return self
@@ -97,7 +97,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Disconnect; requests under way may or may not be applied."""
+        """Disconnect. Requests in flight may or may not be applied."""
         for connection in self._connections:
             connection.close()
         self._context.term()
@@ -116,33 +116,33 @@ class Client:
         round: int = 0,
         step: int = UNKNOWN_STEP,
         part: int = 0,
-        take: Callable[[memoryview], None] | None = None,
+        on_reply: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
-        """Send a request; several may be under way, to all servers.
+        """Send a request; several may be in flight, to all servers.
 
         Args:
             server: its number among `servers`.
-            op: what to do.
+            op: the operation.
             number: of the variable or table.
-            frames: bytes or contiguous arrays.
+            frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
             lr: learning rate of a push; None for the update rule's own.
-            timeout_s: of what takes longer than the client's own.
-            round: that a push waits for, 0 for none; or that the request is about.
-            step: of the value that the gradient of a push was computed from.
+            timeout_s: for slow requests; None for the client's own.
+            round: the round that a push waits for, or that the request names; 0 for none.
+            step: of a push: the step of the value that the gradient was computed from.
             part: of a dense value.
-            take: is given the reply's body when it comes; a ValueError is what `wait` raises.
+            on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
 
         Returns:
-            What `wait` takes. What frames refer to must not change before that.
+            A ticket for `wait`.
 
         Raises:
-            UnavailableError: the server answers none of the requests before it.
-            ValueError: a frame is larger than servers take.
+            UnavailableError: the server answers none of the earlier requests.
+            ValueError: a frame is larger than servers accept.
         """
         nbytes = message_bytes(op, frames)
-        under_way = self._under_way[server]
-        while len(under_way) >= self._window:
-            self._progress(next(iter(under_way.values())))
+        in_flight = self._in_flight[server]
+        while len(in_flight) >= self._window:
+            self._poll_once(next(iter(in_flight.values())))
         self._numbers[server] += 1
         now = time.monotonic()
         header = Header(
@@ -150,7 +150,7 @@ class Client:
             self._numbers[server],
             self._id,
             number,
-            min(under_way, default=self._numbers[server]),
+            min(in_flight, default=self._numbers[server]),
             float("nan") if lr is None else lr,
             round,
             step,
@@ -160,48 +160,48 @@ class Client:
         limit_s = (self._timeout_s if timeout_s is None else timeout_s) + slack_s
         retry_s = self._retry_s + slack_s
         times = limit_s, retry_s, now + limit_s, now + retry_s
-        ticket = Ticket(server, op, header, frames, *times, take)
-        under_way[header.number] = ticket
+        ticket = Ticket(server, op, header, frames, *times, on_reply)
+        in_flight[header.number] = ticket
         self._send(ticket)
         return ticket
 
     def wait(self, ticket: Ticket) -> memoryview:
-        """The reply's body, without a copy.
+        """Return the body of the reply, without a copy.
 
         Raises:
-            UnavailableError: the server has not answered in time, is gone, or is another one since.
-            Exception: what the server raised.
+            UnavailableError: the server has not answered in time, is gone, or was restarted.
+            Exception: the server raised it.
         """
         while not ticket.is_done:
-            self._progress(ticket)
+            self._poll_once(ticket)
         if ticket.error is not None:
             raise ticket.error
         return ticket.reply if ticket.reply is not None else memoryview(b"")
 
-    def settle(self, server: int, round: int) -> None:
-        """Wait until a server has all that was sent to it for a round.
+    def wait_for_round(self, server: int, round: int) -> None:
+        """Wait until a server has everything that this client has sent for a round.
 
         Raises:
-            Exception: what `wait` of one of these requests raises.
+            Exception: see `wait`.
         """
-        for ticket in list(self._under_way[server].values()):
+        for ticket in list(self._in_flight[server].values()):
             if ticket.header.round == round:
                 self.wait(ticket)
 
     def _send(self, ticket: Ticket) -> None:
         self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
 
-    def _progress(self, ticket: Ticket) -> None:
-        """Take replies until there is one, or until this request must be sent again."""
+    def _poll_once(self, ticket: Ticket) -> None:
+        """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
-        wait_s = min(ticket.deadline, ticket.resend_at, self._gone_at(ticket)) - now
+        wait_s = min(ticket.deadline, ticket.resend_at, self._expires_at(ticket)) - now
         events = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
         for socket, _ in events:
-            self._calls[socket]()
+            self._handlers[socket]()
         if events:
             return
         now = time.monotonic()
-        if now >= min(ticket.deadline, self._gone_at(ticket)):
+        if now >= min(ticket.deadline, self._expires_at(ticket)):
             self._give_up(ticket.server, now)
             assert ticket.error is not None
             raise ticket.error
@@ -209,15 +209,15 @@ class Client:
             self._send_again(ticket)
 
     def _give_up(self, server: int, now: float) -> None:
-        """All requests whose time is over: none is sent again when a server comes back."""
-        for number, ticket in list(self._under_way[server].items()):
-            if now >= min(ticket.deadline, self._gone_at(ticket)):
-                del self._under_way[server][number]
+        """Fail all requests whose time is over, instead of sending them again later."""
+        for number, ticket in list(self._in_flight[server].items()):
+            if now >= min(ticket.deadline, self._expires_at(ticket)):
+                del self._in_flight[server][number]
                 ticket.is_done = True
                 ticket.error = self._unavailable(ticket, now >= ticket.deadline)
 
-    def _gone_at(self, ticket: Ticket) -> float:
-        """When a request is given up since there is no connection."""
+    def _expires_at(self, ticket: Ticket) -> float:
+        """Return the time at which a request fails because there is no connection."""
         lost_at = self._connections[ticket.server].lost_at
         if lost_at is None:
             return ticket.deadline
@@ -225,14 +225,14 @@ class Client:
 
     def _unavailable(self, ticket: Ticket, is_late: bool) -> UnavailableError:
         what = (
-            f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s; it was sent "
-            f"{ticket.sent} times. Is the server running, and has this client its keys?"
+            f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s; the request was sent "
+            f"{ticket.sent} times. Is the server running, and does this client have its keys?"
             if is_late
-            else f"is gone: the connection broke during or before {ticket.op.name}, and there was "
-            f"none again for {self._grace_s:g} s"
-            if self._connections[ticket.server].was_there
-            else f"has not let this client in for {self._grace_s:g} s: it has other keys, or is no "
-            "parameter server of fastdist"
+            else f"is gone: the connection broke during or before {ticket.op.name}, and could not "
+            f"be restored for {self._grace_s:g} s"
+            if self._connections[ticket.server].was_connected
+            else f"has not let this client in for {self._grace_s:g} s: it has other keys, or is "
+            "not a fastdist parameter server"
         )
         server = ticket.server
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
@@ -242,12 +242,12 @@ class Client:
         ticket.resend_at = time.monotonic() + ticket.retry_s
         self._send(ticket)
 
-    def _take_events(self, server: int) -> None:
-        if self._connections[server].take_events():
-            for ticket in self._under_way[server].values():
+    def _handle_events(self, server: int) -> None:
+        if self._connections[server].poll_events():
+            for ticket in self._in_flight[server].values():
                 self._send_again(ticket)
 
-    def _take(self, server: int) -> None:
+    def _handle_reply(self, server: int) -> None:
         header_frame, *bodies = self._connections[server].socket.recv_multipart(copy=False)
         try:
             header = Header.unpack(header_frame.buffer)
@@ -256,8 +256,8 @@ class Client:
             bodies = []
         except ProtocolError:
             return
-        ticket = self._under_way[server].pop(header.number, None)
-        if ticket is None:  # answered before
+        ticket = self._in_flight[server].pop(header.number, None)
+        if ticket is None:  # answered already
             return
         ticket.is_done = True
         ticket.step = header.step
@@ -266,9 +266,9 @@ class Client:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
-        elif ticket.take is not None:
+        elif ticket.on_reply is not None:
             try:
-                ticket.take(ticket.reply if ticket.reply is not None else memoryview(b""))
+                ticket.on_reply(ticket.reply if ticket.reply is not None else memoryview(b""))
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -276,36 +276,36 @@ class Client:
     # --- variables and tables -------------------------------------------------------------------
 
     def create(self, server: int, spec: Spec, initial: Any = None) -> int:
-        """Make a variable or table, or find the one of this name.
+        """Create a variable or table, or find the existing one of this name.
 
         Args:
-            server: where.
-            spec: what; the same as that of one that exists.
-            initial: of a dense variable that may not exist yet.
+            server: its number among `servers`.
+            spec: of the variable or table; must equal the spec of an existing one.
+            initial: value of a dense variable; None if it exists already.
 
         Returns:
             Its number on this server.
 
         Raises:
-            ValueError: it exists otherwise, or makes no sense.
+            ValueError: it exists with another spec, or the spec is invalid.
         """
         frames: list[Any] = [to_json(spec)]
         if initial is not None:
-            frames.append(floats_frame(initial))
+            frames.append(to_floats(initial))
         return int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
 
     def hello(self, server: int) -> dict[str, Any]:
-        """The version that a server speaks, and the specs of what it keeps."""
+        """Return the server's protocol version, and the specs of everything that it keeps."""
         answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.HELLO))))
         return answer
 
     def stats(self, server: int) -> dict[str, Any]:
-        """As `Server.stats`."""
+        """See `Server.stats`."""
         answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.STATS))))
         return answer
 
     def reset(self, server: int, timeout_s: float | None = None) -> None:
-        """Let a server drop everything that it keeps; who uses it still gets UnavailableError."""
+        """Make a server drop everything; clients that use its objects get UnavailableError."""
         self.wait(self.submit(server, Op.RESET, timeout_s=timeout_s))
 
     def end(self, server: int, timeout_s: float | None = None) -> None:
@@ -313,7 +313,7 @@ class Client:
         self.wait(self.submit(server, Op.END, timeout_s=timeout_s))
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
-        """A dense variable's value: float32."""
+        """Return a dense variable's value: float32."""
         out = np.empty(shape, np.float32)
         for ticket in self.begin_pull(server, number, out):
             self.wait(ticket)
@@ -321,25 +321,25 @@ class Client:
 
     def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient, float32, to a dense variable."""
-        for ticket in self.begin_push(server, number, floats_frame(gradient), lr):
+        for ticket in self.begin_push(server, number, to_floats(gradient), lr):
             self.wait(ticket)
 
     def begin_pull(
         self, server: int, number: int, out: Array, wire: _core.WireFormat | None = None
     ) -> list[Ticket]:
-        """Ask for a dense variable's value.
+        """Request a dense variable's value.
 
         Args:
-            server: where it is.
-            number: of it.
-            out: contiguous float32, where the value will be when all tickets have been waited for.
-            wire: how the variable's values travel; None for float32.
+            server: its number among `servers`.
+            number: of the variable.
+            out: contiguous float32; holds the value once all tickets have been waited for.
+            wire: encoding of the variable's values; None for float32.
         """
         flat = out.reshape(-1)
         tickets = []
-        for part in parts_of(flat.size):
-            take = partial(fill, flat[extent(part, flat.size)], wire=wire)
-            tickets.append(self.submit(server, Op.PULL, number, part=part, take=take))
+        for part in part_numbers(flat.size):
+            on_reply = partial(decode_floats_into, flat[part_slice(part, flat.size)], wire=wire)
+            tickets.append(self.submit(server, Op.PULL, number, part=part, on_reply=on_reply))
         return tickets
 
     def begin_push(
@@ -357,17 +357,17 @@ class Client:
         """Send a gradient to a dense variable.
 
         Args:
-            server: where it is.
-            number: of it.
+            server: its number among `servers`.
+            number: of the variable.
             gradient: contiguous float32.
-            lr, round, step: as of `submit`.
-            wire: how the variable's gradients travel; None for float32.
-            in_parts: if it is large; otherwise it is applied as a whole or not at all.
+            lr, round, step: see `submit`.
+            wire: encoding of the variable's gradients; None for float32.
+            in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
         """
         flat = gradient.reshape(-1)
         tickets = []
-        for part in parts_of(flat.size) if in_parts else (0,):
-            frames = [encoded(flat[extent(part, flat.size)], wire)]
+        for part in part_numbers(flat.size) if in_parts else (0,):
+            frames = [encode_floats(flat[part_slice(part, flat.size)], wire)]
             ticket = self.submit(
                 server, Op.PUSH, number, frames, lr, round=round, step=step, part=part
             )
@@ -376,23 +376,23 @@ class Client:
 
     def assign(self, server: int, number: int, value: Any) -> None:
         """Set a dense variable."""
-        frame = floats_frame(value)
+        frame = to_floats(value)
         self.wait(self.submit(server, Op.ASSIGN, number, [frame]))
 
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
-        """Rows of a table: float32 [ids, dim], read-only."""
-        frame = ids_frame(ids)
+        """Return rows of a table: float32 [ids, dim], read-only."""
+        frame = to_ids(ids)
         body = self.wait(self.submit(server, Op.PULL_ROWS, number, [frame]))
-        return floats_in(body, (frame.size, dim))
+        return decode_floats(body, (frame.size, dim))
 
     def push_rows(
         self, server: int, number: int, ids: Any, gradients: Any, lr: float | None = None
     ) -> None:
-        """Apply gradients, float32 [ids, dim], to rows; those of equal ids are added up."""
-        frames = [ids_frame(ids), floats_frame(gradients)]
+        """Apply gradients, float32 [ids, dim], to rows; gradients of equal ids are added up."""
+        frames = [to_ids(ids), to_floats(gradients)]
         self.wait(self.submit(server, Op.PUSH_ROWS, number, frames, lr))
 
     def assign_rows(self, server: int, number: int, ids: Any, values: Any) -> None:
-        """Set rows."""
-        frames = [ids_frame(ids), floats_frame(values)]
+        """Set rows of a table."""
+        frames = [to_ids(ids), to_floats(values)]
         self.wait(self.submit(server, Op.ASSIGN_ROWS, number, frames))

@@ -1,4 +1,4 @@
-"""Gradients of several clients that are applied together, as one push."""
+"""Rounds: gradients of several clients that servers apply together, as one push."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ def commit_round(
     *,
     weight: float = 1.0,
 ) -> Pending[bool]:
-    """Have each thing changed by the sum of what all clients have pushed for a round: one push.
+    """Apply the sum of all clients' pushes of a round to each variable and table, as one push.
 
-    Waits until servers have what this client has pushed. Other clients must have waited for theirs,
-    and one client commits for all.
+    Waits until servers have this client's pushes. Other clients must have waited for theirs, and
+    one client commits for all.
 
     Args:
-        client: that commits.
-        round: its number, not 0; never used again by the job.
-        things: what is to be changed, and learning rates; None for the update rule's own. Those
-            that nobody has pushed to stay as they are.
-        weight: what the sum is divided by.
+        client: the client that commits.
+        round: its number, not 0; the job must not use it again.
+        things: variables and tables with learning rates; None for the update rule's own. Those
+            without pushes stay as they are.
+        weight: divisor of the sum.
 
     Returns:
-        Whether it is applied now, on all servers; False: it has been discarded.
+        True if the round is now applied on all servers; False if it was discarded.
     """
     by_server: dict[int, list[tuple[int, float | None]]] = {}
     for thing, lr in things:
         for server, number, _ in thing.parts():
             by_server.setdefault(server, []).append((number, lr))
     for server in by_server:
-        client.settle(server, round)
+        client.wait_for_round(server, round)
     tickets = []
     for server, objects in by_server.items():
-        about = json.dumps({"weight": weight, "objects": objects}).encode()
-        tickets.append(client.submit(server, Op.COMMIT, 0, [about], round=round))
-    return Pending(client, [tickets], lambda replies: {_state(r) for r in replies} <= {"applied"})
+        body = json.dumps({"weight": weight, "objects": objects}).encode()
+        tickets.append(client.submit(server, Op.COMMIT, 0, [body], round=round))
+    return Pending(
+        client.wait, [tickets], lambda replies: {_state(r) for r in replies} <= {"applied"}
+    )
 
 
 def discard_rounds(client: Client, servers: Iterable[int], rounds: Sequence[int]) -> None:
-    """Drop what was pushed for rounds, and what is still to come; applied ones stay applied."""
+    """Drop the pushes of rounds, including later ones; applied rounds stay applied."""
     body = json.dumps(list(rounds)).encode()
     tickets = [client.submit(server, Op.DISCARD, 0, [body]) for server in servers]
     for ticket in tickets:

@@ -1,4 +1,4 @@
-"""A client's connection to one server, and whether it holds."""
+"""A client's connection to one server, and its state."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fastdist.ps.wire.access import present
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.keys import Keys, use_client_keys
 
 _RECONNECT_MS, _MAX_RECONNECT_MS = 50, 1000
-# A server's own thread answers heartbeats, whatever the others do.
+# ZeroMQ's network thread answers heartbeats even when the server's other threads are busy.
 _HEARTBEAT_MS, _SILENT_MS = 2000, 10_000
 
 
 class Connection:
-    """ZeroMQ connects again by itself; here it is noted since when there is no connection.
+    """A connection that ZeroMQ restores by itself; records since when it is broken.
 
     Args:
         context: of the client.
         address: of the server.
-        keys: of the job, where the server has keys.
+        keys: of the job, if the server has keys.
 
     Attributes:
         socket: carries requests and replies.
-        monitor: readable when `take_events` has something to do.
-        was_there: whether the server has ever let this client in.
-        lost_at: when a connection that there was has ended, on the monotonic clock; None while
-            there is one, and before the first.
+        monitor: readable when `poll_events` has events.
+        was_connected: True once the server has let this client in.
+        lost_at: when the connection broke, on the monotonic clock; None while it holds, and before
+            the first one.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Keys | None) -> None:
         self.address = address
-        self.was_there = False
+        self.was_connected = False
         self.lost_at: float | None = None
         self.socket = context.socket(zmq.DEALER)
         for option, value in (
@@ -47,7 +46,7 @@ class Connection:
         ):
             self.socket.setsockopt(option, value)
         if keys is not None:
-            present(self.socket, keys)
+            use_client_keys(self.socket, keys)
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
@@ -60,7 +59,7 @@ class Connection:
         self.socket.close()
 
     def send(self, header: bytes, frames: Sequence[Any]) -> None:
-        """Send a message, or drop it where the queue of a server that is not there is full."""
+        """Send a message; drop it if the queue of an unreachable server is full."""
         try:
             self.socket.send(header, (zmq.SNDMORE if frames else 0) | zmq.DONTWAIT)
             for i, frame in enumerate(frames, 1):
@@ -69,8 +68,8 @@ class Connection:
         except zmq.Again:
             pass
 
-    def take_events(self) -> bool:
-        """Note what has happened to the connection; whether it is there again."""
+    def poll_events(self) -> bool:
+        """Record events of the connection; return True if it was restored."""
         is_back = False
         while self.monitor.poll(0):
             if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_DISCONNECTED:
@@ -79,5 +78,5 @@ class Connection:
             else:
                 is_back = self.lost_at is not None
                 self.lost_at = None
-                self.was_there = True
+                self.was_connected = True
         return is_back

@@ -1,4 +1,4 @@
-"""Into how many pieces a variable is cut (tf.distribute.experimental.partitioners)."""
+"""Partitioners: the number of shards of a variable (tf.distribute.experimental.partitioners)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 
 class Partitioner(Protocol):
-    """Says how a variable is cut; variables are cut along their first axis only."""
+    """Returns the number of pieces of a variable; variables are cut along their first axis only."""
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-        """Pieces along each axis.
+        """Return the number of pieces along each axis.
 
         Args:
             shape: of the variable, at least one axis.
@@ -23,7 +23,7 @@ class Partitioner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedShards:
-    """As many pieces as given, or as there are rows (FixedShardsPartitioner).
+    """A fixed number of pieces, at most one per row (FixedShardsPartitioner).
 
     Attributes:
         num_shards: pieces.
@@ -35,18 +35,18 @@ class FixedShards:
         _require_positive("num_shards", self.num_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-        """Pieces along each axis."""
+        """Return the number of pieces along each axis."""
         del itemsize
         return _along_first(shape, self.num_shards)
 
 
 @dataclass(frozen=True, slots=True)
 class MinSizePartitioner:
-    """As many pieces as can be of a least size, so that small variables stay whole.
+    """The most pieces of at least a minimum size, so that small variables stay whole.
 
     Attributes:
-        min_shard_bytes: no piece is smaller, unless rows are not to be divided alike.
-        max_shards: no more pieces.
+        min_shard_bytes: minimum size of a piece, up to rows that do not divide evenly.
+        max_shards: maximum number of pieces.
     """
 
     min_shard_bytes: int = 256 << 10
@@ -57,18 +57,18 @@ class MinSizePartitioner:
         _require_positive("max_shards", self.max_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-        """Pieces along each axis."""
+        """Return the number of pieces along each axis."""
         pieces = math.prod(shape) * itemsize // self.min_shard_bytes
         return _along_first(shape, min(self.max_shards, pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class MaxSizePartitioner:
-    """As few pieces as can be of a largest size.
+    """The fewest pieces of at most a maximum size.
 
     Attributes:
-        max_shard_bytes: no piece is larger, unless a single row is.
-        max_shards: no more pieces, whatever their size; None: as many as it takes.
+        max_shard_bytes: maximum size of a piece, unless a single row is larger.
+        max_shards: maximum number of pieces, whatever their size; None for no limit.
     """
 
     max_shard_bytes: int
@@ -80,7 +80,7 @@ class MaxSizePartitioner:
             _require_positive("max_shards", self.max_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-        """Pieces along each axis."""
+        """Return the number of pieces along each axis."""
         row_bytes = max(1, math.prod(shape[1:]) * itemsize)
         rows = max(1, self.max_shard_bytes // row_bytes)
         pieces = -(-shape[0] // rows)
@@ -105,11 +105,11 @@ class Piece:
 
 
 class RoundRobin:
-    """Gives variables, and their pieces, to servers in turn, in the order in which they are made.
+    """Assigns variables, and their pieces, to servers in turn.
 
     Args:
-        servers: how many there are.
-        partitioner: cuts variables; None: they stay whole.
+        servers: number of servers.
+        partitioner: cuts variables; None leaves them whole.
     """
 
     def __init__(self, servers: int, partitioner: Partitioner | None = None) -> None:
@@ -119,7 +119,7 @@ class RoundRobin:
         self._next = 0
 
     def place(self, shape: Sequence[int], itemsize: int) -> tuple[Piece, ...]:
-        """Where the rows of the next variable are; a scalar is one row, and never cut.
+        """Return the pieces of the next variable; a scalar is one row, and never cut.
 
         Raises:
             ValueError: the partitioner cuts along another axis than the first.
@@ -134,7 +134,7 @@ class RoundRobin:
                     f"into at least one piece, got {tuple(cuts)} from {self._partitioner}"
                 )
             pieces = cuts[0]
-        bounds = cut(rows, pieces)
+        bounds = piece_bounds(rows, pieces)
         placed = []
         for begin, end in itertools.pairwise(bounds):
             placed.append(Piece(self._next, begin, end))
@@ -142,12 +142,12 @@ class RoundRobin:
         return tuple(placed)
 
     def everywhere(self) -> tuple[Piece, ...]:
-        """A piece on each server, for a table whose ids have no limit."""
+        """Return one piece per server, for a table whose ids have no limit."""
         return tuple(Piece(server, 0, 0) for server in range(self._servers))
 
 
-def cut(rows: int, pieces: int) -> list[int]:
-    """Where pieces begin, and the end: sizes differ by at most one, larger ones come first."""
+def piece_bounds(rows: int, pieces: int) -> list[int]:
+    """Return the first row of each piece, and the end; larger pieces first, by one row at most."""
     pieces = max(1, min(rows, pieces))
     size, larger = divmod(rows, pieces)
     return [i * size + min(i, larger) for i in range(pieces + 1)]

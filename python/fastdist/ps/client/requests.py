@@ -1,63 +1,94 @@
-"""What has been asked of several servers, until it is waited for."""
+"""Requests that a client has sent: one to one server, or several that make one result."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from fastdist.ps.client.client import Client
-from fastdist.ps.client.ticket import Ticket
-from fastdist.ps.wire.protocol import UNKNOWN_STEP
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
-    """Requests that are under way; for the client's thread.
+@dataclass(slots=True)
+class Ticket:
+    """A request in flight, to be passed to `Client.wait`.
 
-    Servers answer requests that are under way at the same time in any order: who wants to pull what
-    a push has changed waits for the push first.
-
-    What they send must stay as it is until `result` has returned: it may be sent again.
-
-    Args:
-        client: that sent them.
-        tickets: those for each piece.
-        finish: makes the result of the replies to all tickets, in their order.
+    The memory that `frames` refers to must not change until the ticket has been waited for: the
+    request may be sent again.
 
     Attributes:
-        tickets: those for each piece.
+        retry_s: seconds without a reply after which the request is sent again.
+        on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
+        step: in the reply to a pull, how many pushes the value has seen.
+    """
+
+    server: int
+    op: Op
+    header: Header
+    frames: Sequence[Any]
+    timeout_s: float
+    retry_s: float
+    deadline: float
+    resend_at: float
+    on_reply: Callable[[memoryview], None] | None = None
+    sent: int = 1
+    step: int = UNKNOWN_STEP
+    reply: memoryview | None = None
+    error: Exception | None = None
+    is_done: bool = False
+
+    @property
+    def began(self) -> float:
+        """The time of the first send, on the monotonic clock."""
+        return self.deadline - self.timeout_s
+
+
+class Pending(Generic[T]):
+    """Requests in flight that make one result; for the client's thread.
+
+    Servers answer concurrent requests in any order: to pull a value that a push has changed, wait
+    for the push first. The arrays that were sent must not change until `result` has returned.
+
+    Args:
+        wait: `Client.wait` of the client that sent the requests.
+        tickets: for each piece, its requests.
+        finish: makes the result from the replies to all tickets, in their order.
+
+    Attributes:
+        tickets: for each piece, its requests.
     """
 
     def __init__(
         self,
-        client: Client,
+        wait: Callable[[Ticket], memoryview],
         tickets: Sequence[Sequence[Ticket]],
         finish: Callable[[list[memoryview]], T],
     ) -> None:
-        self._client = client
+        self._wait = wait
         self.tickets = tickets
         self._finish = finish
         self._result: T
         self._is_finished = False
 
     def result(self) -> T:
-        """Wait for all servers.
+        """Wait for all servers and return the result.
 
-        What comes when one of them has failed is not written to where it was wanted.
+        If a server fails, replies that arrive later are not written to the caller's arrays.
 
         Raises:
-            UnavailableError: a server does not answer, is gone, or is another one since.
-            Exception: what a server raised.
+            UnavailableError: a server does not answer, is gone, or was restarted.
+            Exception: a server raised it.
         """
         if not self._is_finished:
             tickets = list(itertools.chain.from_iterable(self.tickets))
             try:
-                replies = [self._client.wait(ticket) for ticket in tickets]
+                replies = [self._wait(ticket) for ticket in tickets]
             except Exception:
                 for ticket in tickets:
-                    ticket.take = None
+                    ticket.on_reply = None
                 raise
             self._result = self._finish(replies)
             self._is_finished = True
@@ -65,9 +96,9 @@ class Pending(Generic[T]):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Of a pull, when it has its result: pushes that each piece's value has seen.
+        """For a pull that has its result: how many pushes each piece's value has seen.
 
-        What `begin_push` takes with the gradient. `UNKNOWN_STEP` for a piece that was not asked.
+        Pass it to the push of the gradient. `UNKNOWN_STEP` for pieces without a request.
         """
         return tuple(
             min((ticket.step for ticket in tickets), default=UNKNOWN_STEP)
@@ -80,7 +111,9 @@ class Pending(Generic[T]):
         return min(self.steps, default=UNKNOWN_STEP)
 
 
-def all_of(client: Client, pendings: Sequence[Pending[None]]) -> Pending[None]:
-    """Several changes as one."""
+def wait_for_all(
+    wait: Callable[[Ticket], memoryview], pendings: Sequence[Pending[None]]
+) -> Pending[None]:
+    """Combine several changes into one."""
     tickets = [tickets for pending in pendings for tickets in pending.tickets]
-    return Pending(client, tickets, lambda replies: None)
+    return Pending(wait, tickets, lambda replies: None)

@@ -1,4 +1,4 @@
-"""Rows that a worker has pulled lately, so that it need not pull them again."""
+"""A worker's cache of rows that it has pulled recently."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 
 from fastdist.ps.client.sharded import ShardedRows
-from fastdist.ps.client.spread import owner_of
-from fastdist.ps.wire.frames import Array, ids_frame
+from fastdist.ps.wire.frames import Array, to_ids
+from fastdist.ps.wire.snapshot import owner_of
 
 _NEVER = np.iinfo(np.int64).min // 2
 
 
 class RowCache:
-    """Serves rows of a table from memory while they are young enough.
+    """Serves rows of a table from memory while they are recent enough.
 
-    What other workers push is seen when a row has become too old; what this one pushes is seen at
-    once, if it pushes through the cache or tells it. For the thread of the table's client.
+    Pushes of other workers are seen when a row expires; call `forget` after pushes of this worker.
+    For the thread of the table's client.
 
-    Each id has one place, by its hash, which it shares with others: no lists, no search.
+    Each id has one slot, by its hash, which it shares with other ids: there is no search.
 
     Args:
-        table: whose rows.
-        max_rows: that are kept.
-        max_age: calls of `pull` for which a row is served; 0: every pull asks the servers.
+        table: the table.
+        max_rows: number of cached rows.
+        max_age: number of `pull` calls for which a row is served; 0 pulls every time.
 
     Attributes:
-        hits: ids that were served from memory.
-        misses: ids that were not.
+        hits: number of ids that were served from memory.
+        misses: number of ids that were pulled.
     """
 
     def __init__(self, table: ShardedRows, *, max_rows: int, max_age: int) -> None:
@@ -45,49 +45,39 @@ class RowCache:
         self._pulled = np.full(max_rows, _NEVER)  # at which pull
 
     def pull(self, ids: Any) -> Array:
-        """As `ShardedRows.pull`; rows are as they were at most `max_age` calls ago."""
-        flat, places = self._find(ids)
+        """Return rows as `ShardedRows.pull`; a row may be up to `max_age` calls old."""
+        flat, slots = self._slots_of(ids)
         self._pulls += 1
-        age = self._pulls - self._pulled[places]
-        is_here = (self._ids[places] == flat) & (age <= self._max_age)
+        age = self._pulls - self._pulled[slots]
+        is_here = (self._ids[slots] == flat) & (age <= self._max_age)
         found = int(np.count_nonzero(is_here))
         if found == 0:
             rows = self._table.pull(flat)
-            self._keep(flat, places, rows)
+            self._keep(flat, slots, rows)
         elif found == flat.size:
-            rows = self._rows[places]
+            rows = self._rows[slots]
         else:
             rows = np.empty((flat.size, self._table.spec.dim), np.float32)
             missing = np.flatnonzero(~is_here)
             pulled = self._table.pull(flat[missing])
-            rows[is_here] = self._rows[places[is_here]]
+            rows[is_here] = self._rows[slots[is_here]]
             rows[missing] = pulled
-            self._keep(flat[missing], places[missing], pulled)
+            self._keep(flat[missing], slots[missing], pulled)
         self.hits += found
         self.misses += flat.size - found
         return rows
 
-    def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
-        """As `ShardedRows.push`."""
-        self._table.push(ids, gradients, lr)
-        self.forget(ids)
-
-    def assign(self, ids: Any, values: Any) -> None:
-        """As `ShardedRows.assign`."""
-        self._table.assign(ids, values)
-        self.forget(ids)
-
     def forget(self, ids: Any) -> None:
-        """Have rows pulled again; when something else has pushed to them."""
-        flat, places = self._find(ids)
-        self._pulled[places[self._ids[places] == flat]] = _NEVER
+        """Drop rows, after a push to them."""
+        flat, slots = self._slots_of(ids)
+        self._pulled[slots[self._ids[slots] == flat]] = _NEVER
 
-    def _find(self, ids: Any) -> tuple[Array, Array]:
-        flat = ids_frame(ids).reshape(-1).view(np.uint64)
+    def _slots_of(self, ids: Any) -> tuple[Array, Array]:
+        flat = to_ids(ids).reshape(-1).view(np.uint64)
         return flat, owner_of(flat, self._ids.size)
 
-    def _keep(self, ids: Array, places: Array, rows: Array) -> None:
-        """Of those that share a place the last stays, in each of the arrays."""
-        self._ids[places] = ids
-        self._rows[places] = rows
-        self._pulled[places] = self._pulls
+    def _keep(self, ids: Array, slots: Array, rows: Array) -> None:
+        """Store rows. Of ids that share a slot, the last wins in all three arrays alike."""
+        self._ids[slots] = ids
+        self._rows[slots] = rows
+        self._pulled[slots] = self._pulls

@@ -1,4 +1,4 @@
-"""Variables and tables whose rows are on several servers; all of them are asked at once."""
+"""Variables and tables whose rows are on several servers, which are used concurrently."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.ticket import Ticket
-from fastdist.ps.wire.frames import Array, encoded, fill, floats_frame, ids_frame
+from fastdist.ps.client.requests import Pending, Ticket
+from fastdist.ps.wire.frames import Array, decode_floats_into, encode_floats, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
@@ -24,13 +23,13 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 @dataclass(frozen=True, slots=True)
 class DensePiece:
-    """What one server keeps of a dense variable.
+    """The piece of a dense variable on one server.
 
     Attributes:
-        server: that keeps it.
-        number: of it there.
-        values: of the piece, a view of those of the whole.
-        wire: how they travel; None for float32.
+        server: its number.
+        number: of the piece on that server.
+        values: of the piece, a view of the whole value.
+        wire: encoding of the values; None for float32.
     """
 
     server: int
@@ -44,9 +43,9 @@ class ShardedVariable:
 
     Args:
         client: of this thread.
-        spec: of the whole; servers know pieces by its name and their first row.
-        pieces: where its rows are.
-        initial: float32, of the whole shape; None: it exists already.
+        spec: of the whole; servers know pieces by the variable's name and the first row.
+        pieces: servers and rows.
+        initial: float32, of the whole shape; None if the variable exists already.
     """
 
     def __init__(
@@ -58,18 +57,18 @@ class ShardedVariable:
         self._wire = spec.wire_format()
         rows = None
         if initial is not None:
-            rows = self.whole(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
+            rows = self.to_array(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
         self._numbers = [
             client.create(
                 piece.server,
-                self._part_of(piece),
+                self._piece_spec(piece),
                 None if rows is None else self._rows(rows, piece),
             )
             for piece in self.pieces
         ]
 
     def parts(self) -> list[tuple[int, int, Part]]:
-        """For a checkpoint: each piece's server, its number there, and what it is."""
+        """Return the server, number and part of each piece, for checkpoints and commits."""
         name = self.spec.name
         return [
             (piece.server, number, Part(name, piece.begin, piece.end))
@@ -77,7 +76,7 @@ class ShardedVariable:
         ]
 
     def pull(self, out: Array | None = None) -> Array:
-        """The value: float32, of the whole shape."""
+        """Return the value: float32, of the whole shape."""
         return self.begin_pull(out).result()
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
@@ -89,17 +88,17 @@ class ShardedVariable:
         self.begin_assign(value).result()
 
     def begin_pull(self, out: Array | None = None) -> Pending[Array]:
-        """As `pull`, without waiting.
+        """Request the value, without waiting.
 
         Args:
-            out: float32, contiguous, of the whole shape: where the value is to be.
+            out: destination, contiguous float32 of the whole shape; None allocates one.
         """
-        value = self.room(out)
+        value = self.output_array(out)
         tickets = [
             self._client.begin_pull(piece.server, piece.number, piece.values, piece.wire)
-            for piece in self.cut(value)
+            for piece in self.split(value)
         ]
-        return Pending(self._client, tickets, lambda replies: value)
+        return Pending(self._client.wait, tickets, lambda replies: value)
 
     def begin_push(
         self,
@@ -109,26 +108,26 @@ class ShardedVariable:
         round: int = 0,
         step: int | Sequence[int] | None = None,
     ) -> Pending[None]:
-        """As `push`, without waiting.
+        """Send a gradient, without waiting.
 
         Args:
             gradient: of the whole shape.
-            lr: learning rate; None for the update rule's own, or where a round's commit says it.
-            round: 0: apply it at once; otherwise keep it until the round is committed.
-            step: of the value that it was computed from: `Pending.steps` of the pull, or one for
-                all pieces; None: unknown.
+            lr: learning rate; None for the update rule's own, or if the round's commit sets it.
+            round: 0 applies the gradient at once; otherwise it waits for the round's commit.
+            step: of the value that the gradient was computed from: `Pending.steps` of the pull, or
+                one for all pieces; None if unknown.
         """
         steps = _steps(step, len(self.pieces))
         tickets = [
             self.begin_push_piece(piece, lr, round, seen)
-            for piece, seen in zip(self.cut(self.whole(gradient)), steps, strict=True)
+            for piece, seen in zip(self.split(self.to_array(gradient)), steps, strict=True)
         ]
-        return Pending(self._client, tickets, _nothing)
+        return Pending(self._client.wait, tickets, _no_result)
 
     def begin_push_piece(
         self, piece: DensePiece, lr: float | None, round: int, step: int
     ) -> list[Ticket]:
-        """Send one piece's gradient."""
+        """Send the gradient of one piece."""
         return self._client.begin_push(
             piece.server,
             piece.number,
@@ -141,15 +140,15 @@ class ShardedVariable:
         )
 
     def begin_assign(self, value: Any) -> Pending[None]:
-        """As `assign`, without waiting."""
+        """Set the value, without waiting."""
         tickets = [
             self._client.submit(piece.server, Op.ASSIGN, piece.number, [piece.values])
-            for piece in self.cut(self.whole(value))
+            for piece in self.split(self.to_array(value))
         ]
-        return Pending(self._client, [tickets], _nothing)
+        return Pending(self._client.wait, [tickets], _no_result)
 
-    def room(self, out: Array | None) -> Array:
-        """Where a value is to be: `out`, or new memory."""
+    def output_array(self, out: Array | None) -> Array:
+        """Return `out` after checking it, or a new array."""
         if out is None:
             return np.empty(self.spec.shape, np.float32)
         if out.shape != self.spec.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
@@ -159,22 +158,22 @@ class ShardedVariable:
             )
         return out
 
-    def whole(self, values: Any) -> Array:
-        """A value or gradient as contiguous float32; a copy unless it is that."""
-        array = floats_frame(values)
+    def to_array(self, values: Any) -> Array:
+        """Convert a value or gradient to contiguous float32, without a copy where possible."""
+        array = to_floats(values)
         if array.shape != self.spec.shape and not (self.spec.shape == () and array.size == 1):
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
 
-    def cut(self, values: Array) -> list[DensePiece]:
-        """The pieces of a value: views of it."""
+    def split(self, values: Array) -> list[DensePiece]:
+        """Return the pieces of a value, as views."""
         rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
         return [
             DensePiece(piece.server, number, self._rows(rows, piece), self._wire)
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
-    def _part_of(self, piece: Piece) -> DenseSpec:
+    def _piece_spec(self, piece: Piece) -> DenseSpec:
         if len(self.pieces) == 1:
             return self.spec
         shape = (piece.end - piece.begin, *self.spec.shape[1:])
@@ -186,12 +185,12 @@ class ShardedVariable:
 
 
 class ShardedRows:
-    """A table of rows on several servers: ranges of ids, or, without a limit, ids by their hash.
+    """A table of rows on several servers: by ranges of ids, or by their hash if ids have no limit.
 
     Args:
         client: of this thread.
         spec: of the whole.
-        pieces: where rows are; of a table without a limit only their servers count.
+        pieces: servers and rows; a table without a limit of rows uses only the servers.
     """
 
     def __init__(self, client: Client, spec: RowsSpec, pieces: Sequence[Piece]) -> None:
@@ -205,11 +204,11 @@ class ShardedRows:
             begins = [piece.begin for piece in self.pieces]
             self._owners = _core.Owners(len(self.pieces), begins, spec.rows)
         self._numbers = [
-            client.create(piece.server, self._part_of(i)) for i, piece in enumerate(self.pieces)
+            client.create(piece.server, self._piece_spec(i)) for i, piece in enumerate(self.pieces)
         ]
 
     def parts(self) -> list[tuple[int, int, Part]]:
-        """For a checkpoint: each piece's server, its number there, and what it is."""
+        """Return the server, number and part of each piece, for checkpoints and commits."""
         name, owners = self.spec.name, len(self.pieces)
         parts = []
         for i, (piece, number) in enumerate(zip(self.pieces, self._numbers, strict=True)):
@@ -220,40 +219,40 @@ class ShardedRows:
         return parts
 
     def pull(self, ids: Any) -> Array:
-        """Rows, float32 [ids, dim], in the order of the ids; each is fetched once.
+        """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once.
 
         Raises:
-            IndexError: an id beyond the table.
+            IndexError: an id is beyond the table.
         """
         return self.begin_pull(ids).result()
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
-        """Apply gradients, [ids, dim]; those of equal ids are added up."""
+        """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
         self.begin_push(ids, gradients, lr).result()
 
     def assign(self, ids: Any, values: Any) -> None:
-        """Set rows, [ids, dim]; of equal ids the last counts."""
+        """Set rows, [ids, dim]; the last of equal ids wins."""
         self._change(Op.ASSIGN_ROWS, ids, values).result()
 
     def begin_pull(self, ids: Any) -> Pending[Array]:
-        """As `pull`, without waiting."""
-        with self._named():
+        """Request rows, without waiting; see `pull`."""
+        with self._naming_table():
             local, counts, places = self._owners.route_distinct(_flat(ids))
         rows = np.empty((local.size, self.spec.dim), np.float32)
         tickets: list[list[Ticket]] = []
         for piece, part in enumerate(_slices(counts)):
             frames = [local[part]]
-            asked = part.start < part.stop
+            has_ids = part.start < part.stop
             tickets.append(
-                [self._send(Op.PULL_ROWS, piece, frames, take=self._into(rows[part]))]
-                if asked
+                [self._send(Op.PULL_ROWS, piece, frames, on_reply=self._copier(rows[part]))]
+                if has_ids
                 else []
             )
 
         def finish(replies: list[memoryview]) -> Array:
             return rows if places is None else rows.take(places, 0)
 
-        return Pending(self._client, tickets, finish)
+        return Pending(self._client.wait, tickets, finish)
 
     def begin_push(
         self,
@@ -264,7 +263,7 @@ class ShardedRows:
         round: int = 0,
         step: int | Sequence[int] | None = None,
     ) -> Pending[None]:
-        """As `push`, without waiting; `round` and `step` as of `ShardedVariable.begin_push`."""
+        """Send gradients, without waiting; `round`, `step` as for `ShardedVariable.begin_push`."""
         steps = _steps(step, len(self.pieces))
         return self._change(Op.PUSH_ROWS, ids, gradients, lr, round, steps)
 
@@ -277,7 +276,7 @@ class ShardedRows:
         round: int = 0,
         steps: Sequence[int] | None = None,
     ) -> Pending[None]:
-        given, rows = _flat(ids), floats_frame(values)
+        given, rows = _flat(ids), to_floats(values)
         if rows.size != given.size * self.spec.dim:
             raise ValueError(
                 f"{self.spec.name!r}: {given.size} ids need values of shape "
@@ -285,19 +284,21 @@ class ShardedRows:
             )
         rows = rows.reshape(-1, self.spec.dim)
         steps = steps or _steps(None, len(self.pieces))
-        with self._named():
+        with self._naming_table():
             local, counts, places = self._owners.route(given)
         if places is not None:
             rows = rows.take(places, 0)
         wire = self._wire if op is Op.PUSH_ROWS else None
-        # Where pushes are counted, all pieces count them.
-        for_all = op is Op.PUSH_ROWS and (self.spec.rule.counts_steps or self.spec.max_age)
+        # If an effect depends on the number of pushes, all pieces must count this one.
+        to_all_pieces = op is Op.PUSH_ROWS and (self.spec.rule.counts_steps or self.spec.max_age)
         tickets = [
-            self._send(op, piece, [local[part], encoded(rows[part], wire)], lr, round, steps[piece])
+            self._send(
+                op, piece, [local[part], encode_floats(rows[part], wire)], lr, round, steps[piece]
+            )
             for piece, part in enumerate(_slices(counts))
-            if for_all or part.start < part.stop
+            if to_all_pieces or part.start < part.stop
         ]
-        return Pending(self._client, [tickets], _nothing)
+        return Pending(self._client.wait, [tickets], _no_result)
 
     def _send(
         self,
@@ -307,25 +308,25 @@ class ShardedRows:
         lr: float | None = None,
         round: int = 0,
         step: int = UNKNOWN_STEP,
-        take: Callable[[memoryview], None] | None = None,
+        on_reply: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
         return self._client.submit(
-            server, op, number, frames, lr, round=round, step=step, take=take
+            server, op, number, frames, lr, round=round, step=step, on_reply=on_reply
         )
 
-    def _into(self, rows: Array) -> Callable[[memoryview], None]:
-        return partial(fill, rows, wire=self._wire)
+    def _copier(self, rows: Array) -> Callable[[memoryview], None]:
+        return partial(decode_floats_into, rows, wire=self._wire)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Have errors name the table."""
+    def _naming_table(self) -> Iterator[None]:
+        """Add the table's name to errors."""
         try:
             yield
         except IndexError as error:
             raise IndexError(f"{self.spec.name!r}: {error}") from None
 
-    def _part_of(self, number: int) -> RowsSpec:
+    def _piece_spec(self, number: int) -> RowsSpec:
         if len(self.pieces) == 1:
             return self.spec
         piece, name = self.pieces[number], self.spec.name
@@ -338,7 +339,7 @@ class ShardedRows:
 
 
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
-    """One for each piece."""
+    """Return one step for each piece."""
     if step is None or isinstance(step, int):
         return [UNKNOWN_STEP if step is None else step] * pieces
     if len(step) != pieces:
@@ -346,12 +347,12 @@ def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
     return step
 
 
-def _nothing(replies: list[memoryview]) -> None:
-    """The result of what changes something."""
+def _no_result(replies: list[memoryview]) -> None:
+    """The result of a change."""
 
 
 def _flat(ids: Any) -> Array:
-    return ids_frame(ids).reshape(-1)
+    return to_ids(ids).reshape(-1)
 
 
 def _slices(counts: Sequence[int]) -> Iterator[slice]:

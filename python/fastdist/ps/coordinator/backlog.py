@@ -1,4 +1,4 @@
-"""The functions that have been scheduled and have not ended."""
+"""The scheduled functions that have not ended."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from fastdist.ps.coordinator.remote_value import RemoteValue
 from fastdist.ps.coordinator.shipping import Definition
 
-# A function that so many workers did not survive is taken to be why.
-MOST_LOSSES = 10
+# A function that has lost this many workers is given up.
+MAX_LOST_WORKERS = 10
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A function that has been scheduled.
+    """A scheduled function.
 
     Attributes:
         number: in the order of `schedule`.
-        function: what to call.
+        function: the function's definition.
         arguments: a pickle of args and kwargs.
-        needs: what the arguments refer to.
-        value: what it will return.
-        losses: workers that were lost while they had it.
+        needs: the definitions that the arguments refer to.
+        value: its result.
+        lost_workers: number of workers that were lost while they ran it.
     """
 
     number: int
@@ -33,40 +33,41 @@ class Call:
     arguments: bytes
     needs: tuple[Definition, ...]
     value: RemoteValue
-    losses: int = 0
+    lost_workers: int = 0
 
 
 class Backlog:
-    """Calls that wait, or run. Safe for several threads.
+    """Calls that are waiting or running. Thread-safe.
 
     Args:
-        limit: a further call waits until half of so many are left.
-        max_staleness: a call may begin when all but so many of those before it have ended.
+        limit: at this many unfinished calls, `put` waits until half of them are left.
+        max_staleness: a call may begin once all but this many of the calls before it have ended;
+            None for no limit.
 
     Attributes:
         changed: notified when calls end.
-        when_wanted: is called when somebody begins to wait for calls.
+        on_wait: called when a thread begins to wait for calls.
     """
 
     def __init__(self, limit: int, max_staleness: int | None = None) -> None:
         self.changed = threading.Condition(threading.RLock())
-        self.when_wanted: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         self._limit = limit
         self._max_staleness = max_staleness
-        self._put = self._wanted = 0  # calls so far, and those that somebody waits for
+        self._put = self._awaited = 0  # number of calls so far, and of awaited calls
         self._waiting: deque[Call] = deque()
         self._unfinished: dict[int, Call] = {}
         self._failed: RemoteValue | None = None
         self._closed: Exception | None = None
-        self._resting = 0  # those that want no call to run
+        self._pauses = 0  # number of `paused` contexts
 
     # --- the caller's side ----------------------------------------------------------------------
 
     def put(self, function: Definition, arguments: bytes, needs: tuple[Definition, ...]) -> Call:
-        """Add a call; waits while there are too many.
+        """Add a call; wait while there are too many.
 
         Raises:
-            BaseException: what a call before has raised.
+            BaseException: an earlier call raised it.
         """
         with self.changed:
             if len(self._unfinished) >= self._limit:
@@ -85,59 +86,59 @@ class Backlog:
         """Wait until all calls have ended.
 
         Raises:
-            BaseException: what the first that failed has raised.
+            BaseException: the first call that failed raised it.
         """
         with self.changed:
             self.wait_for(lambda: not self._unfinished)
             self.raise_failure()
 
     def is_done(self) -> bool:
-        """Whether all calls have ended.
+        """Return True if all calls have ended.
 
         Raises:
-            BaseException: what the first that failed has raised.
+            BaseException: the first call that failed raised it.
         """
         with self.changed:
             self.raise_failure()
             if self._unfinished:
-                self._want()
+                self._note_waiting()
             return not self._unfinished
 
     def raise_failure(self) -> None:
-        """Raise what the first call that failed has raised, unless that was done."""
+        """Raise the error of the first call that failed, once."""
         with self.changed:
             failed, self._failed = self._failed, None
         if failed is not None:
             failed.fetch()
 
     @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """No call runs inside: those that do are waited for, and others begin afterwards."""
+    def paused(self) -> Iterator[None]:
+        """Wait for running calls; start no others while the context is open."""
         with self.changed:
-            self._resting += 1
+            self._pauses += 1
         try:
             self.wait_for(lambda: len(self._waiting) == len(self._unfinished))
             yield
         finally:
             with self.changed:
-                self._resting -= 1
-            self.when_wanted()
+                self._pauses -= 1
+            self.on_wait()
 
     @property
     def is_empty(self) -> bool:
-        """Whether all calls have ended."""
+        """True if all calls have ended."""
         return not self._unfinished
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until something holds about calls; whether it does."""
+        """Wait until a condition on calls holds; return False on timeout."""
         with self.changed:
-            self._want()
+            self._note_waiting()
             return self.changed.wait_for(condition, timeout)
 
-    def _want(self) -> None:
-        """Somebody waits for the calls so far: they are not to wait for others."""
-        self._wanted = self._put
-        self.when_wanted()
+    def _note_waiting(self) -> None:
+        """Record that a thread waits for all calls so far: they must not wait for further calls."""
+        self._awaited = self._put
+        self.on_wait()
 
     # --- the dispatcher's side ------------------------------------------------------------------
 
@@ -146,18 +147,18 @@ class Backlog:
 
     @property
     def waiting(self) -> int:
-        """Calls that have not begun."""
+        """Number of calls that have not begun."""
         return len(self._waiting)
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody waits for the next call."""
-        return bool(self._waiting) and self._waiting[0].number < self._wanted
+    def is_awaited(self) -> bool:
+        """True if a thread waits for the next call."""
+        return bool(self._waiting) and self._waiting[0].number < self._awaited
 
     def take(self) -> Call | None:
-        """The next call that may begin now."""
+        """Remove and return the next call that may begin now."""
         with self.changed:
-            if not self._waiting or self._resting:
+            if not self._waiting or self._pauses:
                 return None
             call = self._waiting[0]
             if self._max_staleness is not None:
@@ -167,7 +168,7 @@ class Backlog:
             return self._waiting.popleft()
 
     def finish(self, call: Call, content: object) -> None:
-        """A call has returned: a pickle; or raised: an exception."""
+        """Record the end of a call; `content` is its pickled result, or the exception it raised."""
         with self.changed:
             if self._unfinished.pop(call.number, None) is None:
                 return
@@ -180,7 +181,7 @@ class Backlog:
             self.changed.notify_all()
 
     def give_back(self, calls: list[Call]) -> None:
-        """Calls were with a worker that is lost, or in a step that was not done."""
+        """Return calls of a lost worker or an aborted step, to run again."""
         with self.changed:
             for call in sorted(calls, key=lambda call: call.number, reverse=True):
                 if self._failed is None:
@@ -190,7 +191,7 @@ class Backlog:
             self.changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Nothing can go on: all calls end with this error."""
+        """End all calls with an error."""
         with self.changed:
             for call in self._unfinished.values():
                 call.value.settle("raised", error)
@@ -200,7 +201,7 @@ class Backlog:
             self.changed.notify_all()
 
     def close(self, error: Exception) -> None:
-        """Nothing runs any more: calls that have not ended, and later ones, end with this error."""
+        """End all calls, and any later ones, with an error."""
         self._closed = self._closed or error
         self.fail(error)
 

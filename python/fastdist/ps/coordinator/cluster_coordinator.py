@@ -18,13 +18,13 @@ from fastdist.ps.coordinator.dispatcher import Dispatcher
 from fastdist.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from fastdist.ps.coordinator.remote_value import RemoteValue
 from fastdist.ps.coordinator.shipping import Definitions
-from fastdist.ps.coordinator.unpicklable import parts_of_function, pickled_or_named
+from fastdist.ps.coordinator.unpicklable import parts_of_function, pickle_or_explain
 from fastdist.ps.wire.keys import Keys
 from fastdist.replicas.per_replica import map_structure
 
 
 class Job(Protocol):
-    """What a coordinator needs of the strategy of the job."""
+    """The strategy of the job, as its coordinator uses it."""
 
     worker_addresses: tuple[str, ...]
     keys: Keys
@@ -34,31 +34,31 @@ class Job(Protocol):
     backlog: Backlog | None
 
     def before_calls(self) -> bytes:
-        """No function runs, and some will: what workers have to know; as before: the same."""
+        """Return a state update for workers before functions run; equal if nothing has changed."""
 
-    def take_reports(self, reports: Sequence[bytes]) -> None:
-        """What functions on workers have changed."""
+    def apply_reports(self, reports: Sequence[bytes]) -> None:
+        """Apply state updates that workers have sent with their results."""
 
     def after_calls(self) -> None:
-        """No function runs any more."""
+        """Take the servers' values, after all functions have ended."""
 
     def end_job(self) -> None:
         """Tell the servers that the job is over."""
 
 
 class ClusterCoordinator:
-    """Schedules functions on workers, whichever is free (tf.distribute.coordinator's).
+    """Schedules functions on any free worker (tf.distribute.coordinator.ClusterCoordinator).
 
-    A function runs at least once: when its worker is lost, another one gets it. Workers may come
-    back, and come late. A function is pickled once, when it is first scheduled, with the values
-    that it closes over; modules, optimizers and variables of the strategy's scope, datasets and
-    the strategy itself are the worker's own there. The first error that a function raises is
-    raised by the next `schedule`, `join` or `done`; functions that have not begun are cancelled,
-    and the coordinator goes on. Several threads may use it.
+    A function runs at least once: if its worker is lost, another one gets it. Workers may come
+    back, and may come late. A function is pickled once, when it is first scheduled, with the
+    values that it closes over; modules, optimizers and variables of the strategy's scope, datasets
+    and the strategy itself become the worker's own there. The first error that a function raises
+    is raised by the next `schedule`, `join` or `done`; functions that have not begun are
+    cancelled, and the coordinator continues. Several threads may use it.
 
     Args:
         strategy: a ParameterServerStrategy.
-        max_queued: functions that are scheduled and have not ended; `schedule` waits then.
+        max_queued: limit for scheduled functions that have not ended; `schedule` waits above it.
         seed: of the workers' random numbers, which differ between workers.
     """
 
@@ -69,14 +69,14 @@ class ClusterCoordinator:
             raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
         if not getattr(strategy, "has_servers", False):
             raise TypeError(
-                "a ClusterCoordinator is for a ParameterServerStrategy, got "
+                "a ClusterCoordinator needs a ParameterServerStrategy, got "
                 f"{type(strategy).__name__}"
             )
         self.strategy = strategy
         self._definitions = strategy.definitions
         self._backlog = strategy.backlog = Backlog(max_queued, strategy.max_staleness)
         self._is_idle = True
-        self._lock = threading.RLock()  # of that; several threads may schedule and join
+        self._lock = threading.RLock()  # guards _is_idle; several threads may schedule and join
         self._pid = os.getpid()
         self._no_arguments = self._definitions.dumps(((), {}))
         self._dispatcher = Dispatcher(
@@ -93,16 +93,16 @@ class ClusterCoordinator:
         atexit.register(self._at_exit)
 
     def close(self) -> None:
-        """End the job: workers and servers stop. Happens by itself when the program ends.
+        """End the job: workers and servers stop. Called automatically when the program ends.
 
-        Functions that have not ended are given up: `join` before it. In a forked child it does
+        Functions that have not ended are given up: call `join` first. A forked child's call does
         nothing.
         """
         if os.getpid() != self._pid:
             return
         atexit.unregister(self._at_exit)
         self._dispatcher.close(is_end=True)
-        if not self._dispatcher.is_replaced:  # servers are the later job's
+        if not self._dispatcher.is_replaced:  # otherwise the servers belong to the later job
             self.strategy.end_job()
 
     def __enter__(self) -> ClusterCoordinator:
@@ -116,7 +116,7 @@ class ClusterCoordinator:
 
     @property
     def workers(self) -> list[int]:
-        """The indexes of the workers that are there now."""
+        """The indexes of the workers that are connected."""
         return self._dispatcher.workers
 
     def schedule(
@@ -125,23 +125,23 @@ class ClusterCoordinator:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker call `fn`; returns at once, unless `max_queued` functions wait.
+        """Schedule a call of `fn` on a worker; returns at once, unless `max_queued` functions wait.
 
         Args:
-            fn: what to call.
+            fn: the function.
             args: its arguments, a tuple or list, pickled now. Per-worker datasets, iterators and
-                values become those of the worker, remote values what they hold, which is waited
-                for.
-            kwargs: as args, by name.
+                values become those of the worker; remote values are waited for, and replaced by
+                their values.
+            kwargs: its keyword arguments, treated as `args`.
 
         Returns:
-            What it will return.
+            The future result.
 
         Raises:
-            ValueError: args is no tuple or list.
-            TypeError: fn cannot be called, kwargs is no dict with names, or something cannot be
+            ValueError: args is not a tuple or list.
+            TypeError: fn is not callable, kwargs is not a dict with names, or something cannot be
                 pickled, which the message names.
-            BaseException: what a function before has raised.
+            BaseException: an earlier function raised it.
         """
         _check_call(fn, args, kwargs)
         try:
@@ -151,11 +151,11 @@ class ClusterCoordinator:
             else:
                 arguments = self._no_arguments
         except Exception:
-            self._backlog.raise_failure()  # a remote value among them may have it
+            self._backlog.raise_failure()  # an earlier function's error may be the cause
             raise
         with self._lock:
             if self._is_idle:
-                self._begin()
+                self._begin_calls()
             call = self._backlog.put(function, *arguments)
         self._dispatcher.wake()
         return call.value
@@ -163,33 +163,34 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
 
-        Modules of the scope then hold what the servers have.
+        Then modules of the scope hold the servers' values.
 
         Raises:
-            BaseException: what the first that failed has raised.
+            BaseException: the first function that failed raised it.
         """
         try:
             self._backlog.join()
         finally:
-            self._end()
+            self._end_calls()
 
     def done(self) -> bool:
-        """Whether all scheduled functions have ended.
+        """Return True if all scheduled functions have ended.
 
         Raises:
-            BaseException: what the first that failed has raised.
+            BaseException: the first function that failed raised it.
         """
         return self._backlog.is_done()
 
     def fetch(self, values: Any, timeout: float | None = None) -> Any:
-        """What functions have returned, in a structure of remote values; waits for them.
+        """Wait for remote values, and return their results in the same structure.
 
         Args:
-            values: a remote value, or a tuple, list or dict of such; the rest stays as it is.
-            timeout: in seconds, for each.
+            values: a remote value, or a tuple, list or dict of remote values; other leaves are
+                returned unchanged.
+            timeout: in seconds, for each remote value.
 
         Raises:
-            BaseException: what one of them has raised.
+            BaseException: one of the functions raised it.
         """
 
         def value_of(leaf: Any) -> Any:
@@ -198,22 +199,22 @@ class ClusterCoordinator:
         return map_structure(value_of, values)
 
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any] | Any) -> PerWorkerDataset:
-        """A dataset on each worker.
+        """Create a dataset on each worker.
 
         Args:
-            dataset_fn: makes it, on the worker, when it is first used there and whenever the
-                worker has been started again; or a dataset, which is copied to each.
+            dataset_fn: makes the dataset on the worker, when it is first used there and after each
+                restart of the worker; or a dataset, which is copied to each worker.
 
         Returns:
-            What scheduled functions take; `iter` of it makes an iterator on each worker.
+            An argument for scheduled functions; `iter` of it makes an iterator on each worker.
 
         Raises:
-            TypeError: it cannot be pickled; names what of it.
+            TypeError: it cannot be pickled; the message names the part.
         """
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         make = dataset_fn if callable(dataset_fn) else functools.partial(_same, dataset_fn)
         dataset = PerWorkerDataset(self._iterator)
-        definition = pickled_or_named(
+        definition = pickle_or_explain(
             self._definitions.define, make, name, lambda: parts_of_function(dataset_fn)
         )
         self._definitions.name(dataset, definition)
@@ -225,22 +226,22 @@ class ClusterCoordinator:
         self._definitions.name(iterator, definition)
         return iterator
 
-    def _begin(self) -> None:
-        news = self.strategy.before_calls()
-        if news != self._dispatcher.news:
-            self._dispatcher.news = news
-            self._dispatcher.news_number += 1
+    def _begin_calls(self) -> None:
+        state_update = self.strategy.before_calls()
+        if state_update != self._dispatcher.state_update:
+            self._dispatcher.state_update = state_update
+            self._dispatcher.state_update_number += 1
         self._is_idle = False
 
-    def _end(self) -> None:
+    def _end_calls(self) -> None:
         with self._lock:
-            if not self._backlog.is_empty:  # another thread has scheduled more
+            if not self._backlog.is_empty:  # another thread has scheduled more functions
                 return
             reports, self._dispatcher.reports = self._dispatcher.reports, []
             try:
-                self.strategy.take_reports(reports)
+                self.strategy.apply_reports(reports)
             except Exception as error:
-                raise FastdistError(f"a worker's news cannot be read: {error!r}") from error
+                raise FastdistError(f"a worker's state update cannot be read: {error!r}") from error
             if not self._is_idle:
                 self._is_idle = True
                 self.strategy.after_calls()

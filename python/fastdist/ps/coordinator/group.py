@@ -1,4 +1,4 @@
-"""Calls whose optimizer steps are taken together (the synchronous mode)."""
+"""Groups of calls that take their optimizer steps together (synchronous mode)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from fastdist.ps.coordinator.worker_link import WorkerLink
 
 
 class Group:
-    """One call on each worker. A step ends when all that still run have staged their gradients.
+    """One call on each worker. A step ends when all running calls have staged their gradients.
 
-    The first that has commits the step for all; the others wait until it has. When a worker is
-    lost before all have staged theirs, what it had staged cannot be told from the rest: the step is
-    given up, and the calls that were in it run again. Later, the step is taken nevertheless, by the
-    next where the first is lost: it may have begun to. When one could not stage its gradients, or
-    the first could not commit, all get its error.
+    The first call to do so becomes the leader, which commits the step for all; the others wait for
+    it. If a worker is lost before all have staged their gradients, the servers cannot separate its
+    gradients from the others': the step is aborted, and its calls run again. If a worker is lost
+    later, the step is taken anyway; if that worker is the leader, which may have begun to commit,
+    the next call becomes the leader. If a call could not stage its gradients, or the leader could
+    not commit, all calls get its error.
     """
 
     def __init__(self) -> None:
         self._links: dict[int, WorkerLink] = {}
         self._weights: dict[int, float] = {}
         self._leader: int | None = None
-        self._total = 0.0  # of the weights, when there is a leader
+        self._total = 0.0  # sum of the weights, once there is a leader
         self._is_aborted = False
 
     def __bool__(self) -> bool:
         return bool(self._links)
 
     def add(self, number: int, link: WorkerLink) -> None:
-        """A call has been sent."""
+        """Add a call that has been sent."""
         self._links[number] = link
 
-    def arrive(self, number: int, weight: float) -> None:
-        """A call has staged the gradients of a step."""
+    def staged(self, number: int, weight: float) -> None:
+        """Record that a call has staged the gradients of a step."""
         link = self._links.get(number)
         if link is None:
             return
@@ -41,30 +42,30 @@ class Group:
             link.send(Kind.ABORT, number)
             return
         self._weights[number] = weight
-        self._go_on()
+        self._commit_if_complete()
 
-    def led(self, number: int, error: bytes) -> None:
-        """The leader has committed the step, or says why it could not."""
-        if number != self._leader:  # it was lost before this came
+    def committed(self, number: int, error: bytes) -> None:
+        """Record that the leader has committed the step, or its error."""
+        if number != self._leader:  # lost in the meantime
             return
         self._leader = None
         weights, self._weights = self._weights, {}
         if error:
-            del weights[number]  # it has raised that
+            del weights[number]  # the leader has raised the error itself
         for other in weights:
             if other in self._links:
-                self._links[other].send(Kind.GO, other, error)
+                self._links[other].send(Kind.RESUME, other, error)
 
     def leave(self, number: int) -> None:
-        """A call has ended."""
+        """Remove a call that has ended."""
         if number == self._leader:
-            self.led(number, b"an end of its function")
+            self.committed(number, b"its function ended without committing the step")
         self._links.pop(number, None)
         self._weights.pop(number, None)
-        self._go_on()
+        self._commit_if_complete()
 
     def lose(self, number: int) -> None:
-        """The worker that had a call is gone."""
+        """Remove a call whose worker was lost."""
         if self._links.pop(number, None) is None:
             return
         if self._leader is None or (number == self._leader and math.isnan(self._total)):
@@ -72,7 +73,7 @@ class Group:
             return
         del self._weights[number]
         if number == self._leader:
-            self._lead()
+            self._start_commit()
 
     def _abort(self) -> None:
         self._is_aborted = True
@@ -81,20 +82,20 @@ class Group:
         for other in weights:
             if other in self._links:
                 self._links[other].send(Kind.ABORT, other)
-        self._go_on()
+        self._commit_if_complete()
 
-    def _go_on(self) -> None:
+    def _commit_if_complete(self) -> None:
         if not self._links:
             self._is_aborted = False
             return
         if self._leader is None and len(self._weights) == len(self._links):
             self._total = sum(self._weights.values())
-            self._lead()
+            self._start_commit()
 
-    def _lead(self) -> None:
-        """Have a call commit the step; one whose gradients are missing, where there is any."""
+    def _start_commit(self) -> None:
+        """Make a call the leader: one that could not stage its gradients if any, else the first."""
         failed = [number for number, weight in self._weights.items() if math.isnan(weight)]
         self._leader = next(iter(failed or self._weights), None)
         if self._leader is not None:
             total = WEIGHT.pack(self._total)
-            self._links[self._leader].send(Kind.LEAD, self._leader, total)
+            self._links[self._leader].send(Kind.COMMIT, self._leader, total)

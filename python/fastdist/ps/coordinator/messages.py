@@ -1,4 +1,4 @@
-"""What a coordinator and its workers send each other: a header, then frames of pickled bytes."""
+"""Messages between a coordinator and its workers: a header, then frames of pickled bytes."""
 
 from __future__ import annotations
 
@@ -14,87 +14,87 @@ VERSION = 1
 _MAGIC = b"FDCO"
 _HEADER = struct.Struct("<4sHHQ")  # magic, version, kind, number
 _HEARTBEAT_MS = 1_000
-_SILENCE_MS = 10_000
+_TIMEOUT_MS = 10_000
 
 
-CALL = struct.Struct("<QQI?")  # function, group of calls, how many are in it, whether it has state
-HELLO = struct.Struct("<QQI")  # when the coordinator began, seed, the worker's index
+CALL = struct.Struct("<QQI?")  # function, group of calls, its size, has_state
+HELLO = struct.Struct("<QQI")  # time of the coordinator's start, seed, the worker's index
 WEIGHT = struct.Struct("<d")
 
 
 class Kind(enum.IntEnum):
-    """What a message is, what its number says, and its frames."""
+    """The kinds of messages; the comments give the number's meaning, and the frames."""
 
     # To a worker.
-    HELLO = 1  # job; when it began, seed and index
-    DEFINE = 2  # of the definition; what it is
-    FORGET = 3  # of the definition
-    CALL = 4  # of the call; number of the function's definition, arguments, news
-    LEAD = 5  # of the call; sum of weights: commit the step for all
-    GO = 6  # of the call: the step is done; or why it is not
-    ABORT = 7  # of the call: the step is not done, another worker was lost
+    HELLO = 1  # none; job, start time with seed and index
+    DEFINE = 2  # definition; pickle
+    FORGET = 3  # definition
+    CALL = 4  # call; function with group, arguments, state update
+    COMMIT = 5  # call; sum of weights: commit the step for all
+    RESUME = 6  # call; error of the step, or empty: it was taken
+    ABORT = 7  # call: the step was not taken, because another worker was lost
     END = 8
     # To the coordinator.
     READY = 9
-    RESULT = 10  # of the call; outcome, what it returned or raised, news
-    STEP = 11  # of the call; weight: its gradients of a step are staged; NaN: they could not be
-    LED = 12  # of the call: the step is committed for all; or why it is not
-    TAKEN = 13  # a later coordinator has this worker
-    REFUSED = 14  # what was sent is no message; why
+    RESULT = 10  # call; outcome, result or exception, state update
+    STAGED = 11  # call; weight of the staged gradients, NaN if they could not be staged
+    COMMITTED = 12  # call; error of the commit, or empty
+    REPLACED = 13  # a later coordinator has this worker
+    REJECTED = 14  # none; error: the worker received a malformed message
 
 
 Sizes = tuple[int | None, ...]
-"""The bytes of each frame after the header; None: any."""
+"""Size of each frame after the header, in bytes; None accepts any size."""
 
 TO_WORKER: Mapping[Kind, Sizes] = {
     Kind.HELLO: (16, HELLO.size),
     Kind.DEFINE: (None,),
     Kind.FORGET: (),
     Kind.CALL: (CALL.size, None, None),
-    Kind.LEAD: (WEIGHT.size,),
-    Kind.GO: (None,),
+    Kind.COMMIT: (WEIGHT.size,),
+    Kind.RESUME: (None,),
     Kind.ABORT: (),
     Kind.END: (),
 }
 TO_COORDINATOR: Mapping[Kind, Sizes] = {
     Kind.READY: (),
     Kind.RESULT: (1, None, None),
-    Kind.STEP: (WEIGHT.size,),
-    Kind.LED: (None,),
-    Kind.TAKEN: (),
-    Kind.REFUSED: (None,),
+    Kind.STAGED: (WEIGHT.size,),
+    Kind.COMMITTED: (None,),
+    Kind.REPLACED: (),
+    Kind.REJECTED: (None,),
 }
 
 
 class Outcome(enum.IntEnum):
-    """How a function ended, in a RESULT."""
+    """The outcome of a function, in a RESULT."""
 
     RETURNED = 0
     RAISED = 1
-    ABORTED = 2  # in the middle of a step of all workers; it is to run again
+    ABORTED = 2  # during a step of all workers; the function must run again
 
 
 def pack(kind: Kind, number: int = 0) -> bytes:
-    """A header."""
+    """Return a header."""
     return _HEADER.pack(_MAGIC, VERSION, kind, number)
 
 
 def unpack(
     frames: Sequence[bytes], expected: Mapping[Kind, Sizes]
 ) -> tuple[Kind, int, Sequence[bytes]]:
-    """Kind and number of a message, and what follows its header.
+    """Return the kind, the number and the frames after the header of a message.
 
     Args:
         frames: of the message.
         expected: `TO_WORKER` or `TO_COORDINATOR`.
 
     Raises:
-        FastdistError: it is none, of another version, or none of those.
+        FastdistError: not a coordinator message, wrong version, or unexpected kind.
     """
     header = frames[0]
     if len(header) != _HEADER.size or not header.startswith(_MAGIC):
         raise FastdistError(
-            f"a first frame of {len(header)} bytes, not a coordinator's or worker's"
+            f"a first frame of {len(header)} bytes, which is not a coordinator message"
         )
     _, version, kind, number = _HEADER.unpack(header)
     if version != VERSION:
@@ -104,7 +104,7 @@ def unpack(
         )
     sizes = expected.get(kind)
     if sizes is None:
-        known = ", ".join(f"{one.name} = {one}" for one in expected)
+        known = ", ".join(f"{kind_.name} = {kind_}" for kind_ in expected)
         raise FastdistError(f"a message of kind {kind}, expected {known}")
     rest = frames[1:]
     if len(rest) != len(sizes):
@@ -124,9 +124,9 @@ def _wrong_frames(kind: int, sizes: Sizes, got: Sequence[bytes]) -> FastdistErro
 
 
 def set_options(socket: zmq.Socket[bytes]) -> None:
-    """What both ends need: silence is noticed, and nothing is kept for who is not there."""
+    """Set the options of both ends: heartbeats, and no queue for absent peers."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TIMEOUT_MS)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

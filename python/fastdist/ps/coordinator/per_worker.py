@@ -1,4 +1,4 @@
-"""Values of which each worker has its own (tf.distribute.coordinator.PerWorkerValues)."""
+"""Values with one element per worker (tf.distribute.coordinator.PerWorkerValues)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _state = _ThreadState()
 
 
 def set_worker_index(index: int) -> None:
-    """This thread runs functions of a worker from now on."""
+    """Mark this thread as the one that runs functions of a worker."""
     _state.worker_index = index
 
 
 def get_worker_index() -> int:
-    """The index of the worker that runs the scheduled function which calls this.
+    """Return the index of the worker that runs the calling function.
 
     Follows tf.distribute.coordinator.experimental_get_current_worker_index.
 
     Raises:
-        FastdistError: called outside such a function.
+        FastdistError: called outside a scheduled function.
     """
     if _state.worker_index is None:
-        raise FastdistError("get_worker_index is for functions that a ClusterCoordinator schedules")
+        raise FastdistError(
+            "get_worker_index must be called in a function that a ClusterCoordinator schedules"
+        )
     return _state.worker_index
 
 
 class PerWorkerValues:
-    """A value of each worker; as an argument of a scheduled function, that of who runs it.
+    """One value per worker; a scheduled function receives its worker's value.
 
     Args:
         values: one for each worker, in the order of the cluster.
@@ -48,25 +50,25 @@ class PerWorkerValues:
         return f"<fastdist.PerWorkerValues of {len(self.values)} workers>"
 
     def __reduce__(self) -> Any:
-        return _own_of, (self.values,)
+        return _value_of_this_worker, (self.values,)
 
 
 class PerWorkerDataset:
-    """A dataset that each worker makes for itself; made by the coordinator.
+    """A dataset that each worker makes for itself; created by the coordinator.
 
-    In scheduled functions it is the worker's own dataset.
+    A scheduled function receives its worker's dataset.
     """
 
     def __init__(self, make_iterator: Callable[[PerWorkerDataset], PerWorkerIterator]) -> None:
         self._make_iterator = make_iterator
 
     def __iter__(self) -> Iterator[Any]:
-        """An iterator of each worker; in scheduled functions it is the worker's own."""
+        """Make an iterator on each worker; a scheduled function receives its worker's iterator."""
         return self._make_iterator(self)
 
 
 class PerWorkerIterator:
-    """An iterator that each worker has; only scheduled functions can take from it."""
+    """An iterator on each worker; only scheduled functions can advance it."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -78,8 +80,8 @@ class PerWorkerIterator:
         )
 
 
-def _own_of(values: Sequence[Any]) -> Any:
+def _value_of_this_worker(values: Sequence[Any]) -> Any:
     index = get_worker_index()
     if index >= len(values):
-        raise FastdistError(f"{len(values)} per-worker values, and this is worker {index}")
+        raise FastdistError(f"no value for worker {index}: there are {len(values)} values")
     return values[index]

@@ -1,4 +1,4 @@
-"""What a scheduled function will return."""
+"""The future result of a scheduled function."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from fastdist.errors import FastdistError
 
 WaitFor = Callable[[Callable[[], bool], float | None], bool]
-"""Waits until something holds about calls, so many seconds at most; whether it does."""
+"""Waits until a condition on calls holds, with a timeout in seconds; returns False on timeout."""
 
 
 class RemoteTraceback(Exception):
-    """Where on a worker an error was raised; the cause of the error that is raised here."""
+    """The traceback of an error on a worker; the cause of the error that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class RemoteValue:
-    """What a scheduled function will return (tf.distribute.coordinator.RemoteValue).
+    """The future result of a scheduled function (tf.distribute.coordinator.RemoteValue).
 
-    It comes to the coordinator when the function has ended, and stays readable when the worker is
-    lost. As an argument of a scheduled function it is its value.
+    The result is sent to the coordinator when the function has ended, and stays readable if the
+    worker is lost. A scheduled function receives the result itself.
     """
 
     __slots__ = ("__weakref__", "_blob", "_decoded", "_outcome", "_wait_for")
@@ -35,37 +35,37 @@ class RemoteValue:
         self._decoded: Any = None
 
     def __repr__(self) -> str:
-        return f"<fastdist.RemoteValue {self._outcome or 'not there yet'}>"
+        return f"<fastdist.RemoteValue {self._outcome or 'pending'}>"
 
     def is_done(self) -> bool:
-        """Whether the function has ended, or will not run."""
+        """Return True if the function has ended, or was cancelled."""
         return self._outcome is not None
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """Wait for the function, and return what it returned.
+        """Wait for the function, and return its result.
 
         Args:
-            timeout: in seconds; None: as long as it takes.
+            timeout: in seconds; None waits without limit.
 
         Raises:
-            TimeoutError: it has not ended in time.
-            FastdistError: it was cancelled, since another function raised before it began; or what
-                it returned cannot be read here.
-            BaseException: what it raised.
+            TimeoutError: the function has not ended in time.
+            FastdistError: the function was cancelled because another one raised before it began, or
+                its result cannot be unpickled here.
+            BaseException: the function raised it.
         """
         if self._outcome is None and not self._wait_for(self.is_done, timeout):
             raise TimeoutError(f"the function has not ended within {timeout:g} s")
         if self._outcome == "cancelled":
             raise FastdistError(
-                "the function was cancelled before it began, since another one raised an error"
+                "the function was cancelled before it began, because another one raised an error"
             )
         blob = self._blob
-        if blob is not None:  # another thread may do the same
+        if blob is not None:  # another thread may unpickle it concurrently
             try:
                 self._decoded, self._blob = pickle.loads(blob), None
             except Exception as error:
                 raise FastdistError(
-                    f"the function returned what cannot be read here: {error!r}"
+                    f"the function's result cannot be unpickled here: {error!r}"
                 ) from error
         if self._outcome == "raised":
             raise self._decoded.with_traceback(None)
@@ -75,11 +75,11 @@ class RemoteValue:
         return _same, (self.fetch(),)
 
     def settle(self, outcome: str, content: Any = None) -> None:
-        """Note how the function ended; the caller holds the lock.
+        """Record how the function ended; the caller holds the lock.
 
         Args:
             outcome: "returned", "raised" or "cancelled".
-            content: a pickle of the value, or an exception.
+            content: a pickle of the result, or an exception.
         """
         if self._outcome is not None:
             return

@@ -1,4 +1,4 @@
-"""Functions, and what they refer to, on their way to workers: pickled once, known by numbers."""
+"""Functions and the objects that they refer to, pickled once and sent to workers by number."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fastdist.errors import FastdistError
 from fastdist.ps.coordinator.unpicklable import (
     parts_of_arguments,
     parts_of_function,
-    pickled_or_named,
+    pickle_or_explain,
 )
 
 Token = tuple[int, int | None]
-"""The number of a definition, and of one of its parts; None: the whole."""
+"""The number of a definition, and of one of its parts; None for the whole."""
 _NOTHING: Mapping[int, tuple[Any, ...]] = {}
 Resolve = Callable[[Token], Any]
 
 
 class Definition:
-    """Something that workers keep.
+    """An object that workers keep.
 
     Attributes:
-        number: how calls refer to it.
-        blob: a pickle of a callable that makes it, without arguments.
+        number: calls refer to it by this number.
+        blob: a pickle of a callable without arguments that makes it.
         needs: the definitions that it refers to.
-        has_state: whether it, or one of those, has values that workers share.
+        has_state: True if it, or a definition that it needs, has values that workers share.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Definition:
 
 
 class Definitions:
-    """All that calls refer to; what nobody refers to any more is forgotten.
+    """All objects that calls refer to; unreferenced ones are forgotten.
 
     Attributes:
-        forgotten: numbers that workers need not keep; whoever tells them takes them away.
+        forgotten: numbers that workers may drop; the thread that tells them removes the numbers.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Definitions:
         )
 
     def name(self, thing: Any, definition: Definition, part: int | None = None) -> None:
-        """From now on `thing` is not pickled: it is this definition, or a part of it."""
+        """Replace `thing` in pickles by a definition, or by one of its parts, from now on."""
         self._named[id(thing)] = (definition.number, part), definition
         weakref.finalize(thing, self._named.pop, id(thing), None)
 
@@ -71,32 +71,32 @@ class Definitions:
         self,
         make: Callable[[], Any],
         *,
-        instead: Mapping[int, tuple[Any, ...]] = _NOTHING,
+        replacements: Mapping[int, tuple[Any, ...]] = _NOTHING,
         is_state: bool = False,
     ) -> Definition:
-        """What `make` gives on each worker.
+        """Define an object that each worker makes.
 
         Args:
-            make: is pickled, and called without arguments there.
-            instead: by ids of objects in it, how else to make them, as `__reduce__` says it.
-            is_state: whether it has values that workers share.
+            make: pickled now, and called without arguments on each worker.
+            replacements: by id of objects in it: their reductions, in the form of `__reduce__`.
+            is_state: True if it has values that workers share.
         """
-        blob, needs = self.dumps(make, instead)
+        blob, needs = self.dumps(make, replacements)
         return self._new(blob, needs, is_state)
 
     def function(self, fn: Callable[..., Any]) -> Definition:
-        """A function, with the values that it closes over now.
+        """Define a function with the values that it closes over now.
 
         Raises:
-            TypeError: it cannot be pickled; names what it closes over, and is why.
+            TypeError: it cannot be pickled; the message names the variable that prevents it.
         """
         try:
             known = self._of_function.get(fn)
-        except TypeError:  # cannot be hashed, or referred to weakly
+        except TypeError:  # neither hashable nor weakly referenceable
             known = None
         if known is not None:
             return known
-        blob, needs = pickled_or_named(
+        blob, needs = pickle_or_explain(
             self.dumps,
             functools.partial(_same, fn),
             getattr(fn, "__qualname__", type(fn).__name__),
@@ -106,7 +106,7 @@ class Definitions:
         definition = self._of_digest.get(digest)
         if definition is None:
             definition = self._of_digest[digest] = self._new(blob, needs)
-        if getattr(fn, "__self__", None) is None:  # a bound method lives for this call
+        if getattr(fn, "__self__", None) is None:  # a bound method only lives for this call
             with contextlib.suppress(TypeError):
                 self._of_function[fn] = definition
         return definition
@@ -114,26 +114,26 @@ class Definitions:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bytes, tuple[Definition, ...]]:
-        """As `dumps`, of the arguments of a call.
+        """Pickle the arguments of a call, see `dumps`.
 
         Raises:
-            TypeError: one cannot be pickled; names it.
+            TypeError: an argument cannot be pickled; the message names it.
         """
-        pickled: tuple[bytes, tuple[Definition, ...]] = pickled_or_named(
+        pickled: tuple[bytes, tuple[Definition, ...]] = pickle_or_explain(
             self.dumps, (args, kwargs), "a call", lambda: parts_of_arguments(args, kwargs)
         )
         return pickled
 
     def dumps(
-        self, thing: Any, instead: Mapping[int, tuple[Any, ...]] = _NOTHING
+        self, thing: Any, replacements: Mapping[int, tuple[Any, ...]] = _NOTHING
     ) -> tuple[bytes, tuple[Definition, ...]]:
-        """A pickle, and the definitions it refers to.
+        """Return a pickle, and the definitions that it refers to.
 
         Raises:
-            Exception: what pickling raises.
+            Exception: pickling raised it.
         """
         file = io.BytesIO()
-        pickler = _Pickler(file, self._named, instead)
+        pickler = _Pickler(file, self._named, replacements)
         pickler.dump(thing)
         return file.getvalue(), tuple(pickler.needs.values())
 
@@ -148,11 +148,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self,
         file: io.BytesIO,
         named: Mapping[int, tuple[Token, Definition]],
-        instead: Mapping[int, tuple[Any, ...]],
+        replacements: Mapping[int, tuple[Any, ...]],
     ) -> None:
         super().__init__(file)
         self._named = named
-        self._instead = instead
+        self._instead = replacements
         self.needs: dict[int, Definition] = {}
 
     def persistent_id(self, thing: Any) -> Token | None:
@@ -178,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(blob: bytes, resolve: Resolve) -> Any:
-    """What `Definitions.dumps` pickled; `resolve` finds what it refers to."""
+    """Unpickle the result of `Definitions.dumps`; `resolve` finds the objects that it refers to."""
     return _Unpickler(blob, resolve).load()
 
 
@@ -187,10 +187,10 @@ def _same(thing: Any) -> Any:
 
 
 class Library:
-    """The definitions that a worker has got, each made when it is first needed.
+    """The definitions that a worker has received; objects are made when they are first needed.
 
     Args:
-        parts: the parts of a definition that has such, by what it made.
+        parts: returns the parts of an object that was made, for definitions with parts.
     """
 
     def __init__(self, parts: Callable[[Any], Sequence[Any]]) -> None:
@@ -200,7 +200,7 @@ class Library:
         self._parts_of: dict[int, Sequence[Any]] = {}
 
     def add(self, number: int, blob: bytes) -> None:
-        """Keep a definition; one that is known stays as it is."""
+        """Keep a definition; a known number stays as it is."""
         self._blobs.setdefault(number, blob)
 
     def forget(self, number: int) -> None:
@@ -210,17 +210,17 @@ class Library:
         self._parts_of.pop(number, None)
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all definitions."""
         self._blobs.clear()
         self._made.clear()
         self._parts_of.clear()
 
     def get(self, token: Token) -> Any:
-        """What a token stands for."""
+        """Return the object that a token stands for."""
         number, part = token
         if number not in self._made:
             if number not in self._blobs:
-                raise FastdistError(f"definition {number} has not come to this worker")
+                raise FastdistError(f"this worker has not received definition {number}")
             self._made[number] = self.loads(self._blobs[number])()
         if part is None:
             return self._made[number]
@@ -229,5 +229,5 @@ class Library:
         return self._parts_of[number][part]
 
     def loads(self, blob: bytes) -> Any:
-        """A pickle that refers to definitions."""
+        """Unpickle a pickle that refers to definitions."""
         return loads(blob, self.get)

@@ -1,4 +1,4 @@
-"""Which part of what is sent to workers cannot be pickled."""
+"""Finds the part of an object that cannot be pickled, for error messages."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any
 from fastdist.ps.coordinator.remote_value import RemoteTraceback
 
 Part = tuple[str, Any]
-"""How users know something, and the thing."""
+"""A description for users, and the object."""
 
-# What pickling raises of its own; anything else is said by what is pickled.
+# Errors of pickling itself; any other error comes from the pickled objects.
 _KINDS = (TypeError, AttributeError, RecursionError, pickle.PicklingError)
 
 
-def pickled_or_named(
+def pickle_or_explain(
     dumps: Callable[[Any], Any], thing: Any, what: str, parts: Callable[[], Iterable[Part]]
 ) -> Any:
-    """What `dumps` makes of a thing.
+    """Return `dumps(thing)`; raise an error that names the part that cannot be pickled.
 
     Args:
-        dumps: pickles.
-        thing: to be pickled.
-        what: the thing is.
-        parts: it consists of; asked for when it cannot be pickled.
+        dumps: pickles an object.
+        thing: the object.
+        what: a description of the object.
+        parts: yields its parts; called if it cannot be pickled.
 
     Raises:
-        TypeError: it cannot be pickled; names the first part of which that is true.
-        Exception: what `dumps` raises of its own, as a remote value of a function that has failed.
+        TypeError: the object cannot be pickled; the message names the first part that prevents it.
+        Exception: `dumps` raised it, for example for a remote value of a failed function.
     """
     try:
         return dumps(thing)
     except _KINDS as error:
         if isinstance(error.__cause__, RemoteTraceback):
             raise
-        culprit = next((name for name, part in parts() if not _goes(dumps, part)), "it")
+        culprit = next((name for name, part in parts() if not _can_pickle(dumps, part)), "it")
         raise TypeError(f"{what} cannot be sent to workers: {culprit}: {error}") from error
 
 
 def parts_of_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[Part]:
-    """The arguments of a call."""
+    """Yield the arguments of a call."""
     yield from ((f"argument {place}", value) for place, value in enumerate(args))
     yield from ((f"argument {name!r}", value) for name, value in kwargs.items())
 
 
 def parts_of_function(fn: Any) -> Iterator[Part]:
-    """What a function refers to."""
+    """Yield the objects that a function refers to."""
     if isinstance(fn, functools.partial):
         yield from parts_of_function(fn.func)
         yield from parts_of_arguments(fn.args, fn.keywords)
@@ -69,7 +69,7 @@ def _attributes(thing: Any) -> list[Part]:
     return list(getattr(thing, "__dict__", {}).items())
 
 
-def _goes(dumps: Callable[[Any], Any], part: Any) -> bool:
+def _can_pickle(dumps: Callable[[Any], Any], part: Any) -> bool:
     try:
         dumps(part)
     except Exception:

@@ -1,4 +1,4 @@
-"""A worker: runs the functions that a coordinator sends, one after another, in this thread."""
+"""A worker: runs the functions that a coordinator sends, one after another, in one thread."""
 
 from __future__ import annotations
 
@@ -27,23 +27,19 @@ from fastdist.ps.coordinator.messages import (
     unpack,
 )
 from fastdist.ps.coordinator.shipping import Library
-from fastdist.ps.server.listening import admit
-from fastdist.ps.wire.access import guard
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.server.listening import start_authenticator
+from fastdist.ps.wire.keys import Keys, use_server_keys
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_STEP_KINDS = (Kind.COMMIT, Kind.RESUME, Kind.ABORT)
 
 
 class Stopped(SystemExit):
-    """This task is told to end."""
-
-
-_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-
-
-_OF_STEPS = (Kind.LEAD, Kind.GO, Kind.ABORT)
+    """Raised when a signal ends this task."""
 
 
 class StepAborted(BaseException):
-    """Another worker was lost in a step of all; not for users' functions to catch."""
+    """Raised in a step of all workers if one is lost; users' functions must not catch it."""
 
 
 class _Message(NamedTuple):
@@ -54,18 +50,19 @@ class _Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CallContext:
     """A call as the worker's host sees it.
 
     Attributes:
-        number: no other call of the job, and no repetition of this one, has it.
-        group: of calls that take their steps together; equal to `number` where it is alone.
+        number: unique among all calls of the job, including repetitions.
+        group: the group of calls that take their steps together; equals `number` for a single call.
         size: calls in the group.
-        has_state: whether it refers to values that workers share.
-        commit: ends a step of the group: the weight of the own gradients, NaN where they could not
-            be staged, and a function that commits everybody's, given the sum of weights; called on
-            one of the workers, of those with NaN if there are any. What it raises, all get.
-        is_last: whether no further call waits here already.
+        has_state: True if the call refers to values that workers share.
+        commit: ends a step of the group. Takes the weight of this worker's gradients, NaN if they
+            could not be staged, and a function that commits everybody's gradients, given the sum
+            of weights. One worker calls the function: one with NaN if there is any. All get its
+            error.
+        is_last: returns True if no further call is waiting on this worker.
     """
 
     number: int
@@ -77,30 +74,30 @@ class Turn:
 
 
 class Host(Protocol):
-    """What a worker needs of the strategy whose functions it runs."""
+    """The object that runs functions for a worker."""
 
-    def begin(self, index: int, seed: int) -> None:
-        """A coordinator has come, which knows nothing of those before it."""
+    def begin_job(self, index: int, seed: int) -> None:
+        """Start a job: a new coordinator, which knows nothing of earlier ones, has connected."""
 
     def parts(self, made: Any) -> Sequence[Any]:
-        """What functions may refer to in something that was made for them."""
+        """Return the parts of an object that functions may refer to."""
 
-    def take_news(self, news: bytes) -> None:
-        """Something has changed on the coordinator."""
+    def apply_state_update(self, state_update: bytes) -> None:
+        """Apply a state update from the coordinator."""
 
-    def run(self, call: Callable[[], Any], turn: Turn) -> Any:
-        """Call it, with everything around that a function needs."""
+    def run(self, call: Callable[[], Any], context: CallContext) -> Any:
+        """Run a call with everything that a function needs around it."""
 
-    def news(self) -> bytes:
-        """What the coordinator has to know after a call; nothing: empty."""
+    def state_update(self) -> bytes:
+        """Return a state update for the coordinator, after a call; empty if nothing has changed."""
 
 
 class Worker:
-    """Serves one coordinator at a time, the last that has begun.
+    """Serves one coordinator at a time: the one that began last.
 
     Args:
         address: where to listen, as ZeroMQ names it.
-        keys: of the job. What a coordinator sends is code: nobody else may.
+        keys: of the job. Coordinators send code, so only they may have the keys.
         host: runs the functions.
 
     Raises:
@@ -118,8 +115,8 @@ class Worker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         set_options(self._socket)
-        self._authenticator = admit(self._context, keys)
-        guard(self._socket, keys)
+        self._authenticator = start_authenticator(self._context, keys)
+        use_server_keys(self._socket, keys)
         try:
             self._socket.bind(address)
         except zmq.ZMQError:
@@ -138,8 +135,8 @@ class Worker:
         while True:
             identity, kind, number, frames = self._next()
             if kind is Kind.HELLO:
-                self._greet(identity, frames)
-            elif identity != self._coordinator:  # an earlier one, or a connection that was lost
+                self._handle_hello(identity, frames)
+            elif identity != self._coordinator:  # an earlier coordinator, or a lost connection
                 continue
             elif kind is Kind.END:
                 return
@@ -157,7 +154,7 @@ class Worker:
         return self._inbox.popleft()
 
     def _drain(self) -> None:
-        """Take what has come."""
+        """Receive all messages that have arrived."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._receive(zmq.NOBLOCK)
@@ -167,32 +164,32 @@ class Worker:
         try:
             message = _Message(identity, *unpack(frames, TO_WORKER))
         except FastdistError as error:
-            self._socket.send_multipart([identity, pack(Kind.REFUSED), str(error).encode()])
+            self._socket.send_multipart([identity, pack(Kind.REJECTED), str(error).encode()])
             return
-        if self._is_the_last_of_calls(message):
-            # Those of a connection that was lost are somebody else's by now.
+        if self._ends_calls(message):
+            # Other workers run the remaining calls by now.
             kept = [other for other in self._inbox if other.identity != self._coordinator]
             self._inbox = deque(kept)
         self._inbox.append(message)
 
-    def _is_the_last_of_calls(self, message: _Message) -> bool:
-        """Whether the job ends, or a coordinator comes that is not earlier than the one here."""
+    def _ends_calls(self, message: _Message) -> bool:
+        """Return True if a message ends the job, or comes from a coordinator no older than ours."""
         if message.kind is Kind.HELLO:
             return bool(HELLO.unpack(message.frames[1])[0] >= self._began)
         return message.kind is Kind.END and message.identity == self._coordinator
 
-    def _greet(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        job, about = frames
-        began, seed, index = HELLO.unpack(about)
+    def _handle_hello(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        job, header = frames
+        began, seed, index = HELLO.unpack(header)
         if began < self._began:
-            self._socket.send_multipart([identity, pack(Kind.TAKEN)])
+            self._socket.send_multipart([identity, pack(Kind.REPLACED)])
             return
         if job != self._job:
             if self._job:
-                self._send(Kind.TAKEN)
+                self._send(Kind.REPLACED)
             self._job, self._began = job, began
             self._library.clear()
-            self._host.begin(index, seed)
+            self._host.begin_job(index, seed)
         self._coordinator = identity
         self._send(Kind.READY)
 
@@ -200,81 +197,84 @@ class Worker:
         self._socket.send_multipart([self._coordinator, pack(kind, number), *frames])
 
     def _call(self, number: int, frames: Sequence[bytes]) -> None:
-        about, arguments, news = frames
-        function, group, size, has_state = CALL.unpack(about)
+        header, arguments, state_update = frames
+        function, group, size, has_state = CALL.unpack(header)
 
         def call() -> Any:
             fn = self._library.get((function, None))
             args, kwargs = self._library.loads(arguments)
             return fn(*args, **kwargs)
 
-        def commit(weight: float, lead: Callable[[float], None]) -> None:
-            self._step(number, weight, lead)
+        def commit(weight: float, commit_all: Callable[[float], None]) -> None:
+            self._wait_for_step(number, weight, commit_all)
 
-        turn = Turn(number, group, size, has_state, commit, self._is_last)
+        context = CallContext(number, group, size, has_state, commit, self._is_last)
         outcome, content = Outcome.RETURNED, b""
         try:
-            if news:
-                self._host.take_news(news)
-            content = _dumps(self._host.run(call, turn))
+            if state_update:
+                self._host.apply_state_update(state_update)
+            content = _pickle_result(self._host.run(call, context))
         except StepAborted:
             outcome = Outcome.ABORTED
         except (Stopped, KeyboardInterrupt):
             raise
-        except BaseException as error:  # a function must not end its worker by sys.exit
-            outcome, content = Outcome.RAISED, _pickled(error)
+        except BaseException as error:  # includes SystemExit: sys.exit must not end the worker
+            outcome, content = Outcome.RAISED, _pickle_error(error)
         if os.getpid() != self._pid:
-            os._exit(0)  # the function has forked, and its child came here
-        self._send(Kind.RESULT, number, bytes([outcome]), content, self._host.news())
+            os._exit(0)  # this is a child that the function has forked
+        self._send(Kind.RESULT, number, bytes([outcome]), content, self._host.state_update())
 
     def _is_last(self) -> bool:
         self._drain()
         return not any(message.kind is Kind.CALL for message in self._inbox)
 
-    def _step(self, number: int, weight: float, lead: Callable[[float], None]) -> None:
-        """The gradients of this call are staged: wait for the others of its group."""
-        self._send(Kind.STEP, number, WEIGHT.pack(weight))
+    def _wait_for_step(
+        self, number: int, weight: float, commit_all: Callable[[float], None]
+    ) -> None:
+        """Wait for the group's step, after this call's gradients have been staged."""
+        self._send(Kind.STAGED, number, WEIGHT.pack(weight))
         set_aside: list[_Message] = []
         try:
             while True:
                 while not self._inbox:
                     self._receive()
                 message = self._inbox.popleft()
-                if self._is_the_last_of_calls(message):  # of steps, too
+                if self._ends_calls(message):
                     set_aside = [message]
                     raise StepAborted
-                identity, kind, about, frames = message
-                if (identity, about) != (self._coordinator, number) or kind not in _OF_STEPS:
+                identity, kind, call_number, frames = message
+                is_ours = (identity, call_number) == (self._coordinator, number)
+                if not is_ours or kind not in _STEP_KINDS:
                     set_aside.append(message)
-                elif kind is Kind.GO:
-                    _require_led(frames[0])
+                elif kind is Kind.RESUME:
+                    _require_committed(frames[0])
                     return
                 elif kind is Kind.ABORT:
                     raise StepAborted
                 else:
-                    self._lead(number, WEIGHT.unpack(frames[0])[0], lead)
+                    self._commit(number, WEIGHT.unpack(frames[0])[0], commit_all)
         finally:
             self._inbox.extendleft(reversed(set_aside))
 
-    def _lead(self, number: int, total: float, lead: Callable[[float], None]) -> None:
+    def _commit(self, number: int, total: float, commit_all: Callable[[float], None]) -> None:
         try:
-            lead(total)
-        except Exception as error:  # the others wait
-            self._send(Kind.LED, number, f"{type(error).__name__}: {error}".encode())
+            commit_all(total)
+        except Exception as error:  # the other workers wait for the outcome
+            self._send(Kind.COMMITTED, number, f"{type(error).__name__}: {error}".encode())
             raise
-        self._send(Kind.LED, number, b"")
+        self._send(Kind.COMMITTED, number, b"")
 
 
-def _require_led(error: bytes) -> None:
+def _require_committed(error: bytes) -> None:
     if error:
         raise FastdistError(
-            "the step of all workers was not taken, since the one that was to commit it got "
-            + error.decode(errors="replace")
+            "the step of all workers was not taken, because the worker that had to commit it "
+            "failed: " + error.decode(errors="replace")
         )
 
 
-def _dumps(value: Any) -> bytes:
-    """A pickle; cloudpickle takes its time to begin."""
+def _pickle_result(value: Any) -> bytes:
+    """Pickle a result; cloudpickle is slow to start, so simple types use pickle."""
     if type(value) in _PLAIN:
         return pickle.dumps(value)
     try:
@@ -285,17 +285,17 @@ def _dumps(value: Any) -> bytes:
         ) from error
 
 
-def _pickled(error: BaseException) -> bytes:
-    """An error and its traceback, or as much of them as can be pickled."""
+def _pickle_error(error: BaseException) -> bytes:
+    """Pickle an error and its traceback, or as much of them as possible."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     error = error.with_traceback(None)
     try:
         if not isinstance(error, Exception):
-            raise TypeError("raised on the coordinator it would end that")
+            raise TypeError("it would end the coordinator's process")
         blob = cloudpickle.dumps((error, text))
-        read, _ = pickle.loads(blob)  # some can be pickled, and not read
+        read, _ = pickle.loads(blob)  # some errors can be pickled but not unpickled
         if type(read) is not type(error):
-            raise TypeError("it becomes another one")
+            raise TypeError("its type changes")
         return bytes(blob)
     except Exception:
         stand_in = FastdistError(f"{type(error).__name__}: {error}")

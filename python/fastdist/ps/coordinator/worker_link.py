@@ -12,20 +12,19 @@ from zmq.utils.monitor import recv_monitor_message
 from fastdist.ps.coordinator.backlog import Call
 from fastdist.ps.coordinator.messages import Kind, pack, set_options
 from fastdist.ps.coordinator.shipping import Definition
-from fastdist.ps.wire.access import present
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.keys import Keys, use_client_keys
 
 _RECONNECT_MS = 100
 _RETRY_S = 1.0
-# Calls that a worker has at once: the next is there when one ends. Of short ones, more.
-_AHEAD, _MOST_AHEAD = 2, 8
+# Calls that a worker has at once, so that the next is there when one ends; more if they are short.
+_MIN_WINDOW, _MAX_WINDOW = 2, 8
 _SHORT_S = 1e-3
 
 
 class WorkerLink:
-    """A connection that comes back by itself.
+    """A connection that ZeroMQ restores by itself.
 
-    What it sends before a greeting on a new connection, the worker does not obey.
+    A worker ignores messages that arrive before the HELLO of a new connection.
 
     Args:
         context: of the dispatcher.
@@ -33,58 +32,58 @@ class WorkerLink:
         keys: of the job.
 
     Attributes:
-        is_connected: whether somebody is there.
-        is_ready: whether the worker takes calls.
-        calls: what it has, by the number of the dispatch.
-        news_number: of the last news that it got.
-        trouble: why it is not there.
+        is_connected: True if a process of the job is connected.
+        is_ready: True if the worker accepts calls.
+        calls: the worker's calls, by the dispatcher's numbers.
+        state_update_number: of the last state update that was sent.
+        last_error: why the worker is not available.
     """
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Keys) -> None:
         self.address = address
         self.is_connected = self.is_ready = False
         self.calls: dict[int, Call] = {}
-        self.news_number = 0
-        self._ahead = _AHEAD
+        self.state_update_number = 0
+        self._window = _MIN_WINDOW
         self._ended_at = 0.0  # the last call, on the monotonic clock
-        self.trouble = "nobody answers"
+        self.last_error = "no answer"
         self._known: set[int] = set()
         self._context = context
         self._keys = keys
-        self._failed_at: float | None = None  # the first time that no worker of the job answered
+        self._failed_at: float | None = None  # time of the first failed handshake
         self._open()
 
     def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         set_options(self.socket)
-        # Without a queue that outlives connections, ZeroMQ drops what came before one was lost.
+        # With IMMEDIATE=1, ZeroMQ would drop received messages when the connection is lost.
         self.socket.setsockopt(zmq.IMMEDIATE, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        present(self.socket, self._keys)
+        use_client_keys(self.socket, self._keys)
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self.socket.connect(self.address)
 
     @property
-    def has_given_up(self) -> bool:
-        """Whether it may need a new socket: ZeroMQ never tries another protocol's speaker again."""
+    def needs_new_socket(self) -> bool:
+        """True if ZeroMQ may have given up: it does not retry after another protocol's answer."""
         return self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_S
 
     def reopen(self) -> None:
-        """Begin with a new socket."""
+        """Replace the socket by a new one."""
         self.close()
         self._failed_at = None
         self._open()
 
     def close(self) -> None:
-        """Disconnect, when what was sent is on its way."""
+        """Disconnect; messages that were sent are still delivered if a worker is connected."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=1000 if self.is_connected else 0)
 
-    def events(self) -> tuple[bool, bool]:
-        """Whether the worker has come, and whether it was lost before that, or now."""
+    def poll_events(self) -> tuple[bool, bool]:
+        """Return two flags: the worker has connected; it was lost before that, or since."""
         connected = lost = False
         while self.monitor.poll(0):
             if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -92,7 +91,7 @@ class WorkerLink:
                 self._failed_at = None
                 continue
             if not self.is_connected:
-                self.trouble = "it has other keys, or is no worker of fastdist"
+                self.last_error = "it has other keys, or is not a fastdist worker"
                 self._failed_at = self._failed_at or time.monotonic()
             lost, connected = True, False
             self.is_connected = False
@@ -100,35 +99,35 @@ class WorkerLink:
 
     @property
     def has_room(self) -> bool:
-        """Whether the worker should have one more call."""
-        return len(self.calls) < self._ahead
+        """True if the worker should get another call."""
+        return len(self.calls) < self._window
 
     def begin_call(self, number: int, call: Call) -> None:
-        """It is about to be sent."""
+        """Record a call that is about to be sent."""
         if not self.calls and time.monotonic() - self._ended_at > _SHORT_S:
-            self._ahead = _AHEAD  # what comes now may be of another kind
+            self._window = _MIN_WINDOW  # the next calls may be longer
         self.calls[number] = call
 
     def end_call(self, number: int) -> Call | None:
-        """It has ended; None: it was somebody else's. Of short ones there had better be more."""
+        """Record the end of a call; None if the call is unknown. Short calls widen the window."""
         call = self.calls.pop(number, None)
         now = time.monotonic()
         is_short = now - self._ended_at < _SHORT_S
-        self._ahead = min(self._ahead + 1, _MOST_AHEAD) if is_short else _AHEAD
+        self._window = min(self._window + 1, _MAX_WINDOW) if is_short else _MIN_WINDOW
         self._ended_at = now
         return call
 
-    def lose(self) -> None:
-        """The worker is gone, and all that it had."""
+    def mark_lost(self) -> None:
+        """Forget the worker's calls and definitions."""
         if self.is_ready:
-            self.trouble = "the connection was lost"
+            self.last_error = "the connection was lost"
         self.is_ready = False
         self.calls.clear()
         self._known.clear()
-        self.news_number = 0
+        self.state_update_number = 0
 
     def send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
-        """Send a message; False: nobody is connected."""
+        """Send a message; return False if no worker is connected."""
         try:
             self.socket.send_multipart([pack(kind, number), *frames], zmq.NOBLOCK)
             return True
@@ -136,7 +135,7 @@ class WorkerLink:
             return False
 
     def receive(self) -> Iterator[list[bytes]]:
-        """The messages that have come."""
+        """Yield the messages that have arrived."""
         while True:
             try:
                 yield self.socket.recv_multipart(zmq.NOBLOCK)
@@ -144,7 +143,7 @@ class WorkerLink:
                 return
 
     def define(self, definition: Definition) -> None:
-        """Send a definition, and what it needs, unless the worker has it."""
+        """Send a definition, and those that it needs, unless the worker has them."""
         if definition.number in self._known:
             return
         for needed in definition.needs:
@@ -153,7 +152,7 @@ class WorkerLink:
         self.send(Kind.DEFINE, definition.number, definition.blob)
 
     def forget(self, number: int) -> None:
-        """The worker need not keep a definition any more."""
+        """Tell the worker to drop a definition."""
         if number in self._known:
             self._known.discard(number)
             self.send(Kind.FORGET, number)

@@ -1,4 +1,4 @@
-"""What was made in a scope, on its way to workers."""
+"""The contents of a scope, as sent to workers."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 from torch import nn
 
 from fastdist.ps.coordinator.shipping import Definition, Definitions
-from fastdist.ps.model.plan import Place, tensors_in
+from fastdist.ps.model.plan import Placement, tensors_in
 from fastdist.ps.model.table_weight import TableWeight, table_weight
 from fastdist.training.module_structure import modules_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """Modules, optimizers, schedulers and scalers of one scope, and where their values are.
+    """Modules, optimizers, schedulers and scalers of one scope, and the placement of their values.
 
     Attributes:
         prefix: of the names of its values.
         roots: the modules.
         optimizers: of their parameters.
         others: schedulers and gradient scalers.
-        places: where the values are.
-        first_optimizer: the number of the first of them among those of all scopes.
-        at_once: functions that may change the values without knowing of each other.
+        placements: of the values on servers.
+        first_optimizer: number of the first optimizer, counted over all scopes.
+        concurrency: functions that may change the values without knowing of each other.
     """
 
     prefix: str
     roots: tuple[nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     others: tuple[Any, ...]
-    places: tuple[Place, ...]
+    placements: tuple[Placement, ...]
     first_optimizer: int
-    at_once: int
+    concurrency: int
 
     def parts(self) -> list[Any]:
-        """All that functions may refer to, in an order that is the same on all tasks."""
+        """Return all objects that functions may refer to, in the same order on all tasks."""
         tensors = [tensor for _, tensor in tensors_in(self.roots)]
         return [*modules_of(self.roots), *self.optimizers, *self.others, *tensors]
 
@@ -47,34 +47,34 @@ class Bundle:
 def define_bundle(
     definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], Bundle]
 ) -> Definition:
-    """Make functions refer to the parts of a bundle instead of pickling them.
+    """Define a bundle: functions refer to its parts instead of pickling them.
 
     Args:
         definitions: of the job.
-        bundle: what was made.
-        adopt: what a worker does with it.
+        bundle: the contents of a scope.
+        adopt: called with the bundle on each worker; returns it.
     """
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
-    served = {
-        id(tensors[place.tensor]): _hollow(tensors[place.tensor])
-        for place in bundle.places
-        if isinstance(tensors[place.tensor], nn.Parameter)
+    hollow = {
+        id(tensors[placement.tensor]): _reduce_without_values(tensors[placement.tensor])
+        for placement in bundle.placements
+        if isinstance(tensors[placement.tensor], nn.Parameter)
     }
     values = tuple(getattr(bundle, field.name) for field in fields(bundle))
     definition = definitions.define(
-        functools.partial(_make, adopt, values), instead=served, is_state=True
+        functools.partial(_make_bundle, adopt, values), replacements=hollow, is_state=True
     )
     for number, part in enumerate(bundle.parts()):
         definitions.name(part, definition, number)
     return definition
 
 
-def _make(adopt: Callable[[Bundle], Bundle], values: Sequence[Any]) -> Bundle:
+def _make_bundle(adopt: Callable[[Bundle], Bundle], values: Sequence[Any]) -> Bundle:
     return adopt(Bundle(*values))
 
 
-def _hollow(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """How to make a parameter like it, without its values."""
+def _reduce_without_values(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return the pickle reduction of a parameter without its values."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if isinstance(parameter, TableWeight):
         return table_weight, (*shape, dtype)

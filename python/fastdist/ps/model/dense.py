@@ -1,4 +1,4 @@
-"""A parameter or buffer on servers, as a module on this task sees it."""
+"""Parameters and buffers of this task whose values are on servers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastdist.ps.wire.frames import Array
 from fastdist.training.tensor_stamps import value_stamp
 
 _COUNTABLE = 1 << 24
-_MAY_STOP = "num_batches_tracked"  # nothing hangs on how large it is then; jobs should not end
+_MAY_SATURATE = "num_batches_tracked"  # a count this large has no effect; jobs should not end
 
 
 class ServedTensor:
-    """A dense value on servers, and the tensor that holds it here.
+    """A dense value on servers, and the tensor that holds it on this task.
 
     Args:
         tensor: a module's parameter or buffer.
-        variable: where its value is.
+        variable: its value on the servers.
     """
 
     def __init__(self, tensor: torch.Tensor, variable: ShardedVariable) -> None:
@@ -28,66 +28,68 @@ class ServedTensor:
         self.sharded = variable
         self._steps: tuple[int, ...] | None = None
         self._is_buffer = not isinstance(tensor, torch.nn.Parameter)
-        self.note()
+        self.mark_synced()
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what comes can be written where the tensor is."""
+        """True if a pulled value can be written directly to the tensor's memory."""
         tensor = self.tensor
         is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
         return is_plain and tensor.device.type == "cpu"
 
-    def room(self) -> Array | None:
-        """Where its value can be written to; None: `take` copies it."""
+    def out(self) -> Array | None:
+        """Return the destination for a pull; None if `store` copies the value."""
         return self.tensor.detach().numpy() if self.is_in_place else None
 
-    def take(self, pulled: Pulled) -> None:
-        """A value has come, to `room` if there was any."""
+    def store(self, pulled: Pulled) -> None:
+        """Take a pulled value, which is already in the array that `out` returned, if any."""
         self._steps = pulled.steps
         if self.is_in_place:
             torch.autograd.graph.increment_version(self.tensor)
         else:
             value = torch.from_numpy(pulled.value)
-            with torch.no_grad():  # means of counts are whole but for float32
+            with torch.no_grad():  # round: float32 means of counts may miss the integer slightly
                 self.tensor.copy_(value if self.tensor.is_floating_point() else value.round())
-        self.note()
+        self.mark_synced()
 
-    def note(self) -> None:
-        """What the tensor holds is what the servers have."""
+    def mark_synced(self) -> None:
+        """Record that the tensor holds the servers' value."""
         self._stamp = value_stamp(self.tensor)
         if self._is_buffer:
-            self._noted = self._value().copy()
+            self._synced = self._value().copy()
 
     @property
     def has_changed(self) -> bool:
-        """Whether somebody here has written the tensor since.
+        """True if the tensor was written since the last synchronization.
 
-        Buffers are compared: batch_norm writes its own without a trace.
+        Buffers are compared by value: batch_norm only bumps num_batches_tracked.
         """
         if self._is_buffer:
-            return not np.array_equal(self._noted, self._value(), equal_nan=True)
+            return not np.array_equal(self._synced, self._value(), equal_nan=True)
         return value_stamp(self.tensor) != self._stamp
 
     @property
-    def can_be_added(self) -> bool:
-        """Whether there is a difference of a buffer to what it was; of infinities there is none."""
-        return bool(np.isfinite(self._noted).all() and np.isfinite(self._value()).all())
+    def has_finite_change(self) -> bool:
+        """True if a buffer's change can be sent as a difference (all values finite)."""
+        return bool(np.isfinite(self._synced).all() and np.isfinite(self._value()).all())
 
     def begin_assign(self) -> Pending[None]:
-        """Send the tensor's value."""
+        """Send the tensor's value, without waiting."""
         pending = self.sharded.begin_assign(exact_value(self.sharded.spec.name, self.tensor))
-        self.note()
+        self.mark_synced()
         return pending
 
-    def push_of(self, gradient: Array, lr: float | None = None) -> Push:
-        """A gradient, to be sent."""
+    def make_push(self, gradient: Array, lr: float | None = None) -> Push:
+        """Return a push of a gradient."""
         return Push(self.sharded, gradient, lr, self._steps)
 
-    def addition(self, factor: float) -> Push:
-        """By how much a buffer has changed, times a factor, to be sent; others' changes stay."""
+    def difference_push(self, factor: float) -> Push:
+        """Return a push of a buffer's change, times a factor; other workers' changes stay."""
         value = exact_value(self.sharded.spec.name, self.tensor)
-        push = self.push_of((self._noted - value) * np.float32(factor))  # its rule subtracts
-        self.note()
+        push = self.make_push(
+            (self._synced - value) * np.float32(factor)
+        )  # the update rule subtracts
+        self.mark_synced()
         return push
 
     def _value(self) -> Array:
@@ -95,16 +97,16 @@ class ServedTensor:
 
 
 def exact_value(name: str, tensor: torch.Tensor) -> Array:
-    """A value to be sent, as float32.
+    """Return a value as float32, for sending.
 
     Raises:
-        ValueError: an integer that float32 might not tell from its neighbours.
+        ValueError: an integer that float32 may not represent exactly.
     """
     value = tensor.detach()
     is_exact = value.is_floating_point() or abs(int(value)) < _COUNTABLE
-    if not is_exact and not name.endswith(_MAY_STOP):
+    if not is_exact and not name.endswith(_MAY_SATURATE):
         raise ValueError(
-            f"{name} is {int(value)}: parameter servers keep integers as float32, which counts up "
-            f"to 2**24 = {_COUNTABLE}; keep larger ones as attributes that are no buffers"
+            f"{name} is {int(value)}: parameter servers keep integers as float32, which is exact "
+            f"up to 2**24 = {_COUNTABLE}; keep larger integers as plain attributes, not buffers"
         )
     return np.asarray(value.float().cpu().numpy())

@@ -1,4 +1,4 @@
-"""Embeddings that are made for tables of rows, and which others become such."""
+"""Embeddings whose rows may be tables on parameter servers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,124 @@ from torch import nn
 
 import fastdist._core as _core
 from fastdist.errors import UnsupportedError
-from fastdist.ps.model.rows import (
-    Lookup,
-    Rows,
-    ServedEmbedding,
-    ServedEmbeddingBag,
-    place_of,
-)
+from fastdist.ps.model.table import ServedTable
 from fastdist.ps.model.table_weight import table_weight
 from fastdist.replicas.context import state
 from fastdist.training.module_structure import modules_of
+from fastdist.training.modules import SparseWeight
 
-# As many rows as a weight can stand for; ids of such tables are not its indices.
+# Rows of the weight of a table without a limit; its gradients' indices are not ids.
 UNLIMITED = 1 << 40
+
+
+class _PullRows(torch.autograd.Function):
+    """Pulls rows; the weight's gradient is sparse, as with nn.Embedding(sparse=True).
+
+    The weight stands for the table, and holds no values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, table: ServedTable
+    ) -> torch.Tensor:
+        ctx.ids, ctx.table, ctx.shape = ids, table, weight.shape
+        return table.pull(ids).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        (gradient,) = gradients
+        indices = ctx.table.gradient_indices(ctx.ids).reshape(1, -1)
+        sparse = torch.sparse_coo_tensor(
+            indices, gradient, ctx.shape, check_invariants=False, is_coalesced=True
+        )
+        return sparse, None, None
+
+
+class TableLookup(SparseWeight):
+    """Base of embeddings whose weight may be a table on parameter servers."""
+
+    _table: ServedTable | None
+
+    @property
+    def is_served(self) -> bool:
+        """True if the weight is a table on servers."""
+        return self.__dict__.get("_table") is not None
+
+    def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the unique ids, their rows, and for each given id the position of its row."""
+        table: ServedTable | None = self.__dict__.get("_table")
+        if table is None:
+            raise UnsupportedError(
+                f"{self} is a copy of an embedding whose rows are on parameter servers, and has no "
+                "connection to them; functions must use the embedding that was made in the scope"
+            )
+        unique, positions = torch.unique(ids, return_inverse=True)
+        rows = _PullRows.apply(self.weight, unique, table)  # type: ignore[no-untyped-call]
+        return unique, rows, positions
+
+    def _save_to_state_dict(self, values: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(values, prefix, keep_vars)  # type: ignore[misc]
+        table = self.__dict__.get("_table")
+        if table is not None:
+            rows = table.all_rows()
+            del values[f"{prefix}weight"]
+            if rows is not None:
+                values[f"{prefix}weight"] = rows
+
+    def _load_from_state_dict(self, values: dict[str, Any], prefix: str, *others: Any) -> None:
+        key = f"{prefix}weight"
+        if not self.is_served:
+            super()._load_from_state_dict(values, prefix, *others)  # type: ignore[misc]
+        elif key in values:
+            if values[key].shape != self.weight.shape:
+                raise ValueError(
+                    f"{key} has shape {tuple(values[key].shape)}, expected "
+                    f"{tuple(self.weight.shape)}"
+                )
+            self.__dict__["_table"].assign(values[key])
+
+
+class ServedEmbedding(TableLookup, nn.Embedding):
+    """An nn.Embedding whose weight is a table on servers."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return rows, as nn.Embedding."""
+        unique, rows, positions = self.look_up(input)
+        padding = position_of(self.padding_idx, unique)
+        return F.embedding(positions, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+
+
+class ServedEmbeddingBag(TableLookup, nn.EmbeddingBag):
+    """An nn.EmbeddingBag whose weight is a table on servers."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one row per bag, as nn.EmbeddingBag."""
+        unique, rows, positions = self.look_up(input)
+        return F.embedding_bag(
+            positions,
+            rows,
+            offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=position_of(self.padding_idx, unique),
+        )
+
+
 _SERVED: dict[type, type] = {
     nn.Embedding: ServedEmbedding,
     nn.EmbeddingBag: ServedEmbeddingBag,
 }
 
 
-class Table(Lookup, nn.Module):
-    """What embeddings that are made for tables have in common."""
+class TableLayer(TableLookup, nn.Module):
+    """Base of fastdist's own embeddings."""
 
     def __init__(
         self,
@@ -64,7 +161,7 @@ class Table(Lookup, nn.Module):
         self.cached_rows = cached_rows
         self.cache_age = cache_age
         rows = UNLIMITED if num_embeddings is None else num_embeddings
-        # Also where there are no servers, this says what is wrong with the arguments.
+        # Checks the arguments, with and without servers.
         table = _core.RowTable(
             embedding_dim,
             _core.UpdateRule("SGD"),
@@ -81,7 +178,7 @@ class Table(Lookup, nn.Module):
         elif num_embeddings is None:
             raise UnsupportedError(
                 "an embedding without a limit of rows needs parameter servers: make it in the "
-                "scope of a ParameterServerStrategy, or give num_embeddings"
+                "scope of a ParameterServerStrategy, or pass num_embeddings"
             )
         else:
             weight = torch.empty((rows, embedding_dim))
@@ -91,47 +188,47 @@ class Table(Lookup, nn.Module):
             self.weight = nn.Parameter(weight)
 
     def extra_repr(self) -> str:
-        """For `repr`."""
+        """Return the arguments, for `repr`."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-class Embedding(Table):
-    """Rows by their ids, kept by parameter servers where the strategy has such.
+class Embedding(TableLayer):
+    """An embedding whose rows parameter servers keep, if the strategy has servers.
 
-    There, memory is used for rows that have been trained, and for none that have not; without a
-    limit ids are any 64-bit integers, such as hashes. Elsewhere it is an nn.Embedding.
+    Servers use memory only for rows that have been trained. Without a limit, ids are any 64-bit
+    integers, such as hashes. Without parameter servers it is a plain nn.Embedding.
 
     Args:
-        num_embeddings: ids are below it; None: any.
+        num_embeddings: ids are below this number; None accepts any id.
         embedding_dim: elements of a row.
         initializer: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, deviation).
-        seed: of the initial values; they depend on it and the id alone.
+        seed: initial values depend on the seed and the id alone.
         storage: "float32", "bfloat16" or "int8", on servers.
-        max_rows: servers drop rows that were touched the longest ago over this number.
-        max_age: servers drop rows that so many pushes have not touched.
+        max_rows: above this number, servers drop the least recently touched rows.
+        max_age: servers drop rows that were not touched in this many pushes.
         padding_idx: an id whose row is zero, and does not learn.
-        cached_rows: so many rows a worker keeps, and need not pull again; its own pushes are seen
-            at once, those of others when a row is too old. For asynchronous workers alone.
-        cache_age: lookups after which a row is too old.
+        cached_rows: number of rows that a worker caches. It sees its own pushes at once, pushes of
+            other workers when a row expires. For asynchronous workers only.
+        cache_age: number of lookups after which a cached row expires.
 
     Raises:
-        UnsupportedError: no limit, and no parameter servers.
-        ValueError: an option that makes no sense.
+        UnsupportedError: there is neither a limit nor a parameter server.
+        ValueError: an option is out of range.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Rows of ids: shape (…, embedding_dim)."""
+        """Return the rows of ids: shape (…, embedding_dim)."""
         if not self.is_served:
             return F.embedding(input, self.weight, self.padding_idx)
-        unique, rows, places = self.look_up(input)
-        return F.embedding(places, rows, place_of(self.padding_idx, unique))
+        unique, rows, positions = self.look_up(input)
+        return F.embedding(positions, rows, position_of(self.padding_idx, unique))
 
 
-class EmbeddingBag(Table):
-    """Sums, means or maxima of rows, kept as those of `Embedding`.
+class EmbeddingBag(TableLayer):
+    """Sums, means or maxima of rows; the rows are kept as for `Embedding`.
 
     Args:
-        num_embeddings: as for `Embedding`, and so is everything that is not named here.
+        num_embeddings: see `Embedding`, also for options that are not listed here.
         embedding_dim: elements of a row.
         mode: "sum", "mean" or "max".
         include_last_offset: as for nn.EmbeddingBag.
@@ -158,12 +255,12 @@ class EmbeddingBag(Table):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One row for each bag: as nn.EmbeddingBag."""
+        """Return one row per bag, as nn.EmbeddingBag."""
         ids, padding = input, self.padding_idx
         weight: torch.Tensor = self.weight
         if self.is_served:
             unique, weight, ids = self.look_up(input)
-            padding = place_of(self.padding_idx, unique)
+            padding = position_of(self.padding_idx, unique)
         return F.embedding_bag(
             ids,
             weight,
@@ -175,13 +272,13 @@ class EmbeddingBag(Table):
         )
 
 
-def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The embeddings that become tables: those that learn, and whose weight nobody else uses.
+def table_embeddings(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the embeddings that become tables: trainable ones that do not share their weight.
 
-    Subclasses may use their weight in any way, so that it stays a dense variable.
+    Subclasses may use their weight in any way, so their weight stays a dense variable.
 
     Raises:
-        ValueError: one has a max_norm.
+        ValueError: an embedding has max_norm.
     """
     modules = list(modules_of(roots))
     users: dict[int, int] = {}
@@ -190,14 +287,14 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
             users[id(parameter)] = users.get(id(parameter), 0) + 1
     found: list[nn.Module] = []
     for module in modules:
-        if not isinstance(module, Table):
+        if not isinstance(module, TableLayer):
             is_exact = type(module) in (*_SERVED, *_SERVED.values())
             if not is_exact or users[id(module.weight)] > 1:
                 continue
             if module.max_norm is not None:
                 raise ValueError(
-                    f"{module} has max_norm, which changes rows in forward; rows on parameter "
-                    "servers are changed by optimizers alone"
+                    f"{module} has max_norm, which changes rows in forward; only optimizers can "
+                    "change rows on parameter servers"
                 )
         if isinstance(module.weight, nn.Parameter) and module.weight.requires_grad:
             found.append(module)
@@ -205,7 +302,7 @@ def tables_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _padding(index: int | None, rows: int | None) -> int | None:
-    """As nn.Embedding understands it: negative ones count from the end, if there is one."""
+    """Normalize padding_idx as nn.Embedding does: negative values count from the end."""
     if index is None or rows is None:
         return index
     if not -rows <= index < rows:
@@ -213,10 +310,18 @@ def _padding(index: int | None, rows: int | None) -> int | None:
     return index % rows
 
 
-def serve(module: nn.Module, rows: Rows) -> None:
-    """From now on the module's rows are those of a table, and its gradients are sparse."""
-    module.__dict__["_rows"] = rows
+def attach_table(module: nn.Module, table: ServedTable) -> None:
+    """Make a module use a table's rows from now on, with sparse gradients."""
+    module.__dict__["_table"] = table
     module.__dict__["sparse"] = True
-    module.weight.__dict__["rows"] = rows
+    module.weight.__dict__["table"] = table
     if module.__class__ in _SERVED:
         module.__class__ = _SERVED[module.__class__]
+
+
+def position_of(id_: int | None, unique: torch.Tensor) -> int | None:
+    """Return the position of an id among sorted ids; None if it is missing."""
+    if id_ is None:
+        return None
+    position = int(torch.searchsorted(unique, id_))
+    return position if position < unique.numel() and int(unique[position]) == id_ else None

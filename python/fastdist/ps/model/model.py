@@ -1,4 +1,4 @@
-"""The values of modules that are on servers, brought here and sent back."""
+"""The values of a scope's modules, pulled from servers and sent back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from fastdist.errors import FastdistError
 from fastdist.ps.client.batched import Pulled, begin_pulls, begin_pushes
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.commit import commit_round, discard_rounds
-from fastdist.ps.client.requests import Pending, all_of
+from fastdist.ps.client.requests import Pending, wait_for_all
 from fastdist.ps.client.row_cache import RowCache
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.dense import ServedTensor, exact_value
-from fastdist.ps.model.embeddings import Table, serve, tables_in
+from fastdist.ps.model.embeddings import TableLayer, attach_table, table_embeddings
 from fastdist.ps.model.plan import tensors_in
 from fastdist.ps.model.table import ServedTable
+from fastdist.ps.model.table_weight import convert_weight
 from fastdist.ps.wire.batches import SMALL_SIZE
 from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.specs import DenseSpec
@@ -31,16 +32,16 @@ from fastdist.training.modules import named_parameters
 
 
 class ServedModel:
-    """What was made in one scope.
+    """The modules and optimizers of one scope.
 
     Args:
         client: of this task.
-        bundle: what was made.
-        initialize: whether servers are to take the values that are here.
+        bundle: the contents of the scope.
+        initialize: True if servers must take this task's values.
         lock: of the client; all models of a task share it.
 
     Attributes:
-        bundle: what was made.
+        bundle: the contents of the scope.
         buffers: of its modules.
     """
 
@@ -53,7 +54,7 @@ class ServedModel:
         lock: threading.RLock,
     ) -> None:
         self.bundle = bundle
-        self.buffers = ServedBuffers(client, bundle.roots, bundle.at_once)
+        self.buffers = ServedBuffers(client, bundle.roots, bundle.concurrency)
         self._client = client
         self._lock = lock
         self._parameters: dict[int, ServedTensor] = {}  # by id
@@ -62,45 +63,45 @@ class ServedModel:
         self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
-        self._embeddings = {id(module.weight): module for module in tables_in(bundle.roots)}
+        self._embeddings = {id(module.weight): module for module in table_embeddings(bundle.roots)}
         self.connect(initialize=initialize)
         self._structure = structure_of(bundle.roots)
 
     def connect(self, *, initialize: bool) -> None:
-        """Find everything on the servers.
+        """Find all values on the servers.
 
         Args:
-            initialize: what is not there begins with the values that are here.
+            initialize: missing variables and tables start with this task's values.
         """
         tensors = [tensor for _, tensor in tensors_in(self.bundle.roots)]
         self._pulling = None
-        for place in self.bundle.places:
-            tensor = tensors[place.tensor]
-            if isinstance(place.spec, DenseSpec):
-                initial = exact_value(place.spec.name, tensor) if initialize else None
-                variable = ShardedVariable(self._client, place.spec, place.pieces, initial)
+        for placement in self.bundle.placements:
+            tensor = tensors[placement.tensor]
+            if isinstance(placement.spec, DenseSpec):
+                initial = exact_value(placement.spec.name, tensor) if initialize else None
+                variable = ShardedVariable(self._client, placement.spec, placement.pieces, initial)
                 if isinstance(tensor, nn.Parameter):
                     self._parameters[id(tensor)] = ServedTensor(tensor, variable)
                 else:
                     self.buffers.add(ServedTensor(tensor, variable))
                 continue
             assert isinstance(tensor, nn.Parameter)
-            rows = ShardedRows(self._client, place.spec, place.pieces)
+            rows = ShardedRows(self._client, placement.spec, placement.pieces)
             module = self._embeddings[id(tensor)]
             cache, padding = None, None
-            # On the chief a cache would hide what workers have done.
-            if isinstance(module, Table) and module.cached_rows and not initialize:
+            # On the chief a cache would hide the workers' changes.
+            if isinstance(module, TableLayer) and module.cached_rows and not initialize:
                 cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
-            if isinstance(module, Table) and module.num_embeddings is None:
-                padding = module.padding_idx  # whose row it may drop
+            if isinstance(module, TableLayer) and module.num_embeddings is None:
+                padding = module.padding_idx  # servers may drop this row
             self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache, padding)
-            serve(module, self._tables[id(tensor)])
-            if initialize and isinstance(module, Table) and module.padding_idx is not None:
-                rows.assign([module.padding_idx], np.zeros((1, place.spec.dim), np.float32))
+            attach_table(module, self._tables[id(tensor)])
+            if initialize and isinstance(module, TableLayer) and module.padding_idx is not None:
+                rows.assign([module.padding_idx], np.zeros((1, placement.spec.dim), np.float32))
 
     @property
     def sharded(self) -> list[ShardedVariable | ShardedRows]:
-        """Everything that is on servers, in the order in which it was made."""
+        """All variables and tables on servers, in the order of their creation."""
         everything: list[ServedTensor | ServedTable] = [
             *self._parameters.values(),
             *self._tables.values(),
@@ -111,23 +112,26 @@ class ServedModel:
     # --- values ---------------------------------------------------------------------------------
 
     def begin_pull(self) -> None:
-        """Ask for the values of all parameters and live buffers, unless they are on their way."""
+        """Request the values of all parameters and live buffers, unless a pull is in flight."""
         if self._pulling is not None:
             return
-        asked = [*self._parameters.values(), *self.buffers.live_ones()]
-        variables, rooms = [one.sharded for one in asked], [one.room() for one in asked]
-        self._pulling = asked, begin_pulls(self._client, variables, rooms)
+        tensors_to_pull = [*self._parameters.values(), *self.buffers.live_tensors()]
+        variables, outs = (
+            [served.sharded for served in tensors_to_pull],
+            [served.out() for served in tensors_to_pull],
+        )
+        self._pulling = tensors_to_pull, begin_pulls(self._client, variables, outs)
 
     def end_pull(self) -> None:
-        """Take the values that were asked for."""
+        """Wait for the pull, and store its values."""
         if self._pulling is None:
             return
-        (asked, pending), self._pulling = self._pulling, None
-        for served, pulled in zip(asked, pending.result(), strict=True):
-            served.take(pulled)
+        (tensors_to_pull, pending), self._pulling = self._pulling, None
+        for served, pulled in zip(tensors_to_pull, pending.result(), strict=True):
+            served.store(pulled)
 
     def assign_changed(self) -> None:
-        """Send what was changed here, by hand, to the servers."""
+        """Send values that the user has changed on this task."""
         changed = [served for served in self._parameters.values() if served.has_changed]
         for pending in [served.begin_assign() for served in changed]:
             pending.result()
@@ -136,23 +140,23 @@ class ServedModel:
     # --- gradients ------------------------------------------------------------------------------
 
     def served_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, float]]:
-        """The optimizer's parameters, and the learning rate of each.
+        """Return the optimizer's parameters, with the learning rate of each.
 
         Raises:
-            ValueError: hyperparameters besides lr have changed, lr is no number of 0 or more, there
-                are other groups, or a parameter is not served.
+            ValueError: hyperparameters other than lr have changed, lr is not a finite number of 0
+                or more, groups were added, or a parameter is not on the servers.
         """
         fixed = self._fixed[self.bundle.optimizers.index(optimizer)]
         if len(optimizer.param_groups) != len(fixed):
             raise ValueError(
                 f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups of "
-                f"parameters, and had {len(fixed)} when its scope ended, which servers go by: call "
-                "add_param_group in the scope"
+                f"parameters, but servers know the {len(fixed)} that it had when its scope ended: "
+                "call add_param_group in the scope"
             )
         if _fixed_rates(optimizer) != fixed:
             raise ValueError(
-                f"{type(optimizer).__name__}: parameter servers take a new lr at any time; other "
-                "hyperparameters are those that it had when its scope ended"
+                f"{type(optimizer).__name__}: only lr may change after the scope has ended; "
+                "parameter servers keep the other hyperparameters from then"
             )
         found = []
         for group in optimizer.param_groups:
@@ -164,7 +168,7 @@ class ServedModel:
             for parameter in group["params"]:
                 if not self.serves(parameter):
                     if not parameter.requires_grad:
-                        continue  # frozen: it stays as it is
+                        continue  # frozen
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not on the servers: it was not made in "
@@ -174,38 +178,38 @@ class ServedModel:
         return found
 
     def serves(self, parameter: torch.Tensor) -> bool:
-        """Whether the value of a parameter is on servers."""
+        """True if a parameter's value is on servers."""
         return id(parameter) in self._parameters or id(parameter) in self._tables
 
     @property
     def refuses_nonfinite(self) -> bool:
-        """Whether servers refuse gradients that are not finite."""
-        return any(place.spec.refuse_nonfinite for place in self.bundle.places)
+        """True if servers reject gradients that are not finite."""
+        return any(placement.spec.refuse_nonfinite for placement in self.bundle.placements)
 
     def is_small(self, parameter: torch.Tensor) -> bool:
-        """Whether its gradient had better be sent with others."""
+        """True if a parameter's gradient should share a message with others."""
         return id(parameter) in self._parameters and parameter.numel() <= SMALL_SIZE
 
     def begin_push(
         self,
-        given: Iterable[tuple[nn.Parameter, float | None]],
+        gradients: Iterable[tuple[nn.Parameter, float | None]],
         round: int,
         weight: float = 1.0,
     ) -> Pending[None]:
-        """Send the gradients of parameters, with learning rates, times `weight`."""
+        """Send the gradients of parameters times `weight`, with learning rates, without waiting."""
         dense, sent = [], []
-        for parameter, lr in given:
+        for parameter, lr in gradients:
             table = self._tables.get(id(parameter))
             if table is not None:
                 sent.append(table.begin_push(lr, round, weight))
             else:
                 gradient = _dense_gradient(parameter)
                 gradient = gradient if weight == 1.0 else gradient * np.float32(weight)
-                dense.append(self._parameters[id(parameter)].push_of(gradient, lr))
-        return all_of(self._client, [*sent, begin_pushes(self._client, dense, round)])
+                dense.append(self._parameters[id(parameter)].make_push(gradient, lr))
+        return wait_for_all(self._client.wait, [*sent, begin_pushes(self._client, dense, round)])
 
     def clear_gradients(self) -> None:
-        """Parameters have no gradients any more, of whatever function they were."""
+        """Drop all gradients, including those of earlier functions."""
         for table in self._tables.values():
             table.weight.grad = None
             table.forget()
@@ -213,7 +217,7 @@ class ServedModel:
             served.tensor.grad = None
 
     def forget_rows(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of these have been applied, or given up."""
+        """Finish with the gradients of these parameters, applied or not."""
         for parameter in parameters:
             if id(parameter) in self._tables:
                 self._tables[id(parameter)].forget()
@@ -226,10 +230,10 @@ class ServedModel:
         *,
         buffers: bool = False,
     ) -> None:
-        """Apply what is staged in a round for parameters, and for buffers where they are in it.
+        """Apply a round's gradients for parameters, and its changes of buffers if requested.
 
         Raises:
-            FastdistError: it has been discarded.
+            FastdistError: the round was discarded.
         """
         things: list[tuple[ShardedVariable | ShardedRows, float | None]]
         things = [(self._sharded_of(parameter), lr) for parameter, lr in rates]
@@ -239,7 +243,7 @@ class ServedModel:
             raise FastdistError(f"round {round} of gradients was discarded by a server")
 
     def discard(self, round: int) -> None:
-        """Drop what is staged in a round."""
+        """Drop everything that is staged in a round."""
         servers = {server for thing in self.sharded for server, _, _ in thing.parts()}
         discard_rounds(self._client, servers, [round])
 
@@ -250,18 +254,18 @@ class ServedModel:
     # --- the coordinator's ----------------------------------------------------------------------
 
     def rates(self) -> list[list[float]]:
-        """The learning rates of all optimizers' groups.
+        """Return the learning rates of all optimizers' groups.
 
         Raises:
             ValueError: another hyperparameter has changed.
         """
         for optimizer in self.bundle.optimizers:
             self.served_by(optimizer)
-            optimizer.__dict__["_opt_called"] = True  # by workers; schedulers look for it here
+            optimizer.__dict__["_opt_called"] = True  # schedulers check it; workers call step
         return [[float(group["lr"]) for group in o.param_groups] for o in self.bundle.optimizers]
 
     def set_rates(self, rates: list[list[float]]) -> None:
-        """Take learning rates of the chief, unless they are those that it sent before."""
+        """Set the chief's learning rates, unless they are the same as last time."""
         if rates == self._given_rates:
             return
         self._given_rates = rates
@@ -273,35 +277,36 @@ class ServedModel:
                     group["lr"] = rate
 
     def modes(self) -> list[bool]:
-        """What `train`, `eval` and `requires_grad_` have set.
+        """Return the flags that `train`, `eval` and `requires_grad_` set.
 
         Raises:
-            FastdistError: the modules have other parts than when the scope ended.
+            FastdistError: submodules, parameters or buffers were added or removed since the scope
+                ended.
         """
         if structure_of(self.bundle.roots) != self._structure:
             raise FastdistError(
-                "a module has got or lost parts since its scope ended, of which workers know "
-                "nothing: make all of it in the scope"
+                "a module has gained or lost submodules, parameters or buffers since its scope "
+                "ended, and workers do not have these changes: build the whole module in the scope"
             )
         tensors = [tensor for _, tensor in named_parameters(self.bundle.roots)]
         flags = [tensor.requires_grad for tensor in tensors]
         return [*flags, *(module.training for module in modules_of(self.bundle.roots))]
 
     def set_modes(self, modes: list[bool]) -> None:
-        """Take modes of the chief, unless they are those that it sent before."""
+        """Set the chief's flags, unless they are the same as last time."""
         if modes == self._given_modes:
             return
         self._given_modes = modes
-        given = iter(modes)
+        flags = iter(modes)
         for _, tensor in named_parameters(self.bundle.roots):
-            tensor.requires_grad_(next(given))
+            tensor.requires_grad_(next(flags))
         for module in modules_of(self.bundle.roots):
-            module.training = next(given)
+            module.training = next(flags)
 
-    def take_tables(self) -> None:
-        """Give servers the rows of embeddings that hold any, and keep none here."""
+    def convert_tables(self) -> None:
+        """Move the rows of embeddings that hold any to the servers."""
         for table in self._tables.values():
-            table.take_weight()
+            convert_weight(table)
         self._structure = structure_of(self.bundle.roots)
 
 
@@ -314,7 +319,7 @@ def _dense_gradient(parameter: nn.Parameter) -> Array:
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """The hyperparameters that are fixed."""
+    """Return the hyperparameters that must not change."""
     return [
         {key: value for key, value in group.items() if key in optimizer.defaults and key != "lr"}
         for group in optimizer.param_groups

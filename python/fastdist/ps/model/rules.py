@@ -1,4 +1,4 @@
-"""Update rules of servers from optimizers of torch."""
+"""Update rules of servers from torch's optimizers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from fastdist.ps.wire.specs import RuleSpec
 
-# How torch computes, not what.
-_NO_MATTER = frozenset({"foreach", "fused", "capturable", "differentiable"})
-# What servers can do in one way only, and that way's value.
+# Options that do not change the result.
+_IGNORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# Options that must have this value.
 _FIXED = {"amsgrad": False}
 _KINDS = {
     torch.optim.SGD: "SGD",
@@ -22,10 +22,10 @@ _KINDS = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec:
-    """What a server does with the gradients of one group of parameters.
+    """Return the update rule for one group of parameters.
 
     Raises:
-        ValueError: servers cannot do what this optimizer does.
+        ValueError: servers cannot apply this optimizer.
     """
     name = _KINDS.get(type(optimizer))
     if name is None:
@@ -44,14 +44,14 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec
         raise ValueError(f"{name} with decoupled_weight_decay=True is AdamW: use torch.optim.AdamW")
     options.pop("decoupled_weight_decay", None)
     rule = RuleSpec(name, options)
-    rule.make()  # says what is wrong with an option
+    rule.make()  # raises for an invalid option
     return rule
 
 
 def options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as plain numbers, without what others keep in it."""
+    """Return a group's hyperparameters as plain numbers, without keys that others added."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key in optimizer.defaults and key not in _NO_MATTER
+        if key in optimizer.defaults and key not in _IGNORED
     }

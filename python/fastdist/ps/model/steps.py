@@ -1,4 +1,4 @@
-"""Steps of optimizers whose parameters are on servers."""
+"""Optimizer steps for parameters on servers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import nn
 
 from fastdist.errors import FastdistError
 from fastdist.ps.client.requests import Pending
-from fastdist.ps.coordinator.worker import StepAborted, Turn
+from fastdist.ps.coordinator.worker import CallContext, StepAborted
 from fastdist.ps.model.model import ServedModel
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.training.tensor_stamps import GradientStamp
 
 _STEP_BITS, _OPTIMIZER_BITS = 20, 8
-# So many elements of small gradients are sent in one message.
-_JOINT_SIZE = 1 << 16
+# Number of elements of small gradients that are sent in one message.
+_MESSAGE_SIZE = 1 << 16
 
 
 @dataclass(slots=True)
 class _Staged:
-    """A gradient that was there in backward; its request, when it has been sent."""
+    """A gradient that backward has produced; `pending` is its request, once it has been sent."""
 
     stamp: GradientStamp
     values: tuple[str, str]
@@ -35,25 +35,25 @@ class _Staged:
 
 
 def _examples(replica: ReplicaContext | None) -> float:
-    """Of the batch that `run` was given on this worker; 1 where there is none."""
+    """Return the examples of the batch that `run` was given on this worker; 1 without a batch."""
     if replica is None or replica.examples is None:
         return 1.0
     return float(sum(replica.examples))
 
 
 class ServedSteps:
-    """Makes `step` of a model's optimizers send gradients to the servers, and fetch what they give.
+    """Makes `step` of a model's optimizers send gradients to servers, and pull the new values.
 
-    Gradients are sent while backward runs, small ones together, to wait on the servers for the
-    step. When something changes them in between (clipping, a second backward), they are sent again
-    by the step, and from then on by steps alone.
+    Gradients are sent while backward runs, small ones together, and wait on the servers for the
+    step. If something changes them before the step (clipping, a second backward), the step sends
+    them again, and later gradients of that optimizer are sent by steps only.
 
     Args:
-        model: what the optimizers train.
+        model: the modules and optimizers.
 
     Attributes:
-        is_fresh: whether the model has values that are new enough for the next function: it was
-            there already when the last step asked for them.
+        is_fresh: True if the model's values are recent enough for the next function: it was waiting
+            when the last step pulled them.
 
     Raises:
         ValueError: there are too many optimizers.
@@ -66,10 +66,10 @@ class ServedSteps:
         self.is_fresh = False
         self._model = model
         self._first = bundle.first_optimizer
-        self._turn: Turn | None = None
+        self._context: CallContext | None = None
         self._staged: dict[int, _Staged] = {}  # by the parameter's id
-        self._unsent: dict[int, list[nn.Parameter]] = {}  # by round: those to be sent together
-        self._steps = [0] * len(bundle.optimizers)  # in this turn
+        self._unsent: dict[int, list[nn.Parameter]] = {}  # by round
+        self._steps = [0] * len(bundle.optimizers)  # in this call
         self._is_early = [True] * len(bundle.optimizers)
         for number, optimizer in enumerate(bundle.optimizers):
             optimizer.__dict__["step"] = self._step_of(number, optimizer)
@@ -77,9 +77,9 @@ class ServedSteps:
                 for parameter in filter(model.serves, group["params"]):
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
 
-    def begin(self, turn: Turn) -> None:
-        """A function is called."""
-        self._turn = turn
+    def begin(self, context: CallContext) -> None:
+        """Prepare for a call of a function."""
+        self._context = context
         self.is_fresh = False
         self._steps = [0] * len(self._steps)
         self._staged.clear()
@@ -87,53 +87,53 @@ class ServedSteps:
         self._model.clear_gradients()
 
     def end(self) -> None:
-        """The function has ended; gradients that no step has taken are not applied."""
-        self._turn = None
+        """Finish a call; gradients that no step has used are dropped."""
+        self._context = None
         for round in {staged.round for staged in self._staged.values()}:
             self._model.discard(round)
         self._staged.clear()
         self._unsent.clear()
 
-    def _round(self, turn: Turn, number: int) -> int:
-        """Of this step of this optimizer; no other step of the job has it."""
+    def _round(self, context: CallContext, number: int) -> int:
+        """Return a number that no other step of the job has, for this step of this optimizer."""
         if self._steps[number] >> _STEP_BITS:
             raise FastdistError(f"over {1 << _STEP_BITS} steps in one scheduled function")
-        at = turn.group << _OPTIMIZER_BITS | self._first + number
+        at = context.group << _OPTIMIZER_BITS | self._first + number
         return at << _STEP_BITS | self._steps[number]
 
     # --- backward -------------------------------------------------------------------------------
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def gradient_is_there(parameter: torch.Tensor) -> None:
-            turn = self._turn
-            # Where workers step together, what one takes back could not be told from the rest.
-            if turn is None or turn.size > 1 or not self._is_early[number]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            context = self._context
+            # In a group, a worker could not take back what it has staged.
+            if context is None or context.size > 1 or not self._is_early[number]:
                 return
-            if id(parameter) not in self._staged:  # else a second backward
+            if id(parameter) not in self._staged:  # otherwise this is a second backward
                 assert isinstance(parameter, nn.Parameter)
-                round = self._round(turn, number)
-                stamp, values = GradientStamp(parameter), _summary(parameter)
+                round = self._round(context, number)
+                stamp, values = GradientStamp(parameter), _checksum(parameter)
                 self._staged[id(parameter)] = _Staged(stamp, values, round)
                 unsent = self._unsent.setdefault(round, [])
                 unsent.append(parameter)
                 is_small = self._model.is_small(parameter)
-                if not is_small or sum(one.numel() for one in unsent) >= _JOINT_SIZE:
+                if not is_small or sum(waiting.numel() for waiting in unsent) >= _MESSAGE_SIZE:
                     self._send(round)
 
-        return gradient_is_there
+        return on_gradient
 
     def _send(self, round: int) -> None:
-        """What backward has made for a round, unless it is gone already."""
-        given = [one for one in self._unsent.pop(round, ()) if one.grad is not None]
-        pending = self._model.begin_push([(parameter, None) for parameter in given], round)
-        for parameter in given:
+        """Send the gradients that backward has produced for a round, unless they were cleared."""
+        parameters = [p for p in self._unsent.pop(round, ()) if p.grad is not None]
+        pending = self._model.begin_push([(parameter, None) for parameter in parameters], round)
+        for parameter in parameters:
             self._staged[id(parameter)].pending = pending
 
     # --- step -----------------------------------------------------------------------------------
 
     def _step_of(self, number: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
         def step(self_: torch.optim.Optimizer, closure: Any = None) -> Any:
-            self_.__dict__["_opt_called"] = True  # which schedulers look for
+            self_.__dict__["_opt_called"] = True  # schedulers check it
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -145,96 +145,100 @@ class ServedSteps:
         return types.MethodType(step, optimizer)
 
     def _step(self, number: int, optimizer: torch.optim.Optimizer, weight: float) -> None:
-        turn = self._turn
-        if turn is None:
+        context = self._context
+        if context is None:
             raise FastdistError(
                 f"{type(optimizer).__name__}.step() was called outside a scheduled function: "
-                "parameters are on servers, which take gradients from workers; use "
+                "its parameters are on servers, which only workers update; use "
                 "ClusterCoordinator.schedule"
             )
         rates = self._model.served_by(optimizer)
-        given = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
+        gradients = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
         try:
-            if turn.size > 1:
-                self._step_together(turn, self._round(turn, number), rates, weight)
-            elif self._take_staged(turn, number, given):
-                self._model.commit(self._round(turn, number), given, 1.0)
-            elif self._model.refuses_nonfinite:  # all servers apply it, or none
-                round = self._round(turn, number)
-                self._model.begin_push(given, round).result()
-                self._model.commit(round, given, 1.0)
+            if context.size > 1:
+                self._step_together(context, self._round(context, number), rates, weight)
+            elif self._use_staged(context, number, gradients):
+                self._model.commit(self._round(context, number), gradients, 1.0)
+            elif self._model.refuses_nonfinite:  # so that all servers apply the step, or none
+                round = self._round(context, number)
+                self._model.begin_push(gradients, round).result()
+                self._model.commit(round, gradients, 1.0)
             else:
-                self._model.begin_push(given, 0).result()
+                self._model.begin_push(gradients, 0).result()
         except (Exception, StepAborted):
-            with contextlib.suppress(FastdistError):  # servers that are gone have dropped it
-                self._model.discard(self._round(turn, number))
+            with contextlib.suppress(FastdistError):  # a server that is gone has dropped it
+                self._model.discard(self._round(context, number))
             raise
         finally:
-            self._steps[number] += 1  # some servers may have ended the round
+            self._steps[number] += 1  # some servers may have finished the round
         self._model.forget_rows(parameter for parameter, _ in rates)
-        if turn.size == 1:
+        if context.size == 1:
             self._model.buffers.send_changed(1)
-        self.is_fresh = not turn.is_last()
+        self.is_fresh = not context.is_last()
         self._model.begin_pull()
         self._model.end_pull()
 
     def _step_together(
         self,
-        turn: Turn,
+        context: CallContext,
         round: int,
         rates: Sequence[tuple[nn.Parameter, float]],
         weight: float,
     ) -> None:
-        """The mean of all workers' gradients and changes of buffers, weighted.
+        """Apply the weighted mean of all workers' gradients and buffer changes.
 
-        Or none, when some could not be sent.
+        If a worker could not send its gradients, no worker's are applied.
         """
         failed: Exception | None = None
         try:
             if weight > 0:
-                given = [(parameter, None) for parameter, _ in rates if parameter.grad is not None]
-                self._model.begin_push(given, round, weight).result()
+                gradients = [
+                    (parameter, None) for parameter, _ in rates if parameter.grad is not None
+                ]
+                self._model.begin_push(gradients, round, weight).result()
                 self._model.buffers.stage_changed(round, weight)
-        except Exception as error:  # the others wait, and are to know
+        except Exception as error:  # raised by all workers of the group
             failed = error
 
-        def lead(total: float) -> None:
+        def commit(total: float) -> None:
             if failed is not None:
                 raise failed
             if total > 0:
                 self._model.commit(round, rates, total, buffers=True)
 
-        turn.commit(weight if failed is None else math.nan, lead)
+        context.commit(weight if failed is None else math.nan, commit)
 
-    def _take_staged(
-        self, turn: Turn, number: int, given: Sequence[tuple[nn.Parameter, float]]
+    def _use_staged(
+        self, context: CallContext, number: int, gradients: Sequence[tuple[nn.Parameter, float]]
     ) -> bool:
-        """Whether what was sent in backward is what the step is to apply; else it is dropped."""
+        """Return True if the gradients that backward has sent are valid; drop them otherwise."""
         if not self._is_early[number]:
             return False
-        now = self._round(turn, number)
+        now = self._round(context, number)
         for round in list(self._unsent):
             self._send(round)
-        taken = [self._staged.pop(id(parameter), None) for parameter, _ in given]
-        sent = [one for one in taken if one is not None and one.pending is not None]
-        for pending in [one.pending for one in sent if one.pending is not None]:
+        taken = [self._staged.pop(id(parameter), None) for parameter, _ in gradients]
+        sent = [staged for staged in taken if staged is not None and staged.pending is not None]
+        for pending in [staged.pending for staged in sent if staged.pending is not None]:
             pending.result()
-        if len(sent) == len(given) and not any(
-            one.round != now or one.stamp.is_stale(parameter) or one.values != _summary(parameter)
-            for one, (parameter, _) in zip(sent, given, strict=True)
+        if len(sent) == len(gradients) and not any(
+            staged.round != now
+            or staged.stamp.is_stale(parameter)
+            or staged.values != _checksum(parameter)
+            for staged, (parameter, _) in zip(sent, gradients, strict=True)
         ):
             return bool(sent)
         self._is_early[number] = False
-        for round in {one.round for one in sent}:
+        for round in {staged.round for staged in sent}:
             self._model.discard(round)
-        self._steps[number] += 1  # that round has ended
+        self._steps[number] += 1  # the discarded round cannot be used again
         return False
 
 
-def _summary(parameter: torch.Tensor) -> tuple[str, str]:
-    """Differs between gradients with other values; NaN is equal to NaN.
+def _checksum(parameter: torch.Tensor) -> tuple[str, str]:
+    """Return a checksum of a gradient's values; NaN equals NaN.
 
-    GradScaler.unscale_, and what is written through `.data`, leave no other trace.
+    GradScaler.unscale_, and writes through `.data`, do not bump the tensor's version.
     """
     gradient = parameter.grad
     assert gradient is not None

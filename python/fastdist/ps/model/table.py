@@ -1,4 +1,4 @@
-"""A table of rows on servers, as an embedding on this task sees it."""
+"""Tables of rows on servers, as embeddings of this task use them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from fastdist.errors import FastdistError
 from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.row_cache import RowCache
 from fastdist.ps.client.sharded import ShardedRows
-from fastdist.ps.model.rows import gradient_of
-from fastdist.ps.model.table_weight import TableWeight, table_weight
 from fastdist.ps.wire.frames import Array
 
 _CHUNK_ROWS = 65536
 
 
 class ServedTable:
-    """Rows on servers.
+    """A table of rows on servers.
 
     Args:
-        weight: the parameter that stands for them.
-        rows: where they are.
-        lock: of the client; replicas of one process share it, and this.
-        cache: of rows; None: all are pulled each time.
+        weight: the parameter that stands for the rows.
+        rows: the table on the servers.
+        lock: of the client; replicas of one process share it, and this object.
+        cache: of rows; None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.
     """
 
@@ -45,22 +43,22 @@ class ServedTable:
         self._padding = padding
         self._lock = lock
         self._is_hashed = rows.spec.rows is None
-        # Of a table without a limit: the ids of the rows of gradients, from the place `_first` on.
+        # For a table without a limit: the ids of gradients' rows, from index `_first_index` on.
         self._ids: list[Array] = []
-        self._first = self._count = 0
+        self._first_index = self._next_index = 0
         self._pushed: list[Array] = []
-        self._steps: tuple[int, ...] = ()  # of the values that were pulled, the oldest
+        self._steps: tuple[int, ...] = ()  # of the oldest pulled values
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServedTable:
-        """Copies of a module have their rows in the same place."""
+        """Return the same table: copies of a module share their rows."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled modules find it where they arrive, if they do."""
+        """Pickle as None: an unpickled module is connected again, if at all, where it arrives."""
         return type(None), ()
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [ids, dim] on the device of the ids."""
+        """Return rows [ids, dim] on the device of the ids."""
         own = ids.cpu().numpy()
         with self._lock:
             rows = self._pull(own)
@@ -76,28 +74,28 @@ class ServedTable:
         self._steps = tuple(map(min, self._steps or pending.steps, pending.steps))
         return rows
 
-    def indices(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where in the gradient of the weight the rows of these ids are.
+    def gradient_indices(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the indices of these ids' rows in the weight's gradient.
 
-        Ids of 64 bits are beyond any tensor: their rows are counted.
+        Without a limit, ids may exceed any tensor's size: their rows are numbered instead.
         """
         if not self._is_hashed:
             return ids
         with self._lock:
-            begin, self._count = self._count, self._count + ids.numel()
+            begin, self._next_index = self._next_index, self._next_index + ids.numel()
             self._ids.append(ids.cpu().numpy())
-        return torch.arange(begin, self._count, device=ids.device)
+        return torch.arange(begin, self._next_index, device=ids.device)
 
     def begin_push(self, lr: float | None, round: int, weight: float) -> Pending[None]:
-        """Send the weight's gradient, times `weight`."""
-        indices, values = gradient_of(self.weight)
+        """Send the weight's gradient, times `weight`, without waiting."""
+        indices, values = _sparse_gradient(self.weight)
         ids = self._ids_at(indices) if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
         self._pushed.append(ids)
         return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
 
-    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The weight's gradient, with each row once."""
+    def coalesce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the weight's gradient with each row once."""
         if not self._is_hashed:
             return gradient.coalesce()
         indices = gradient._indices()[0]
@@ -114,17 +112,17 @@ class ServedTable:
     def _ids_at(self, places: Array) -> Array:
         if not places.size:
             return places
-        if not self._first <= places.min() <= places.max() < self._count:
+        if not self._first_index <= places.min() <= places.max() < self._next_index:
             raise FastdistError(
-                f"the gradient of {self.name} has rows of a backward that an earlier step or "
-                "function has done with: gradients of a table without a limit of rows are not to "
-                "be kept elsewhere than in the parameter"
+                f"the gradient of {self.name} has rows of a backward pass whose gradients an "
+                "earlier step or function has already used: keep gradients of a table without a "
+                "limit of rows only in the parameter"
             )
-        ids: Array = np.concatenate(self._ids)[places - self._first]
+        ids: Array = np.concatenate(self._ids)[places - self._first_index]
         return ids
 
     def forget(self) -> None:
-        """The gradient has been applied, or given up: pull its rows again."""
+        """Finish with the gradient, applied or not: cached rows of its pushes are stale."""
         if self._cache is not None:
             for ids in self._pushed:
                 self._cache.forget(ids)
@@ -134,22 +132,13 @@ class ServedTable:
             self._drop_ids()
 
     def _drop_ids(self) -> None:
-        """Those that no gradient refers to; it may stay when it has been applied."""
+        """Drop the ids that no gradient refers to; a gradient may stay after it was applied."""
         gradient = self.weight.grad
-        kept = self._count
+        kept = self._next_index
         if gradient is not None and gradient._nnz():
             kept = int(gradient._indices().min())
-        while self._ids and self._first + self._ids[0].size <= kept:
-            self._first += self._ids.pop(0).size
-
-    def take_weight(self) -> None:
-        """Give the servers what the weight holds, and keep nothing here."""
-        weight = self.weight
-        if not isinstance(weight, TableWeight):
-            self.assign(weight)
-            rows, dim = weight.shape
-            weight.data = table_weight(rows, dim, weight.dtype, weight.device).data
-            weight.__class__ = TableWeight
+        while self._ids and self._first_index + self._ids[0].size <= kept:
+            self._first_index += self._ids.pop(0).size
 
     def assign(self, values: torch.Tensor) -> None:
         """Set all rows of a table with a limit."""
@@ -157,8 +146,8 @@ class ServedTable:
             part = values[begin : begin + _CHUNK_ROWS].detach().float().cpu().numpy()
             self.sharded.assign(np.arange(begin, begin + len(part)), part)
 
-    def value(self) -> torch.Tensor | None:
-        """All rows of a table with a limit."""
+    def all_rows(self) -> torch.Tensor | None:
+        """Return all rows of a table with a limit; None without a limit."""
         spec = self.sharded.spec
         if spec.rows is None:
             return None
@@ -167,3 +156,13 @@ class ServedTable:
             ids = np.arange(begin, min(begin + _CHUNK_ROWS, spec.rows))
             out[begin : begin + ids.size] = torch.from_numpy(self.sharded.pull(ids))
         return out
+
+
+def _sparse_gradient(weight: torch.Tensor) -> tuple[Array, Array]:
+    """Return the indices, which may repeat, and the values of a weight's gradient."""
+    gradient = weight.grad
+    assert gradient is not None
+    if not gradient.is_sparse:  # the user assigned it
+        gradient = gradient.to_sparse(1)
+    indices = gradient._indices()[0].cpu().numpy()
+    return indices, gradient._values().detach().float().cpu().numpy()

@@ -1,4 +1,4 @@
-"""What stands for the weight of an embedding whose rows are on servers."""
+"""The parameter that stands for a table of rows on servers, and its gradient."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import torch
 from torch import nn
 
 from fastdist.errors import UnsupportedError
-from fastdist.ps.model.rows import Rows
-from fastdist.ps.model.rows_gradient import RowsGradient
+from fastdist.ps.model.table import ServedTable
 
 
 class TableWeight(nn.Parameter):
-    """A parameter of any size that has the memory of one element, and holds nothing.
+    """A parameter of any size with the memory of one element, and without values.
 
-    It says what it is (shape, dtype, …), and has gradients and hooks. Copies of it are of its kind;
-    of a tensor like it (an optimizer may make such for its state) all elements are one.
+    It has shape, dtype, gradients and hooks. Its copies are of the same class; tensors made like it
+    (as optimizers make for their state) share one element.
 
     Attributes:
-        rows: the table, as soon as it is known.
+        table: the rows on servers, once they are known.
 
     Raises:
-        UnsupportedError: something would read or write its values.
+        UnsupportedError: an operation would read or write values.
     """
 
-    rows: Rows
+    table: ServedTable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
         if id(self) not in memo:
@@ -54,70 +53,81 @@ class TableWeight(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Let what asks for no values pass; what makes a tensor of its size makes one element."""
+        """Allow operations that need no values; operations like zeros_like make one element."""
         kwargs = kwargs or {}
         weight = args[0] if args and isinstance(args[0], TableWeight) else None
         with torch._C.DisableTorchFunctionSubclass():
-            if weight is not None and function in _COPIES:
-                one = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
-                return weight._copy(one.dtype, one.device)
+            if weight is not None and function in _COPYING:
+                element = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
+                return weight._copy(element.dtype, element.device)
             if weight is not None and function in _ALIKE:
-                one = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
-                return one.expand(weight.shape)
+                element = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
+                return element.expand(weight.shape)
             if function == _GRAD and weight is not None:
                 return _gradient(weight)
-            if function in _ABOUT or _takes_over(function, args):
+            if function in _METADATA or _replaces_data(function, args):
                 return function(*args, **kwargs)
-        _refuse(function, [*args, *kwargs.values()])
+        _raise_unsupported(function, [*args, *kwargs.values()])
 
 
 def table_weight(
     rows: int, dim: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> TableWeight:
-    """The weight of an embedding whose rows are on servers."""
+    """Create the weight of an embedding whose rows are on servers."""
     return TableWeight(torch.zeros((), dtype=dtype, device=device).expand(rows, dim))
 
 
-def _rows_of(weight: TableWeight) -> Rows | None:
-    return weight.__dict__.get("rows")
+def convert_weight(table: ServedTable) -> None:
+    """Move the values of a table's weight to the servers; the weight keeps none."""
+    weight = table.weight
+    if not isinstance(weight, TableWeight):
+        table.assign(weight)
+        rows, dim = weight.shape
+        weight.data = table_weight(rows, dim, weight.dtype, weight.device).data
+        weight.__class__ = TableWeight
+
+
+def _table_of(weight: TableWeight) -> ServedTable | None:
+    return weight.__dict__.get("table")
 
 
 def _gradient(weight: TableWeight) -> torch.Tensor | None:
-    gradient, rows = weight.grad, _rows_of(weight)
-    if type(gradient) is torch.Tensor and gradient.is_sparse and rows is not None:
+    gradient, table = weight.grad, _table_of(weight)
+    if type(gradient) is torch.Tensor and gradient.is_sparse and table is not None:
         gradient.__class__ = RowsGradient
-        gradient.__dict__["rows"] = rows
+        gradient.__dict__["table"] = table
     return gradient
 
 
-def _takes_over(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is `weight.data = copy`, as of modules that are moved."""
+def _replaces_data(function: Any, args: tuple[Any, ...]) -> bool:
+    """True for `weight.data = copy`, which moving a module does."""
     return function == torch.Tensor.data.__set__ and isinstance(args[1], TableWeight)  # type: ignore[attr-defined]
 
 
-def _refuse(function: Any, given: list[Any]) -> NoReturn:
-    weight = next(_weights(given), None)
-    rows = None if weight is None else _rows_of(weight)
-    table = "of an embedding" if rows is None else rows.name
-    name = getattr(function, "__name__", repr(function))
-    if name in ("__get__", "__set__"):
-        name = function.__self__.__name__
+def _raise_unsupported(function: Any, arguments: list[Any]) -> NoReturn:
+    weight = next(_weights(arguments), None)
+    table = None if weight is None else _table_of(weight)
+    name = "of an embedding" if table is None else table.name
+    operation = getattr(function, "__name__", repr(function))
+    if operation in ("__get__", "__set__"):
+        operation = function.__self__.__name__
     raise UnsupportedError(
-        f"{name} needs the values of the weight {table}, whose rows are on parameter servers: none "
-        "of them is here. Call the layer, with the ids of rows that are needed. Where all are, "
-        "keep them dense: in a subclass of nn.Embedding, or as a weight that two modules share"
+        f"{operation} needs the values of the weight {name}, whose rows are on parameter servers, "
+        "not in this process. Call the layer with the ids of the rows that are needed. If all are "
+        "needed, keep them dense: in a subclass of nn.Embedding, or as a weight that two modules "
+        "share"
     )
 
 
-def _weights(given: Any) -> Iterator[TableWeight]:
-    for one in given:
-        if isinstance(one, TableWeight):
-            yield one
-        elif isinstance(one, (list, tuple)):
-            yield from _weights(one)
+def _weights(arguments: Any) -> Iterator[TableWeight]:
+    for argument in arguments:
+        if isinstance(argument, TableWeight):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _weights(argument)
 
 
-_COPIES = frozenset(
+_COPYING = frozenset(
     (
         torch.clone,
         torch.Tensor.clone,
@@ -140,7 +150,7 @@ _FIELDS = [
     if isinstance(field, types.GetSetDescriptorType) and name not in _VALUES
 ]
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_ABOUT = frozenset(
+_METADATA = frozenset(
     (
         *(field.__get__ for field in _FIELDS),
         *(field.__set__ for field in _FIELDS),
@@ -175,3 +185,61 @@ _ABOUT = frozenset(
         torch.numel,
     )
 )
+
+
+class RowsGradient(torch.Tensor):
+    """A sparse gradient with the norms and bounds of the dense gradient that it stands for.
+
+    torch's gradient clipping does not support sparse tensors. Copies are plain sparse tensors.
+
+    Attributes:
+        table: the rows on servers.
+    """
+
+    table: ServedTable
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _FOREACH:
+            return [_FOREACH[function](one, *args[1:], **kwargs) for one in args[0]]
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _NORMS:
+                values = args[0].table.coalesce(args[0])._values()
+                return function(values, *args[1:], **kwargs) if len(values) else values.sum()
+            if function in _BOUNDS:
+                return _bound(function, args[0], *args[1:], **kwargs)
+            return function(*args, **kwargs)
+
+
+def _bound(function: Any, gradient: RowsGradient, *args: Any, **kwargs: Any) -> RowsGradient:
+    """Clamp each row's sum instead of its addends."""
+    if float(function(torch.zeros(()), *args, **kwargs)) != 0:
+        raise UnsupportedError(
+            "bounds for a gradient of rows on parameter servers must include 0: other bounds would "
+            "change all rows"
+        )
+    bounded = gradient.table.coalesce(gradient)
+    function(bounded._values(), *args, **kwargs)
+    gradient.data = bounded
+    torch.autograd.graph.increment_version(gradient)
+    return gradient
+
+
+_NORMS = frozenset((torch.linalg.vector_norm, torch.norm, torch.Tensor.norm))
+_BOUNDS = frozenset((torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_))
+_FOREACH = {
+    torch._foreach_norm: torch.linalg.vector_norm,
+    torch._foreach_mul_: torch.Tensor.mul_,
+    torch._foreach_clamp_min_: torch.Tensor.clamp_min_,
+    torch._foreach_clamp_max_: torch.Tensor.clamp_max_,
+}

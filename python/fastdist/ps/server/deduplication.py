@@ -1,4 +1,4 @@
-"""Which changes a server has applied already, so that a request sent again changes nothing."""
+"""Tracks which changes a server has applied, so that a repeated request changes nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-# A client has fewer requests under way, and jobs have fewer clients.
+# Above what a client has in flight, and above the number of clients of a job.
 MAX_REQUESTS = 1024
 _MAX_CLIENTS = 1 << 16
 
 
 class Progress(enum.Enum):
-    """How far a change is that has not been replied to."""
+    """The progress of a change without a reply."""
 
     NEW = enum.auto()
     RUNNING = enum.auto()
@@ -25,26 +25,26 @@ class _Client:
     progress: dict[int, Progress | bytes] = field(default_factory=dict)
 
 
-class Applied:
-    """The changes of each client that it may still send again. Safe for several threads."""
+class Deduplicator:
+    """The changes that each client may still repeat. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
 
     def begin(self, client: bytes, number: int, floor: int) -> Progress | bytes:
-        """Note that a change is to be applied now, if it is new.
+        """Return the progress of a change; a new change counts as running from now on.
 
         Args:
-            client: who sent it.
+            client: the sender.
             number: of the change.
-            floor: the client sends none below this again.
+            floor: the client will not repeat changes below this number.
 
         Returns:
-            How far it was before; of one that is applied, the body of the reply.
+            The progress before this call, or for an applied change the body of its reply.
 
         Raises:
-            ValueError: the client has far too many requests under way.
+            ValueError: the client has far too many requests in flight.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())
@@ -65,7 +65,7 @@ class Applied:
             return progress
 
     def end(self, client: bytes, number: int, reply: bytes | None) -> None:
-        """A change that was new has been applied; or, None, has failed and may be tried again."""
+        """Store the reply to a change that was new; None if it failed and may be tried again."""
         with self._lock:
             known = self._clients.get(client)
             if known is None or number not in known.progress:

@@ -1,4 +1,4 @@
-"""Where a server listens, and whom it lets in."""
+"""The server's sockets, and the check of its clients' keys."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from urllib.parse import SplitResult, urlsplit
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from fastdist.ps.wire.access import guard
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.keys import Keys, use_server_keys
 
 
 def require_keys(address: str, keys: Keys | None) -> None:
-    """Raise unless there are keys or only processes of this machine can reach the address.
+    """Raise if other machines can reach the address and there are no keys.
 
     Raises:
-        ValueError: others can.
+        ValueError: the address needs keys.
     """
     if keys is None and not _is_local(address):
         raise ValueError(
-            f"{address} can be reached from other machines: give keys=Keys.make(), the same "
-            "to all clients, or listen on tcp://127.0.0.1:*"
+            f"{address} can be reached from other machines: pass keys=Keys.make(), and the same "
+            "keys to all clients, or listen on tcp://127.0.0.1:*"
         )
 
 
 def listen(
     context: zmq.Context[Any], address: str, keys: Keys | None, sockets: int, max_frame_bytes: int
 ) -> list[zmq.Socket[bytes]]:
-    """Bind ROUTER sockets to one address; the kernel gives each some of the connections.
+    """Bind ROUTER sockets to one address; the kernel distributes connections among them.
 
     Args:
         context: of the server.
-        address: as ZeroMQ names it; more than one socket need TCP.
+        address: as ZeroMQ names it; more than one socket requires TCP.
         keys: of the job.
         sockets: how many.
         max_frame_bytes: connections that send larger frames are dropped.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is invalid.
         zmq.ZMQError, OSError: the address cannot be bound.
     """
-    _split(address)
+    _parse(address)
     routers: list[zmq.Socket[bytes]] = []
     try:
         for _ in range(sockets):
@@ -53,9 +52,9 @@ def listen(
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
-                guard(router, keys)
+                use_server_keys(router, keys)
             if sockets > 1:
-                router.setsockopt(zmq.USE_FD, _shared_listener(_split(address)))
+                router.setsockopt(zmq.USE_FD, _shared_listener(_parse(address)))
             router.bind(address)
             address = router.getsockopt_string(zmq.LAST_ENDPOINT)
     except BaseException:
@@ -65,22 +64,22 @@ def listen(
     return routers
 
 
-def admit(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
-    """Let in who has the client's key, and nobody else."""
+def start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
+    """Start the check of clients: only the job's client key is accepted."""
 
-    class OnlyOurs:
+    class JobKeyOnly:
         def callback(self, domain: str, key: bytes) -> bool:
             del domain
             return key.decode() == keys.client_public
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=OnlyOurs())
+    authenticator.configure_curve_callback(domain="*", credentials_provider=JobKeyOnly())
     return authenticator
 
 
 def _shared_listener(address: SplitResult) -> int:
-    """A listening socket whose port others may listen on, too; ZeroMQ closes it."""
+    """Return a listening socket that shares its port with others; ZeroMQ closes it."""
     host = "0.0.0.0" if address.hostname == "*" else address.hostname
     family, kind, protocol, _, where = socket.getaddrinfo(
         host, address.port or 0, socket.AF_INET, socket.SOCK_STREAM
@@ -94,8 +93,8 @@ def _shared_listener(address: SplitResult) -> int:
         return listener.detach()
 
 
-def _split(address: str) -> SplitResult:
-    """`*` stands for a free port, which is 0 elsewhere."""
+def _parse(address: str) -> SplitResult:
+    """Parse an address; `*` stands for a free port, which other APIs call 0."""
     parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
     try:
         _ = parts.port
@@ -105,7 +104,7 @@ def _split(address: str) -> SplitResult:
 
 
 def _is_local(address: str) -> bool:
-    parts = _split(address)
+    parts = _parse(address)
     if parts.scheme in ("ipc", "inproc"):
         return True
     host = parts.hostname or ""

@@ -1,4 +1,4 @@
-"""What a server keeps, by number and by name."""
+"""The variables and tables of a server, by number and by name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.ps.wire.batches import SMALL_SIZE
+from fastdist.ps.wire.batches import PART_SIZE, SMALL_SIZE
 from fastdist.ps.wire.frames import Array
-from fastdist.ps.wire.parts import PART_SIZE
 from fastdist.ps.wire.protocol import RestartedError
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
 _INDEX_BITS = 32
 
 
-class Objects:
-    """Dense variables and tables. Safe for several threads.
+class Registry:
+    """Dense variables and tables of a server. Thread-safe.
 
-    The high half of a number is chance, chosen when the server begins: what was kept by one that
-    ran at the same address before is never taken for what this one keeps.
+    The high half of an object's number is the incarnation, chosen at random when the server starts:
+    numbers from an earlier server at the same address never refer to this server's objects.
     """
 
     def __init__(self) -> None:
@@ -29,25 +28,25 @@ class Objects:
         self.clear()
 
     def clear(self) -> None:
-        """Drop everything; numbers that were given out are never used again."""
+        """Drop all objects. Their numbers are never used again."""
         with self._creating:
             self._incarnation = secrets.randbelow((1 << 32) - 1) + 1
-            self._kept: list[tuple[Spec, Any]] = []
+            self._stored: list[tuple[Spec, Any]] = []
             self._numbers: dict[str, int] = {}
 
     def all(self) -> list[tuple[int, Spec, Any]]:
-        """Numbers, specs, and what was made of them."""
+        """Return the number, spec and object of everything that is kept."""
         first = self._incarnation << _INDEX_BITS
-        return [(first | i, spec, kept) for i, (spec, kept) in enumerate(list(self._kept))]
+        return [(first | i, spec, stored) for i, (spec, stored) in enumerate(list(self._stored))]
 
     def create(self, spec: Spec, make: Callable[[], _core.DenseVariable | _core.RowTable]) -> int:
-        """Make what does not exist yet.
+        """Create an object, or find the one with this name.
 
         Returns:
             Its number.
 
         Raises:
-            ValueError: it exists with another spec.
+            ValueError: an object of this name exists with another spec.
         """
         with self._creating:
             number = self._numbers.get(spec.name)
@@ -56,62 +55,63 @@ class Objects:
                 if to_json(known) != to_json(spec):
                     raise ValueError(f"{spec.name!r} exists as {known}, got {spec}")
                 return number
-            self._kept.append((spec, make()))
-            number = self._incarnation << _INDEX_BITS | len(self._kept) - 1
+            self._stored.append((spec, make()))
+            number = self._incarnation << _INDEX_BITS | len(self._stored) - 1
             self._numbers[spec.name] = number
             return number
 
     def find(self, number: int) -> tuple[Spec, Any]:
-        """Spec and object.
+        """Return the spec and the object with this number.
 
         Raises:
-            RestartedError: it was kept by a server before this one.
-            ValueError: there is none.
+            RestartedError: an earlier server kept it.
+            ValueError: the number is unknown.
         """
-        self.require_same(number)
+        self.require_incarnation(number)
         index = number & (1 << _INDEX_BITS) - 1
-        if index >= len(self._kept):
-            raise ValueError(f"object {index} does not exist, there are {len(self._kept)}")
-        return self._kept[index]
+        if index >= len(self._stored):
+            raise ValueError(f"object {index} does not exist, there are {len(self._stored)}")
+        return self._stored[index]
 
-    def require_same(self, number: int) -> None:
-        """Raise unless a number was given by this server.
+    def require_incarnation(self, number: int) -> None:
+        """Raise unless this server gave out the number.
 
         Raises:
-            RestartedError: it was another one.
+            RestartedError: an earlier server did.
         """
         if number >> _INDEX_BITS != self._incarnation:
             raise RestartedError(
-                "the server has been started again, or serves another job, since these variables "
-                "and tables were made, and keeps nothing of them"
+                "the server was restarted, or serves another job, since these variables and tables "
+                "were made, and no longer has them"
             )
 
     def dense(self, number: int) -> tuple[DenseSpec, _core.DenseVariable]:
-        """A dense variable.
+        """Return a dense variable and its spec.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the object is a table.
         """
-        spec, kept = self.find(number)
+        spec, stored = self.find(number)
         if not isinstance(spec, DenseSpec):
             raise ValueError(f"{spec.name!r} is a RowsSpec, expected a DenseSpec")
-        return spec, kept
+        return spec, stored
 
-    def small(self, numbers: Array) -> list[tuple[DenseSpec, _core.DenseVariable]]:
-        """Dense variables that one message is about.
+    def small_dense(self, numbers: Array) -> list[tuple[DenseSpec, _core.DenseVariable]]:
+        """Return the dense variables that one message names.
 
         Raises:
-            ValueError: one is none, or larger than `SMALL_SIZE`, or all are than `PART_SIZE`.
+            ValueError: an object is a table or larger than `SMALL_SIZE`, or all together are larger
+                than `PART_SIZE`.
         """
         if numbers.size > PART_SIZE:
-            raise ValueError(f"{numbers.size} variables in a message, allowed are {PART_SIZE}")
+            raise ValueError(f"{numbers.size} variables in a message, the limit is {PART_SIZE}")
         found, size = [], 0
         for number in numbers.tolist():
             spec, variable = self.dense(number)
             if spec.size > SMALL_SIZE:
                 raise ValueError(
-                    f"{spec.name!r} of {spec.size} elements in a message of several variables, "
-                    f"which takes those of up to {SMALL_SIZE}"
+                    f"{spec.name!r} of {spec.size} elements in a message for several variables, "
+                    f"the limit is {SMALL_SIZE} elements each"
                 )
             size += spec.size
             if size > PART_SIZE:
@@ -120,12 +120,12 @@ class Objects:
         return found
 
     def rows(self, number: int) -> tuple[RowsSpec, _core.RowTable]:
-        """A table of rows.
+        """Return a table of rows and its spec.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the object is a dense variable.
         """
-        spec, kept = self.find(number)
+        spec, stored = self.find(number)
         if not isinstance(spec, RowsSpec):
             raise ValueError(f"{spec.name!r} is a DenseSpec, expected a RowsSpec")
-        return spec, kept
+        return spec, stored

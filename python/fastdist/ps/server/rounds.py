@@ -1,4 +1,4 @@
-"""Gradients that a server keeps until all of their round have come."""
+"""Gradients that a server stages until their round is committed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from fastdist.ps.wire.frames import Array
 OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
 _FINISHED = 4096
 _MAX_OPEN = 1024
-_ENTRY_BYTES = 512  # what a gradient takes besides its values
-# Frames below this size share memory with others that came with them; kept, they would keep it all.
+_ENTRY_BYTES = 512  # overhead of a staged gradient
+# Smaller frames share memory with others that were received together, and would keep all of it.
 _SHARED_BYTES = 8192
 
-
-# Of a dense variable, the first element of a part, and the part's gradient; of a table, ids and
+# For a dense variable: the first element of a part, and the part's gradient. For a table: ids and
 # gradients.
 Gradient = tuple[Any, Array]
 
 
 @dataclass(slots=True)
-class _Round:
-    """One that is open.
+class _OpenRound:
+    """A round that is neither applied nor discarded.
 
     Attributes:
-        staged: of each object, what came.
-        nbytes: of what is staged.
-        touched: when somebody used it, on the monotonic clock.
-        is_closed: it is being applied.
+        staged: the gradients of each object, by its number.
+        nbytes: of the staged gradients.
+        touched: time of the last use, on the monotonic clock.
+        is_closed: True while the round is being applied.
     """
 
     staged: dict[int, list[Gradient]] = field(default_factory=dict)
@@ -44,14 +43,14 @@ class _Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """What a complete round does to one object.
+class StagedUpdate:
+    """The update of one object when its round is committed.
 
     Attributes:
         number: of the object.
         lr: learning rate; None for the update rule's own.
-        staged: what came.
-        scale: what the sum is multiplied by.
+        staged: the gradients.
+        scale: factor of their sum.
     """
 
     number: int
@@ -60,12 +59,12 @@ class Sum:
     scale: np.float32
 
     def rows(self) -> tuple[Array, Array]:
-        """Ids, of which some are equal, and gradients, of a table."""
+        """Return ids and gradients for a table; ids may repeat."""
         ids, gradients = zip(*self.staged, strict=True)
-        return _joined(ids), self._scaled(_joined(gradients))
+        return _concatenate(ids), self._scaled(_concatenate(gradients))
 
     def parts(self) -> Iterator[tuple[int, Array]]:
-        """First elements and gradients of the parts of a dense variable."""
+        """Yield the first element and the gradient of each part of a dense variable."""
         parts: dict[int, Array] = {}
         for begin, gradient in self.staged:
             known = parts.get(begin)
@@ -77,109 +76,114 @@ class Sum:
 
 
 class Rounds:
-    """All rounds of a server. Safe for several threads.
+    """All rounds of a server. Thread-safe.
 
     Args:
-        max_bytes: of gradients that are staged at a time.
-        idle_s: a round that nobody has touched for so long is discarded.
+        max_bytes: limit for all staged gradients.
+        idle_s: a round that is not used for this long is discarded.
     """
 
     def __init__(self, max_bytes: int, idle_s: float = 600.0) -> None:
         self._max_bytes = max_bytes
         self._idle_s = idle_s
         self._lock = threading.Lock()
-        self._open: dict[int, _Round] = {}
+        self._open: dict[int, _OpenRound] = {}
         self._finished: OrderedDict[int, str] = OrderedDict()
 
     def stage(self, round_: int, gradients: Sequence[tuple[int, Gradient]]) -> None:
-        """Keep gradients, unless their round has ended.
+        """Stage gradients for a round; a round that has ended ignores them.
 
         Args:
-            round_: which they are of.
-            gradients: what came, each with the number of its object; kept as it is.
+            round_: the round's number.
+            gradients: each with the number of its object. Large arrays are kept without a copy.
 
         Raises:
-            MemoryError: too much is staged.
+            MemoryError: the staged gradients would exceed the limit.
             ValueError: too many rounds are open.
         """
-        kept = [(number, (_own(at), _own(gradient))) for number, (at, gradient) in gradients]
-        nbytes = sum(_nbytes(at) + _nbytes(gradient) + _ENTRY_BYTES for _, (at, gradient) in kept)
+        staged = [
+            (number, (_copy_if_small(at), _copy_if_small(gradient)))
+            for number, (at, gradient) in gradients
+        ]
+        nbytes = sum(_nbytes(at) + _nbytes(gradient) + _ENTRY_BYTES for _, (at, gradient) in staged)
         with self._lock:
-            this = self._find(round_)
-            if this is None or this.is_closed:
+            found = self._find(round_)
+            if found is None or found.is_closed:
                 return
-            staged = sum(other.nbytes for other in self._open.values())
-            if staged + nbytes > self._max_bytes:
+            total = sum(other.nbytes for other in self._open.values())
+            if total + nbytes > self._max_bytes:
                 raise MemoryError(
-                    f"round {round_}: gradients of {staged} bytes are staged, {nbytes} more are "
-                    f"over the server's limit of {self._max_bytes} (max_staged_bytes)"
+                    f"round {round_}: gradients of {total} bytes are staged, {nbytes} more exceed "
+                    f"the server's limit of {self._max_bytes} (max_staged_bytes)"
                 )
-            for number, gradient in kept:
-                this.staged.setdefault(number, []).append(gradient)
-            this.nbytes += nbytes
+            for number, gradient in staged:
+                found.staged.setdefault(number, []).append(gradient)
+            found.nbytes += nbytes
 
-    def commit(self, round_: int, weight: float, lrs: dict[int, float | None]) -> str | list[Sum]:
-        """All gradients of a round are there.
+    def commit(
+        self, round_: int, weight: float, lrs: dict[int, float | None]
+    ) -> str | list[StagedUpdate]:
+        """Close a round whose gradients have all arrived.
 
         Args:
-            round_: which.
-            weight: what sums are divided by.
-            lrs: learning rates of the objects to be changed.
+            round_: the round's number.
+            weight: divisor of the sums.
+            lrs: learning rates of the objects to change.
 
         Returns:
-            What is to be done now: then call `finish`. Of a round that has ended, or is being
-            applied, its state.
+            The updates to apply before calling `finish`. For a round that has ended or is being
+            applied: its state.
         """
         with self._lock:
-            this = self._find(round_)
-            if this is None:
+            found = self._find(round_)
+            if found is None:
                 return self._finished[round_]
-            if this.is_closed:
+            if found.is_closed:
                 return OPEN
-            this.is_closed = True
+            found.is_closed = True
         scale = np.float32(1.0 / weight)
         return [
-            Sum(number, lr, this.staged[number], scale)
+            StagedUpdate(number, lr, found.staged[number], scale)
             for number, lr in lrs.items()
-            if number in this.staged
+            if number in found.staged
         ]
 
     def finish(self, round_: int, state: str) -> None:
-        """A round has been applied, or is given up."""
+        """Record that a round has been applied, or was discarded."""
         with self._lock:
             self._finish(round_, state)
 
     def discard(self, rounds: list[int]) -> None:
-        """Drop what is staged, and what will come later; applied rounds stay applied."""
+        """Drop the gradients of rounds, also later ones; applied rounds stay applied."""
         with self._lock:
             for round_ in rounds:
-                this = self._open.get(round_)
-                if round_ not in self._finished and not (this and this.is_closed):
+                found = self._open.get(round_)
+                if round_ not in self._finished and not (found and found.is_closed):
                     self._finish(round_, DISCARDED)
 
     def stats(self) -> dict[str, int]:
-        """Open rounds, and the bytes of their gradients."""
+        """Return the number of open rounds, and the bytes of their gradients."""
         with self._lock:
             return {
                 "open": len(self._open),
-                "nbytes": sum(this.nbytes for this in self._open.values()),
+                "nbytes": sum(found.nbytes for found in self._open.values()),
             }
 
-    def _find(self, round_: int) -> _Round | None:
-        """The open round; None if it is finished."""
+    def _find(self, round_: int) -> _OpenRound | None:
+        """Return the open round, created if unknown; None if it is finished."""
         self._expire()
         if round_ in self._finished:
             return None
         if round_ not in self._open and len(self._open) >= _MAX_OPEN:
             raise ValueError(f"round {round_}: {_MAX_OPEN} rounds are open already")
-        this = self._open.setdefault(round_, _Round())
-        this.touched = time.monotonic()
-        return this
+        found = self._open.setdefault(round_, _OpenRound())
+        found.touched = time.monotonic()
+        return found
 
     def _expire(self) -> None:
         limit = time.monotonic() - self._idle_s
-        for round_, this in list(self._open.items()):
-            if this.touched < limit and not this.is_closed:
+        for round_, found in list(self._open.items()):
+            if found.touched < limit and not found.is_closed:
                 self._finish(round_, DISCARDED)
 
     def _finish(self, round_: int, state: str) -> None:
@@ -189,7 +193,7 @@ class Rounds:
             self._finished.popitem(last=False)
 
 
-def _joined(arrays: Sequence[Array]) -> Array:
+def _concatenate(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -197,5 +201,5 @@ def _nbytes(what: Any) -> int:
     return what.nbytes if isinstance(what, np.ndarray) else 0
 
 
-def _own(what: Any) -> Any:
+def _copy_if_small(what: Any) -> Any:
     return what.copy() if isinstance(what, np.ndarray) and what.nbytes < _SHARED_BYTES else what

@@ -1,4 +1,4 @@
-"""Memory for replies that ZeroMQ sends without a copy, used again when it has been sent."""
+"""Memory for replies that ZeroMQ sends without a copy, reused once they are sent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import zmq
 
-_KEPT = 40
+_MAX_BUFFERS = 40
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class SendBuffers:
-    """Of one thread: fresh memory would cost a page fault for each 4 KiB."""
+    """The reply buffers of one thread. Fresh memory would cost a page fault for each 4 KiB."""
 
     def __init__(self) -> None:
         self._buffers: list[Bytes] = []
@@ -20,7 +20,7 @@ class SendBuffers:
         self._taken = -1
 
     def take(self, nbytes: int) -> Bytes:
-        """Memory to fill and to hand to `send` before the next is taken."""
+        """Return memory to fill, which must be passed to `send` before the next call."""
         self._taken = -1
         for i, (buffer, tracker) in enumerate(zip(self._buffers, self._trackers, strict=True)):
             if tracker is None or tracker.done:
@@ -30,14 +30,14 @@ class SendBuffers:
                 self._taken = i
                 return self._buffers[i][:nbytes]
         fresh: Bytes = np.empty(nbytes, np.uint8)
-        if len(self._buffers) < _KEPT:
+        if len(self._buffers) < _MAX_BUFFERS:
             self._buffers.append(fresh)
             self._trackers.append(None)
             self._taken = len(self._buffers) - 1
         return fresh
 
     def send(self, socket: zmq.Socket[bytes], body: Any) -> None:
-        """Send a message's last frame: bytes, or what `take` gave."""
+        """Send the last frame of a message: bytes, or the memory from `take`."""
         if isinstance(body, bytes):
             socket.send(body)
             return

@@ -1,4 +1,4 @@
-"""A parameter server: takes requests from any number of clients, and sends replies."""
+"""A parameter server: receives requests from any number of clients, and sends replies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from fastdist.ps.server.listening import admit, listen, require_keys
+from fastdist.ps.server.listening import listen, require_keys, start_authenticator
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
@@ -18,27 +18,29 @@ from fastdist.ps.wire.keys import Keys
 from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
 
 _DONE = "inproc://done-"
-_SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))
+_SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
 
 
 class Server:
     """Keeps dense variables and tables of rows, and applies the gradients that clients push.
 
-    Answers until it is closed. What takes long is done beside: making variables, files.
+    Answers requests until it is closed. Slow requests (creating variables, files) run in other
+    threads.
 
     Args:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
-        keys: of the job. Without, only processes of this machine may be let in.
-        threads: that answer requests, each those of some of the clients; more than one need TCP.
+        keys: of the job. A server without keys may only listen on this machine's own addresses.
+        threads: number of threads that answer requests, each for some of the clients; more than one
+            requires TCP.
         max_frame_bytes: connections that send larger frames are dropped.
-        max_staged_bytes: of gradients that wait for their round.
+        max_staged_bytes: limit for gradients that wait for their round.
 
     Attributes:
-        address: with the port.
-        ended: is set when a client has said that the job is over.
+        address: the address with the actual port.
+        ended: set when a client has ended the job.
 
     Raises:
-        ValueError: an address beyond this machine, and no keys.
+        ValueError: the address is beyond this machine, and there are no keys.
         zmq.ZMQError: the address cannot be bound.
     """
 
@@ -58,10 +60,10 @@ class Server:
         self._threads: list[threading.Thread] = []
         self._context = zmq.Context()
         self._authenticator: Any = None
-        self._beside = ThreadPoolExecutor(2, "fastdist-ps")
+        self._slow_pool = ThreadPoolExecutor(2, "fastdist-ps")
         try:
             if keys is not None:
-                self._authenticator = admit(self._context, keys)
+                self._authenticator = start_authenticator(self._context, keys)
             routers = listen(self._context, address, keys, threads, max_frame_bytes)
         except BaseException:
             self.close()
@@ -79,43 +81,43 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop answering. What it kept is gone."""
+        """Stop answering, and drop everything that the server keeps."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._slow_pool.shutdown(wait=False, cancel_futures=True)
         self._context.term()
         for thread in self._threads:
             thread.join()
 
     def stats(self) -> dict[str, Any]:
-        """As `Service.stats`."""
+        """See `Service.stats`."""
         return self._service.stats()
 
     # --- threads --------------------------------------------------------------------------------
 
     def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
-        """Answer what comes to one socket, until the context ends."""
+        """Answer the requests on one socket until the context ends."""
         buffers = SendBuffers()
         with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
             done.bind(f"{_DONE}{number}")
             poller = zmq.Poller()
             poller.register(router, zmq.POLLIN)
             poller.register(done, zmq.POLLIN)
-            beside = 0
+            slow_requests = 0
             while True:
-                if beside:  # otherwise it is faster to wait for one socket alone
+                if slow_requests:  # otherwise waiting for one socket alone is faster
                     ready = dict(poller.poll())
                     if done in ready:
-                        beside -= 1
+                        slow_requests -= 1
                         _reply_to(router, done.recv_multipart())
                     if router not in ready:
                         continue
                 identity, *frames = router.recv_multipart(copy=False)
                 views = [frame.buffer for frame in frames]
                 if kind_of(views[0] if views else b"") in _SLOW:
-                    beside += 1
-                    with suppress(RuntimeError):  # it is being closed
-                        self._beside.submit(self._answer_beside, number, identity.bytes, views)
+                    slow_requests += 1
+                    with suppress(RuntimeError):  # the server is closing
+                        self._slow_pool.submit(self._answer_slowly, number, identity.bytes, views)
                 else:
                     answer = self._service.answer(views, buffers)
                     if answer is not None:
@@ -126,8 +128,8 @@ class Server:
                             buffers.send(router, body)
                 del frames, views
 
-    def _answer_beside(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
-        """Hand the answer to the thread that has the connection; an empty one stands for none."""
+    def _answer_slowly(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
+        """Pass the answer to the thread of the connection; an empty message means no answer."""
         answer = self._service.answer(frames, SendBuffers())
         with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 1000)

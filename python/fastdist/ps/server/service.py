@@ -1,4 +1,4 @@
-"""What a parameter server does with requests, whoever brings them."""
+"""The requests that a parameter server answers, independent of the transport."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.server.deduplication import Applied, Progress
-from fastdist.ps.server.registry import Objects
+from fastdist.ps.server.deduplication import Deduplicator, Progress
+from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.staleness import Staleness
-from fastdist.ps.wire.batches import PUSHED, joined, values_in
-from fastdist.ps.wire.frames import Array, floats_in, ids_in
-from fastdist.ps.wire.parts import OpenPushes, extent, extents, parts_of
+from fastdist.ps.wire.batches import (
+    PUSH_ENTRY,
+    PartialPushes,
+    pack_values,
+    part_numbers,
+    part_slice,
+    part_slices,
+    unpack_values,
+)
+from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
 from fastdist.ps.wire.protocol import (
-    CHANGES,
+    APPLIED_ONCE,
     FRAMES,
     MAX_LONG_META_BYTES,
     MAX_META_BYTES,
@@ -42,47 +49,47 @@ _MAX_LR = float(np.finfo(np.float32).max)
 
 
 class Service:
-    """Keeps variables and tables, and answers requests. Safe for several threads.
+    """Keeps variables and tables, and answers requests. Thread-safe.
 
     Args:
-        max_staged_bytes: of gradients that wait for their round.
+        max_staged_bytes: limit for gradients that wait for their round.
     """
 
     def __init__(self, max_staged_bytes: int) -> None:
-        self._objects = Objects()
+        self._registry = Registry()
         self.ended = threading.Event()
         self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
-        self._applied = Applied()
-        self._pushes = OpenPushes()
+        self._deduplicator = Deduplicator()
+        self._partial_pushes = PartialPushes()
         self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
         self._nonfinite: dict[int, int] = {}
-        self._counting = threading.Lock()
-        self._began = time.monotonic()
+        self._counts_lock = threading.Lock()
+        self._started = time.monotonic()
 
     def stats(self) -> dict[str, Any]:
-        """How much it keeps and has done.
+        """Return what the server keeps and has done.
 
         Returns:
-            requests, repeated, malformed: counts; uptime_s; staleness: of pushes, by how many
-            others came between the pull and them ("0", "1", "2-3", "4-7", …); rounds: open, nbytes;
+            requests, repeated, malformed: counts; uptime_s; staleness: counts of pushes by the
+            number of other pushes since the pull ("0", "1", "2-3", "4-7", …); rounds: open, nbytes;
             objects: for each its name, kind, nbytes, steps (pushes), nonfinite (elements of
-            gradients that were NaN or infinite), and rows of a table.
+            gradients that were NaN or infinite), and for tables rows.
         """
         objects = []
-        for number, spec, kept in self._objects.all():
-            entry = {"name": spec.name, "kind": type(spec).__name__, "nbytes": kept.nbytes}
-            entry["steps"] = kept.step
+        for number, spec, stored in self._registry.all():
+            entry = {"name": spec.name, "kind": type(spec).__name__, "nbytes": stored.nbytes}
+            entry["steps"] = stored.step
             entry["nonfinite"] = self._nonfinite.get(number, 0)
             if isinstance(spec, RowsSpec):
-                entry["rows"] = len(kept)
+                entry["rows"] = len(stored)
             objects.append(entry)
-        with self._counting:
+        with self._counts_lock:
             counts = dict(self._counts)
         return {
             **counts,
-            "uptime_s": time.monotonic() - self._began,
+            "uptime_s": time.monotonic() - self._started,
             "staleness": self._staleness.histogram(),
             "rounds": self._rounds.stats(),
             "objects": objects,
@@ -91,16 +98,16 @@ class Service:
     def answer(
         self, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any] | None:
-        """Do what a request says.
+        """Answer a request.
 
         Args:
             frames: of the message.
             buffers: of the thread, for the reply.
 
         Returns:
-            The reply's header and body; None where there is no reply (now).
+            The reply's header and body; None if the request gets no reply, or not yet.
         """
-        self._count("requests")
+        self._increment("requests")
         try:
             header = Header.unpack(frames[0] if frames else b"")
             op = Op(header.kind)
@@ -109,23 +116,23 @@ class Service:
         except VersionError as error:
             return _reply(error.header, Status.OTHER_VERSION), str(error).encode()
         except (ProtocolError, ValueError):
-            self._count("malformed")
+            self._increment("malformed")
             return None
         try:
-            if op not in CHANGES:
+            if op not in APPLIED_ONCE:
                 return self._read(op, header, frames[1:], buffers)
-            progress = self._applied.begin(header.client, header.number, header.floor)
+            progress = self._deduplicator.begin(header.client, header.number, header.floor)
             if progress is Progress.NEW:
                 progress = self._change(op, header, frames[1:])
             else:
-                self._count("repeated")
-            # While it runs, the reply is that of the one that runs.
+                self._increment("repeated")
+            # A repetition of a running change gets no reply: the running one will reply.
             return (_reply(header), progress or None) if isinstance(progress, bytes) else None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
 
-    def _count(self, what: str) -> None:
-        with self._counting:
+    def _increment(self, what: str) -> None:
+        with self._counts_lock:
             self._counts[what] += 1
 
     # --- requests -------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class Service:
             return _reply(header), self._pull_many(frames[0], buffers)
         answer: Any
         if op is Op.HELLO:
-            objects = [json.loads(to_json(spec)) for _, spec, _ in self._objects.all()]
+            objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
             answer = {"version": VERSION, "objects": objects}
         elif op is Op.STATS:
             answer = self.stats()
@@ -156,33 +163,33 @@ class Service:
     def _pull(
         self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any]:
-        """The step is read before the values: these may be newer, and are not older."""
+        """Read the step before the values: the values may be newer than the step, never older."""
         if op is Op.PULL:
-            dense, variable = self._objects.dense(header.object)
+            dense, variable = self._registry.dense(header.object)
             step = variable.step
-            part = extent(header.part, dense.size)
+            part = part_slice(header.part, dense.size)
             wire = dense.wire_format()
-            out, reply = _room(buffers, (part.stop - part.start,), wire)
+            out, reply = _reply_buffers(buffers, (part.stop - part.start,), wire)
             variable.pull_part(out, part.start)
         else:
-            rows, table = self._objects.rows(header.object)
+            rows, table = self._registry.rows(header.object)
             step = table.step
-            ids = ids_in(frames[0])
+            ids = decode_ids(frames[0])
             wire = rows.wire_format()
-            out, reply = _room(buffers, (ids.size, rows.dim), wire)
+            out, reply = _reply_buffers(buffers, (ids.size, rows.dim), wire)
             table.pull(ids, out)
         if wire is not None:
             wire.encode(out, reply)
         return _reply(header, step=step), reply
 
     def _pull_many(self, frame: memoryview, buffers: SendBuffers) -> Array:
-        found = self._objects.small(ids_in(frame))
+        found = self._registry.small_dense(decode_ids(frame))
         steps = np.array([variable.step for _, variable in found], np.uint64).view(np.uint8)
         values = []
         for spec, variable in found:
             values.append(np.empty(spec.size, np.float32))
             variable.pull_part(values[-1], 0)
-        body = joined(values, [(spec.shape, spec.wire_format()) for spec, _ in found])
+        body = pack_values(values, [(spec.shape, spec.wire_format()) for spec, _ in found])
         reply = buffers.take(steps.size + body.size)
         np.concatenate((steps, body), out=reply)
         return reply
@@ -200,12 +207,15 @@ class Service:
             else:
                 reply = self._update(op, header, frames)
         finally:
-            self._applied.end(header.client, header.number, reply)
+            self._deduplicator.end(header.client, header.number, reply)
         return reply
 
     def _reset(self) -> None:
-        """In this order, a request of the job before finds either its rounds or no objects."""
-        self._objects.clear()
+        """Clear the registry before the rounds.
+
+        In this order, a late request of the previous job finds either its rounds or no objects.
+        """
+        self._registry.clear()
         self._rounds = Rounds(self._max_staged_bytes)
         self._staleness = Staleness()
 
@@ -215,15 +225,15 @@ class Service:
         if op is Op.PUSH_MANY:
             return self._push_many(header, *frames)
         if op is Op.ASSIGN:
-            dense, variable = self._objects.dense(header.object)
-            variable.assign(floats_in(frames[0], dense.shape))
+            dense, variable = self._registry.dense(header.object)
+            variable.assign(decode_floats(frames[0], dense.shape))
             return b""
-        spec, table = self._objects.rows(header.object)
-        ids = ids_in(frames[0])
+        spec, table = self._registry.rows(header.object)
+        ids = decode_ids(frames[0])
         if op is Op.ASSIGN_ROWS:
-            table.assign(ids, floats_in(frames[1], (ids.size, spec.dim)))
+            table.assign(ids, decode_floats(frames[1], (ids.size, spec.dim)))
             return b""
-        values = floats_in(frames[1], (ids.size, spec.dim), spec.wire_format())
+        values = decode_floats(frames[1], (ids.size, spec.dim), spec.wire_format())
         self._check_finite(header.object, spec, values)
         self._staleness.count(table.step, header.step)
         if header.round:
@@ -233,15 +243,15 @@ class Service:
         return b""
 
     def _push(self, header: Header, frame: memoryview) -> bytes:
-        dense, variable = self._objects.dense(header.object)
-        part = extent(header.part, dense.size)
-        gradient = floats_in(frame, (part.stop - part.start,), dense.wire_format())
+        dense, variable = self._registry.dense(header.object)
+        part = part_slice(header.part, dense.size)
+        gradient = decode_floats(frame, (part.stop - part.start,), dense.wire_format())
         self._check_finite(header.object, dense, gradient)
         if header.round:
             if header.part <= 1:
                 self._staleness.count(variable.step, header.step)
             begin = part.start
-            pieces = extents(dense.size) if header.part == 0 else [part]
+            pieces = part_slices(dense.size) if header.part == 0 else [part]
             staged = [(p.start, gradient[p.start - begin : p.stop - begin]) for p in pieces]
             self._rounds.stage(header.round, [(header.object, piece) for piece in staged])
             return b""
@@ -250,23 +260,23 @@ class Service:
             variable.push(gradient, _lr(header.lr))
             return b""
         push = (header.client, header.number - header.part)
-        parts = len(parts_of(dense.size))
-        step, is_first = self._pushes.step(push, parts, variable.begin_step)
+        parts = len(part_numbers(dense.size))
+        step, is_first = self._partial_pushes.step_of(push, parts, variable.begin_step)
         if is_first:
             self._staleness.count(step - 1, header.step)
         variable.push_part(gradient, part.start, step, _lr(header.lr))
         return b""
 
-    def _push_many(self, header: Header, about: memoryview, frame: memoryview) -> bytes:
-        """What may be wrong is found before anything is changed."""
-        if about.nbytes % PUSHED.itemsize:
-            raise ValueError(f"{about.nbytes} bytes, not a multiple of {PUSHED.itemsize}")
-        pushed = np.frombuffer(about, PUSHED)
-        found = self._objects.small(pushed["object"])
+    def _push_many(self, header: Header, entries: memoryview, frame: memoryview) -> bytes:
+        """Validate the whole message before any variable changes."""
+        if entries.nbytes % PUSH_ENTRY.itemsize:
+            raise ValueError(f"{entries.nbytes} bytes, not a multiple of {PUSH_ENTRY.itemsize}")
+        pushed = np.frombuffer(entries, PUSH_ENTRY)
+        found = self._registry.small_dense(pushed["object"])
         numbers = pushed["object"].tolist()
-        lrs = [_checked(_lr(lr)) for lr in pushed["lr"].tolist()]
+        lrs = [_check_lr(_lr(lr)) for lr in pushed["lr"].tolist()]
         kinds = [((spec.size,), spec.wire_format()) for spec, _ in found]
-        gradients = list(values_in(frame, kinds))
+        gradients = list(unpack_values(frame, kinds))
         for number, (spec, _), gradient in zip(numbers, found, gradients, strict=True):
             self._check_finite(number, spec, gradient)
         for (_, variable), seen in zip(found, pushed["step"].tolist(), strict=True):
@@ -280,53 +290,53 @@ class Service:
         return b""
 
     def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
-        """Count what is not finite, and refuse it where that is wanted."""
+        """Count NaN and infinities in a gradient; reject it if its spec says so."""
         found = _core.count_nonfinite(gradient)
         if not found:
             return
-        with self._counting:
+        with self._counts_lock:
             self._nonfinite[number] = self._nonfinite.get(number, 0) + found
         if spec.refuse_nonfinite:
             raise ValueError(
                 f"{spec.name!r}: {found} of {gradient.size} elements of the gradient are NaN or "
-                "infinite; nothing has been changed"
+                "infinite; nothing was changed"
             )
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
         rounds = self._rounds
-        about = _json(frame, dict, MAX_LONG_META_BYTES)
-        weight = float(about["weight"])
+        request = _json(frame, dict, MAX_LONG_META_BYTES)
+        weight = float(request["weight"])
         if not 0 < weight < math.inf:
             raise ValueError(f"a commit with the weight {weight}")
-        lrs = {int(number): _checked(lr) for number, lr in about["objects"]}
+        lrs = {int(number): _check_lr(lr) for number, lr in request["objects"]}
         for number in lrs:
-            self._objects.find(number)
-        done = rounds.commit(header.round, weight, lrs)
-        if isinstance(done, str):
-            return _state(done)
+            self._registry.find(number)
+        updates = rounds.commit(header.round, weight, lrs)
+        if isinstance(updates, str):
+            return _state_reply(updates)
         state = DISCARDED
         try:
-            for change in done:
-                spec, kept = self._objects.find(change.number)
+            for update in updates:
+                spec, stored = self._registry.find(update.number)
                 if isinstance(spec, RowsSpec):
-                    kept.push(*change.rows(), change.lr)
+                    stored.push(*update.rows(), update.lr)
                     continue
-                step = kept.begin_step()
-                for begin, gradient in change.parts():
-                    kept.push_part(gradient, begin, step, change.lr)
+                step = stored.begin_step()
+                for begin, gradient in update.parts():
+                    stored.push_part(gradient, begin, step, update.lr)
             state = APPLIED
         finally:
             rounds.finish(header.round, state)
-        return _state(state)
+        return _state_reply(state)
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
-        about = _json(frame, dict, MAX_LONG_META_BYTES)
-        spec, kept = self._objects.find(header.object)
-        part = Part(**about["part"])
+        request = _json(frame, dict, MAX_LONG_META_BYTES)
+        spec, stored = self._registry.find(header.object)
+        part = Part(**request["part"])
         if op is Op.SAVE:
-            return json.dumps(save(spec, kept, part, Path(about["stem"]))).encode()
-        paths = [Path(about["directory"], name) for name in about["files"]]
-        return json.dumps(restore(spec, kept, part, paths)).encode()
+            return json.dumps(save(spec, stored, part, Path(request["stem"]))).encode()
+        paths = [Path(request["directory"], name) for name in request["files"]]
+        return json.dumps(restore(spec, stored, part, paths)).encode()
 
     def _create(self, frames: Sequence[memoryview]) -> int:
         spec = from_json(_meta(frames[0]))
@@ -336,19 +346,19 @@ class Service:
                 return spec.make()
             if len(frames) < 2:
                 raise ValueError(f"{spec.name!r} does not exist, and no initial value is given")
-            return spec.make(floats_in(frames[1], spec.shape))
+            return spec.make(decode_floats(frames[1], spec.shape))
 
-        return self._objects.create(spec, make)
+        return self._registry.create(spec, make)
 
 
 def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP) -> Header:
     return Header(status, request.number, request.client, request.object, step=step)
 
 
-def _room(
+def _reply_buffers(
     buffers: SendBuffers, shape: tuple[int, ...], wire: _core.WireFormat | None
 ) -> tuple[Array, Array]:
-    """Where values are to be written, and the body of the reply, which may be the same."""
+    """Return an array for values, and the body of the reply; both are one without an encoding."""
     size = math.prod(shape)
     if wire is None:
         out = buffers.take(4 * size).view(np.float32).reshape(shape)
@@ -360,19 +370,19 @@ def _lr(sent: float) -> float | None:
     return None if math.isnan(sent) else sent
 
 
-def _checked(lr: float | None) -> float | None:
+def _check_lr(lr: float | None) -> float | None:
     if lr is not None and not 0 <= lr <= _MAX_LR:
         raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
     return lr
 
 
-def _state(state: str) -> bytes:
+def _state_reply(state: str) -> bytes:
     return json.dumps({"state": state}).encode()
 
 
 def _meta(frame: memoryview, limit: int = MAX_META_BYTES) -> bytes:
     if frame.nbytes > limit:
-        raise ValueError(f"{frame.nbytes} bytes of JSON, allowed are {limit}")
+        raise ValueError(f"{frame.nbytes} bytes of JSON, the limit is {limit}")
     return bytes(frame)
 
 

@@ -1,4 +1,4 @@
-"""How old the values are that gradients were computed from."""
+"""Counts how old the values were that gradients were computed from."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fastdist.ps.wire.protocol import UNKNOWN_STEP
 
 
 class Staleness:
-    """Pushes by how many others came between the pull and them. Safe for several threads."""
+    """Counts pushes by the number of other pushes since the pull. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
 
     def count(self, now: int, seen: int) -> None:
-        """A push has come.
+        """Count a push.
 
         Args:
             now: steps of the object.
-            seen: steps that it had when its value was pulled; `UNKNOWN_STEP` is not counted.
+            seen: steps of the object when its value was pulled; `UNKNOWN_STEP` is not counted.
         """
         if seen == UNKNOWN_STEP:
             return
@@ -28,7 +28,7 @@ class Staleness:
             self._counts[bits] = self._counts.get(bits, 0) + 1
 
     def histogram(self) -> dict[str, int]:
-        """Pushes for each range of staleness: "0", "1", "2-3", "4-7" and so on."""
+        """Return the count of pushes for each range of staleness: "0", "1", "2-3", "4-7", …."""
         with self._lock:
             return {_range(bits): count for bits, count in sorted(self._counts.items())}
 

@@ -1,1 +1,1 @@
-"""What parameter servers and their clients say to each other."""
+"""The protocol between parameter servers and their clients."""

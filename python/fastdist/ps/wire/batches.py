@@ -1,41 +1,39 @@
-"""Several small dense values in one frame, one behind the other, each at a multiple of 4 bytes."""
+"""Division of dense values into messages: small values share one, large values need several.
+
+Small values share a frame, one after the other, each at a multiple of 4 bytes.
+
+A value of more than `PART_SIZE` elements travels as parts 1, 2, … of that many elements, the last
+part with what is left: memory for a part is reused, while memory for the whole would be fresh. A
+value of up to `PART_SIZE` elements is one message, called part 0.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.wire.frames import Array, floats_in
+from fastdist.ps.wire.frames import Array, decode_floats
 
-# Of up to so many elements values travel together: a message costs as much as 64 KiB of it.
+# Values of up to this many elements share messages: a message costs as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
-# What PUSH_MANY says of each object. Of PULL_MANY's replies, the steps come before the values.
-PUSHED = np.dtype([("object", "<u8"), ("step", "<u8"), ("lr", "<f4")])
+# The entry of each object in a PUSH_MANY. A reply to PULL_MANY begins with each object's step.
+PUSH_ENTRY = np.dtype([("object", "<u8"), ("step", "<u8"), ("lr", "<f4")])
 STEP_BYTES = 8
 
-Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes, and how they travel
+PART_SIZE = 1 << 19
+_MAX_PARTIAL = 4096
+
+Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
 
 
-def values_in(frame: memoryview, kinds: Kinds) -> Iterator[Array]:
-    """The values of a frame, as float32.
-
-    Raises:
-        ValueError: its size is another.
-    """
-    extents, size = _extents(kinds)
-    if frame.nbytes != size:
-        raise ValueError(f"expected {len(kinds)} values of {size} bytes, got {frame.nbytes}")
-    return (
-        floats_in(frame[extent], shape, wire)
-        for extent, (shape, wire) in zip(extents, kinds, strict=True)
-    )
-
-
-def joined(values: Iterable[Array], kinds: Kinds) -> Array:
-    """A frame of values, contiguous float32."""
+def pack_values(values: Iterable[Array], kinds: Kinds) -> Array:
+    """Return one frame that holds several values, contiguous float32."""
     extents, size = _extents(kinds)
     frame = np.zeros(size, np.uint8)
     for value, extent, (_, wire) in zip(values, extents, kinds, strict=True):
@@ -46,8 +44,23 @@ def joined(values: Iterable[Array], kinds: Kinds) -> Array:
     return frame
 
 
+def unpack_values(frame: memoryview, kinds: Kinds) -> Iterator[Array]:
+    """Return the values of a frame that `pack_values` made, as float32.
+
+    Raises:
+        ValueError: the frame has another size than these values take.
+    """
+    extents, size = _extents(kinds)
+    if frame.nbytes != size:
+        raise ValueError(f"expected {len(kinds)} values of {size} bytes, got {frame.nbytes}")
+    return (
+        decode_floats(frame[extent], shape, wire)
+        for extent, (shape, wire) in zip(extents, kinds, strict=True)
+    )
+
+
 def _extents(kinds: Kinds) -> tuple[list[slice], int]:
-    """The bytes of each value, and of all."""
+    """Return the bytes of each value in a frame, and the size of the frame."""
     extents, begin = [], 0
     for shape, wire in kinds:
         size = math.prod(shape)
@@ -55,3 +68,68 @@ def _extents(kinds: Kinds) -> tuple[list[slice], int]:
         extents.append(slice(begin, begin + nbytes))
         begin += -(-nbytes // 4) * 4
     return extents, begin
+
+
+def part_numbers(size: int) -> range:
+    """Return the numbers of the parts of a value with `size` elements."""
+    return range(1) if size <= PART_SIZE else range(1, -(-size // PART_SIZE) + 1)
+
+
+def part_slice(part: int, size: int) -> slice:
+    """Return the elements of a part; part 0 has all of them, whatever the size.
+
+    Raises:
+        ValueError: the part is beyond the value.
+    """
+    begin = max(0, part - 1) * PART_SIZE
+    if part and begin >= size:
+        raise ValueError(f"part {part} of a variable of {size} elements")
+    return slice(begin, min(size, begin + PART_SIZE) if part else size)
+
+
+def part_slices(size: int) -> Iterator[slice]:
+    """Return the elements of every part, in order."""
+    return (part_slice(part, size) for part in part_numbers(size))
+
+
+@dataclass(slots=True)
+class _PartialPush:
+    step: int
+    missing_parts: int
+
+
+class PartialPushes:
+    """Pushes of which only some parts have arrived. Thread-safe.
+
+    The oldest are forgotten over a limit, so that pushes which never complete use no memory; the
+    parts that arrived stay applied.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pushes: OrderedDict[tuple[bytes, int], _PartialPush] = OrderedDict()
+
+    def step_of(
+        self, push: tuple[bytes, int], parts: int, begin: Callable[[], int]
+    ) -> tuple[int, bool]:
+        """Return the step that a part belongs to, before the part is applied.
+
+        Args:
+            push: the client, and the number of the request before the first part's.
+            parts: how many parts the push has.
+            begin: called for the part that arrives first; returns the new step.
+
+        Returns:
+            The step of the push, and True if this part arrived first.
+        """
+        with self._lock:
+            known = self._pushes.get(push)
+            is_first = known is None
+            if known is None:
+                known = self._pushes[push] = _PartialPush(begin(), parts)
+                while len(self._pushes) > _MAX_PARTIAL:
+                    self._pushes.popitem(last=False)
+            known.missing_parts -= 1
+            if known.missing_parts == 0:
+                self._pushes.pop(push, None)
+            return known.step, is_first

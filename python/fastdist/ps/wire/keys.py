@@ -1,16 +1,22 @@
-"""The keys by which servers and clients of a job know each other (ZeroMQ's CURVE)."""
+"""The keys that servers and clients of a job authenticate with (ZeroMQ's CURVE)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import zmq
+
+from fastdist._config import KEYS_VARIABLE, settings
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Of one job: who has them may connect, and everything is encrypted. Texts of 40 characters."""
+    """The keys of one job: texts of 40 characters.
+
+    Anyone who has them may connect; all traffic is encrypted with them.
+    """
 
     server_public: str
     server_secret: str = field(repr=False)
@@ -19,22 +25,22 @@ class Keys:
 
     @classmethod
     def make(cls) -> Keys:
-        """Keys that nobody else has."""
+        """Generate new random keys."""
         (server_public, server_secret), (client_public, client_secret) = (
             [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
         )
         return cls(server_public, server_secret, client_public, client_secret)
 
     def to_json(self) -> str:
-        """For a process that is to have them; a secret."""
+        """Return the keys as JSON. The text is a secret."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Keys:
-        """What `to_json` gave.
+        """Parse the result of `to_json`.
 
         Raises:
-            ValueError: something else.
+            ValueError: the text is anything else.
         """
         try:
             keys = cls(**json.loads(text))
@@ -43,3 +49,48 @@ class Keys:
         except (TypeError, json.JSONDecodeError):
             pass
         raise ValueError("not the keys of a job: expected JSON of four keys of 40 characters")
+
+
+def job_keys() -> Keys | None:
+    """Return the keys that FASTDIST_PS_KEYS holds, as JSON or as a file's path; None if unset.
+
+    Raises:
+        ValueError: the setting, or the file, does not hold keys.
+        OSError: the file cannot be read.
+    """
+    setting = settings().ps_keys
+    if setting is None:
+        return None
+    if not setting.lstrip().startswith("{"):
+        return read_keys(setting)
+    try:
+        return Keys.from_json(setting)
+    except ValueError as error:
+        raise ValueError(f"{KEYS_VARIABLE}: {error}") from None
+
+
+def read_keys(path: str | Path) -> Keys:
+    """Read a file that `fastdist keys` has written.
+
+    Raises:
+        ValueError: the file does not hold keys.
+        OSError: the file cannot be read.
+    """
+    try:
+        return Keys.from_json(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def use_server_keys(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a listening socket present the server's key; `start_authenticator` checks clients."""
+    socket.curve_secretkey = keys.server_secret.encode()
+    socket.curve_publickey = keys.server_public.encode()
+    socket.curve_server = True
+
+
+def use_client_keys(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a connecting socket present the client's key and require the server's."""
+    socket.curve_serverkey = keys.server_public.encode()
+    socket.curve_publickey = keys.client_public.encode()
+    socket.curve_secretkey = keys.client_secret.encode()

@@ -1,4 +1,4 @@
-"""What clients and servers send each other; docs/ps_protocol.md is the description for people."""
+"""The messages between clients and servers; docs/ps_protocol.md describes them for people."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from fastdist.errors import FastdistError, UnavailableError
 
 VERSION = 4
 MAX_META_BYTES = 64 << 10
-MAX_LONG_META_BYTES = 4 << 20  # of what names many objects or files
+MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
-# magic, version, kind, object, learning rate, number, floor, client: the same in all versions, so
-# that each can tell every other what is wrong. Then round, step, incarnation, part.
-_OF_ALL_VERSIONS = struct.Struct("<4sHHIfQQ16s")
+# Magic, version, kind, object, learning rate, number, floor, client: these stay the same in all
+# versions, so that each version can answer every other with an error. Then round, step,
+# incarnation, part.
+_COMMON_HEADER = struct.Struct("<4sHHIfQQ16s")
 _HEADER = struct.Struct("<4sHHIfQQ16sQQII")
 HEADER_BYTES = _HEADER.size
 
 
 class Op(enum.IntEnum):
-    """What a request asks for, and the frames after its header."""
+    """The operation that a request asks for; the comments name the frames after its header."""
 
     HELLO = 1  # none
     CREATE = 2  # a spec, and a dense variable's initial value
@@ -35,7 +36,7 @@ class Op(enum.IntEnum):
     PUSH_ROWS = 7  # ids, gradients
     ASSIGN_ROWS = 8  # ids, values
     STATS = 9  # none
-    SAVE = 10  # JSON: part, path that names of files begin with
+    SAVE = 10  # JSON: part, common beginning of the files' paths
     RESTORE = 11  # JSON: part, directory, names of files
     COMMIT = 12  # JSON: weight, objects
     DISCARD = 13  # JSON: a list of rounds
@@ -64,8 +65,8 @@ FRAMES = {
     Op.PULL_MANY: (1,),
     Op.PUSH_MANY: (2,),
 }
-# Applied once, however often they arrive.
-CHANGES = frozenset(
+# Requests that are applied once, however often they arrive.
+APPLIED_ONCE = frozenset(
     (
         Op.PUSH,
         Op.PUSH_ROWS,
@@ -81,7 +82,7 @@ CHANGES = frozenset(
 
 
 class Status(enum.IntEnum):
-    """What became of a request; all but OK come with a message."""
+    """The result of a request; every status but OK comes with a message."""
 
     OK = 0
     VALUE_ERROR = 1
@@ -106,11 +107,11 @@ _ERRORS: dict[Status, type[Exception]] = {
 
 
 class ProtocolError(Exception):
-    """A message that no client of fastdist has made."""
+    """A message that fastdist's clients do not send."""
 
 
 class RestartedError(Exception):
-    """A request for an object of a server that was here before."""
+    """A request names an object that an earlier server at this address kept."""
 
 
 class VersionError(Exception):
@@ -130,15 +131,15 @@ class Header:
 
     Attributes:
         kind: an `Op` in a request, a `Status` in a reply.
-        number: of the request; a client counts those to each server.
-        client: 16 bytes that no other client has.
+        number: of the request; a client counts its requests to each server from 1.
+        client: 16 bytes that identify the client.
         object: number of the variable or table; its high 32 bits are the server's incarnation.
-        floor: the client has got the replies to all requests before this number.
+        floor: the client has the replies to all requests before this number.
         lr: learning rate of a push; NaN for the update rule's own.
-        round: that a push waits for; 0: it is applied at once.
-        step: pushes that a value has seen: in the reply to a pull, of that value; in a push, of the
-            one that the gradient was computed from.
-        part: of a dense value, see `fastdist.ps.wire.parts`.
+        round: the round that a push waits for; 0 applies it at once.
+        step: a number of pushes: in the reply to a pull, how many the value has seen; in a push,
+            how many the value had seen that the gradient was computed from.
+        part: of a dense value, see `fastdist.ps.wire.batches`.
     """
 
     kind: int
@@ -152,7 +153,7 @@ class Header:
     part: int = 0
 
     def pack(self) -> bytes:
-        """`HEADER_BYTES` bytes."""
+        """Return the header as `HEADER_BYTES` bytes."""
         return _HEADER.pack(
             _MAGIC,
             VERSION,
@@ -170,15 +171,15 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """The header in a frame.
+        """Parse the header in a frame.
 
         Raises:
-            ProtocolError: it is none.
-            VersionError: it is of another version.
+            ProtocolError: the frame is not a header.
+            VersionError: the header is of another version.
         """
-        if len(data) < _OF_ALL_VERSIONS.size or bytes(data[:4]) != _MAGIC:
+        if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
-        _, version, kind, index, lr, number, floor, client = _OF_ALL_VERSIONS.unpack_from(data)
+        _, version, kind, index, lr, number, floor, client = _COMMON_HEADER.unpack_from(data)
         if version != VERSION:
             raise VersionError(cls(kind, number, client, index, floor, lr), version)
         if len(data) != HEADER_BYTES:
@@ -189,28 +190,28 @@ class Header:
 
 
 def kind_of(data: bytes | memoryview) -> int:
-    """The kind that a header names, without looking at the rest; 0 where there is none."""
+    """Return the kind in a header without parsing the rest; 0 if the frame is not a header."""
     return int.from_bytes(data[6:8], "little") if len(data) == HEADER_BYTES else 0
 
 
 def message_bytes(op: Op, frames: Sequence[Any]) -> int:
-    """The bytes of a request's frames.
+    """Return the total size of a request's frames, in bytes.
 
     Raises:
-        ValueError: one is larger than servers take.
+        ValueError: a frame is larger than servers accept.
     """
     sizes = [memoryview(frame).nbytes for frame in frames]
     largest = max(sizes, default=0)
     if largest > MAX_FRAME_BYTES:
         raise ValueError(
-            f"{op.name} with {largest} bytes at once, servers take up to {MAX_FRAME_BYTES}: cut "
-            "the variable with a partitioner, or the ids into several requests"
+            f"{op.name} with {largest} bytes at once, servers accept up to {MAX_FRAME_BYTES}: cut "
+            "the variable with a partitioner, or split the ids into several requests"
         )
     return sum(sizes)
 
 
 def status_of(error: Exception) -> Status:
-    """How a reply names an error."""
+    """Return the status that stands for an error in a reply."""
     if isinstance(error, RestartedError):
         return Status.RESTARTED
     for status, kind in _ERRORS.items():
@@ -220,7 +221,7 @@ def status_of(error: Exception) -> Status:
 
 
 def error_of(status: int, message: str, server: int) -> Exception:
-    """The error that a reply of a server tells of."""
+    """Return the error that a server's reply stands for."""
     if status == Status.RESTARTED:
         return UnavailableError(message, (server,))
     return _ERRORS.get(Status(status), FastdistError)(message)

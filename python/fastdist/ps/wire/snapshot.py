@@ -1,7 +1,7 @@
-"""What one server keeps, as safetensors files; read by any number of servers.
+"""One server's objects as safetensors files, which any number of servers can read.
 
-A dense variable is one file, a table one per `_FILE_ROWS` rows. Each has the tensors `values` and
-`slots`, of a table `ids` too, and says in its metadata which rows of what it holds.
+A dense variable is one file, a table one per `_FILE_ROWS` rows. Each file has the tensors `values`
+and `slots`, for tables also `ids`; its metadata says which rows of which object it holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.client.spread import owner_of
 from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.specs import DenseSpec, Spec
 
@@ -28,14 +27,14 @@ _READ_ROWS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of a variable or table that a server keeps.
+    """The rows of a variable or table that one server keeps.
 
     Attributes:
-        name: of the whole.
+        name: of the whole variable or table.
         begin: the first row.
-        end: one past the last; -1 for a table without a limit.
-        owner: of such a table: which of its `owners` the server is.
-        owners: how many there are.
+        end: one past the last; -1 for a table without a limit of rows.
+        owner: for a table without a limit: the server's number among the `owners`.
+        owners: number of servers that share the table.
     """
 
     name: str
@@ -45,120 +44,139 @@ class Part:
     owners: int = 1
 
     def may_share_rows(self, other: Part) -> bool:
-        """Whether rows of another part of the same whole may be among these."""
+        """True if another part of the same variable or table may have some of these rows."""
         if self.end < 0:
             return self.owners != other.owners or self.owner == other.owner
         return max(self.begin, other.begin) < min(self.end, other.end)
 
 
+def owner_of(ids: Array, owners: int) -> Array:
+    """Return the owner of each id of a table without a limit, from 0: hashes spread ids evenly.
+
+    The hash is the finisher of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators, 2014); each owner has an equal range of its high bits. Must agree with
+    csrc/table/routing.cpp.
+    """
+    x = ids.view(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    owner: Array = ((x >> np.uint64(32)) * np.uint64(owners) >> np.uint64(32)).astype(np.int64)
+    return owner
+
+
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A file, what it holds, and the steps that it had seen."""
+class _SnapshotFile:
+    """An open file, the part that it holds, and the step of the object when it was written."""
 
     file: Any
     part: Part
     step: int
 
 
-def save(spec: Spec, kept: Any, part: Part, stem: Path) -> list[str]:
-    """Write an object, while it is in use: no row is torn. Files appear when they are complete.
+def save(spec: Spec, stored: Any, part: Part, stem: Path) -> list[str]:
+    """Write an object's files, while the object is in use: no row is torn.
+
+    A file gets its name when it is complete.
 
     Returns:
-        The names of the files, which begin with `stem`.
+        The names of the files; each begins with `stem`'s.
 
     Raises:
-        OSError: the disk is full, or cannot be written.
+        OSError: the disk is full or not writable.
     """
     if isinstance(spec, DenseSpec):
         values = np.empty(spec.shape, np.float32)
         slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
-        step = kept.read_state(values, slots)
+        step = stored.read_state(values, slots)
         return [_write(stem, 0, part, step, {"values": values, "slots": slots})]
     names: list[str] = []
-    for tensors in _row_files(kept):
-        names.append(_write(stem, len(names), part, kept.step, tensors))
+    for tensors in _row_files(stored):
+        names.append(_write(stem, len(names), part, stored.step, tensors))
     return names
 
 
-def check(spec: Spec, paths: Sequence[Path]) -> list[Part]:
-    """Look into all files of an object, without reading its rows.
+def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
+    """Check all files of an object without reading its rows.
 
     Args:
-        spec: of the whole, as it was saved.
+        spec: of the whole object, as it was saved.
         paths: the files.
 
     Returns:
-        What each file holds.
+        The part that each file holds.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is damaged or holds something else, or rows are missing.
+        ValueError: a file is damaged or belongs to another object, or rows are missing.
     """
     parts: list[Part] = []
     rows: Counter[Part] = Counter()
     for path in paths:
         opened = _open(path, spec.name)
         file, part = opened.file, opened.part
-        found = {name: _kind(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+        found = {name: _type_of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         length = max(found.get("ids", ("", (0,)))[1], default=0)
-        expected = _kinds(spec, part, length)
+        expected = _expected_types(spec, part, length)
         if found != expected:
             raise ValueError(f"{path} has the tensors {found}, expected {expected}")
         parts.append(part)
         rows[part] += length
-    _require_whole(spec, parts, rows)
+    _require_complete(spec, parts, rows)
     return parts
 
 
-def restore(spec: Spec, kept: Any, part: Part, paths: Sequence[Path]) -> int:
-    """Read the rows of an object that belong to this server, and the number of its steps.
+def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
+    """Read the rows of an object that belong to this server, and the object's step.
 
     Args:
-        spec: of the part.
-        kept: what to fill.
-        part: what it is.
+        spec: of this server's piece.
+        stored: the variable or table to fill.
+        part: the rows that belong to this server.
         paths: the files that may have some of these rows, whichever server wrote them.
 
     Returns:
-        How many rows were read.
+        The number of rows that were read.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is damaged or holds something else, or rows are missing.
+        ValueError: a file is damaged or belongs to another object, or rows are missing.
     """
     if isinstance(spec, DenseSpec):
-        return _restore_dense(spec, kept, part, paths)
-    # The rows that are assigned are as old as the table's step says.
-    kept.step = max((_open(path, part.name).step for path in paths), default=0)
-    return sum(_read_rows(_open(path, part.name), kept, part) for path in paths)
+        return _restore_dense(spec, stored, part, paths)
+    # Set before the rows: assigned rows take the table's step as their age.
+    stored.step = max((_open(path, part.name).step for path in paths), default=0)
+    return sum(_read_rows(_open(path, part.name), stored, part) for path in paths)
 
 
 def read_values(path: Path) -> tuple[int, Array | None, Array]:
-    """What a file holds: its first row, the ids of its rows from there, or None, and values."""
+    """Read a file: its first row, the ids relative to it (None for dense values), its values."""
     opened = _open(path)
     file = opened.file
     ids = file.get_tensor("ids") if "ids" in file.keys() else None  # noqa: SIM118
     return opened.part.begin, ids, file.get_tensor("values")
 
 
-def _row_files(kept: _core.RowTable) -> Iterator[dict[str, Array]]:
-    """Rows by files; one without rows where there are none."""
+def _row_files(stored: _core.RowTable) -> Iterator[dict[str, Array]]:
+    """Yield the tensors of each file of a table; an empty table has one file without rows."""
     pieces: list[tuple[Array, Array, Array]] = []
     rows = 0
     is_first = True
-    for piece in kept.snapshot():
+    for piece in stored.snapshot():
         pieces.append(piece)
         rows += piece[0].size
         if rows >= _FILE_ROWS:
-            yield _joined(pieces, kept)
+            yield _concatenate(pieces, stored)
             pieces, rows, is_first = [], 0, False
     if rows or is_first:
-        yield _joined(pieces, kept)
+        yield _concatenate(pieces, stored)
 
 
-def _joined(pieces: list[tuple[Array, Array, Array]], kept: _core.RowTable) -> dict[str, Array]:
-    width = kept.dim * len(kept.slots)
-    empty = (np.empty(0, np.uint64), np.empty((0, kept.dim), np.float32))
+def _concatenate(
+    pieces: list[tuple[Array, Array, Array]], stored: _core.RowTable
+) -> dict[str, Array]:
+    width = stored.dim * len(stored.slots)
+    empty = (np.empty(0, np.uint64), np.empty((0, stored.dim), np.float32))
     parts = pieces or [(*empty, np.empty((0, width), np.float32))]
     ids, values, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return {"ids": ids.view(np.int64), "values": values, "slots": slots.reshape(ids.size, width)}
@@ -182,33 +200,33 @@ def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Ar
     return path.name
 
 
-def _open(path: Path, name: str | None = None) -> _Opened:
-    """A file; of the object of this name."""
+def _open(path: Path, name: str | None = None) -> _SnapshotFile:
+    """Open a file, and check that it belongs to the object called `name`, if given."""
     from safetensors import safe_open
 
     try:
         file: Any = safe_open(path, framework="np")
         about = json.loads(file.metadata()["fastdist"])
-        opened = _Opened(file, Part(**about["part"]), int(about["step"]))
+        opened = _SnapshotFile(file, Part(**about["part"]), int(about["step"]))
         part = opened.part
         if any(type(n) is not int for n in (part.begin, part.end, part.owner, part.owners)):
-            raise TypeError(f"{part} is none")
+            raise TypeError(f"{part} has fields that are not integers")
     except OSError as error:
         raise type(error)(f"cannot read {path}: {error}") from error
     except Exception as error:
-        raise ValueError(f"{path} is damaged, or of no checkpoint: {error!r}") from error
+        raise ValueError(f"{path} is damaged, or not a checkpoint's file: {error!r}") from error
     if name is not None and part.name != name:
         raise ValueError(f"{path} holds {part.name!r}, expected {name!r}")
     return opened
 
 
-def _kind(tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """Type and shape, as safetensors names them."""
+def _type_of(tensor: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape of a tensor in a file, as safetensors names them."""
     return tensor.get_dtype(), tuple(tensor.get_shape())
 
 
-def _kinds(spec: Spec, part: Part, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Those of the tensors in a file, with so many rows of a table."""
+def _expected_types(spec: Spec, part: Part, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor in a file; a table's file has `rows` rows."""
     slots = len(spec.rule.make().slots)
     if isinstance(spec, DenseSpec):
         shape = (part.end - part.begin, *spec.shape[1:]) if spec.shape else ()
@@ -220,15 +238,17 @@ def _kinds(spec: Spec, part: Part, rows: int) -> dict[str, tuple[str, tuple[int,
     }
 
 
-def _length(shape: tuple[int, ...]) -> int:
-    """Rows; a scalar is one."""
+def _num_rows(shape: tuple[int, ...]) -> int:
+    """Return the number of rows; a scalar is one row."""
     return shape[0] if shape else 1
 
 
-def _require_whole(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int]) -> None:
-    """Raise unless the parts, and their numbers of rows in a table, make up the object."""
+def _require_complete(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int]) -> None:
+    """Raise unless the parts, with their numbers of rows in a table, make up the object."""
     if isinstance(spec, DenseSpec):
-        _require_rows(spec.name, [(part.begin, part.end) for part in parts], 0, _length(spec.shape))
+        _require_rows(
+            spec.name, [(part.begin, part.end) for part in parts], 0, _num_rows(spec.shape)
+        )
     elif spec.rows is not None:
         _require_rows(spec.name, [(part.begin, part.end) for part in rows], 0, spec.rows)
         for part, count in rows.items():
@@ -237,7 +257,7 @@ def _require_whole(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int]) 
     else:
         owners = parts[0].owners if parts else 1
         found = {part.owner for part in parts}
-        # In this order: a damaged file may name any number of owners.
+        # Compare lengths first: a damaged file may name a huge number of owners.
         is_whole = len(found) == owners and found == set(range(owners))
         if not is_whole or any(
             part != Part(spec.name, 0, -1, part.owner, owners) for part in parts
@@ -246,20 +266,20 @@ def _require_whole(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int]) 
 
 
 def _require_rows(name: str, held: Iterable[tuple[int, int]], begin: int, end: int) -> None:
-    """Raise unless these ranges, one behind the other, are all rows from `begin` to `end`."""
+    """Raise unless these ranges cover every row from `begin` to `end` exactly once."""
     ranges = sorted(held)
     begins = [*(first for first, _ in ranges), end]
     ends = [begin, *(last for _, last in ranges)]
     if begins != ends:
         at = next(last for first, last in zip(begins, ends, strict=True) if first != last)
         raise ValueError(
-            f"{name!r}: rows {begin} to {end} are needed, the files hold {ranges}; from row {at} "
-            "on rows are missing, or there twice"
+            f"{name!r}: expected rows {begin} to {end}, the files hold {ranges}; rows are missing "
+            f"or duplicated from row {at} on"
         )
 
 
 def _restore_dense(
-    spec: DenseSpec, kept: _core.DenseVariable, part: Part, paths: Sequence[Path]
+    spec: DenseSpec, stored: _core.DenseVariable, part: Part, paths: Sequence[Path]
 ) -> int:
     rows = part.end - part.begin
     values = np.empty((rows, spec.size // max(1, rows)), np.float32)
@@ -277,13 +297,13 @@ def _restore_dense(
         there = slice(begin - opened.part.begin, end - opened.part.begin)
         _read_dense(opened.file, there, values[here], slots[:, here])
     _require_rows(part.name, held, part.begin, part.end)
-    kept.assign(values.reshape(spec.shape), slots.reshape(slots.shape[0], *spec.shape))
-    kept.step = step
+    stored.assign(values.reshape(spec.shape), slots.reshape(slots.shape[0], *spec.shape))
+    stored.step = step
     return rows
 
 
 def _read_dense(file: Any, there: slice, values: Array, slots: Array) -> None:
-    """Read rows of a file into an array of rows, and one of such for each slot."""
+    """Read rows of a file into an array of rows, and their slots into an array per slot."""
     if not file.get_slice("values").get_shape():  # a scalar
         values[:] = file.get_tensor("values")
         slots[:] = file.get_tensor("slots").reshape(-1, 1, 1)
@@ -293,7 +313,7 @@ def _read_dense(file: Any, there: slice, values: Array, slots: Array) -> None:
         slots[:] = file.get_slice("slots")[:, there].reshape(slots.shape)
 
 
-def _read_rows(opened: _Opened, kept: _core.RowTable, part: Part) -> int:
+def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int:
     file = opened.file
     read = 0
     total = file.get_slice("ids").get_shape()[0]
@@ -309,7 +329,7 @@ def _read_rows(opened: _Opened, kept: _core.RowTable, part: Part) -> int:
         if not mine.any():
             continue
         count = int(mine.sum())
-        slots = file.get_slice("slots")[there][mine].reshape(count, len(kept.slots), kept.dim)
-        kept.assign(ids[mine], file.get_slice("values")[there][mine], slots)
+        slots = file.get_slice("slots")[there][mine].reshape(count, len(stored.slots), stored.dim)
+        stored.assign(ids[mine], file.get_slice("values")[there][mine], slots)
         read += count
     return read

@@ -1,4 +1,4 @@
-"""What a server is to keep: dense variables and tables of rows, and how they are updated."""
+"""Specifications of dense variables and tables of rows, and of their update rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RuleSpec:
     """An update rule.
 
     Attributes:
-        name: of a class of torch.optim: SGD, Adagrad, Adam, AdamW, RMSprop.
+        name: a class of torch.optim: SGD, Adagrad, Adam, AdamW, RMSprop.
         options: its hyperparameters.
     """
 
@@ -30,7 +30,7 @@ class RuleSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> _core.UpdateRule:
-        """The compiled rule.
+        """Create the compiled rule.
 
         Raises:
             ValueError: an unknown name or option, or a value out of range.
@@ -40,22 +40,22 @@ class RuleSpec:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether what a push does depends on how many there were before."""
+        """True if the effect of a push depends on the number of pushes before it."""
         return self.name in ("Adam", "AdamW") or bool(self.options.get("lr_decay"))
 
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A dense variable, or the part of one that a server keeps.
+    """A dense variable, or a server's piece of one.
 
     Attributes:
-        name: what it is found by.
+        name: unique on a server.
         shape: of its value.
-        rule: how gradients change it.
+        rule: applies gradients.
         storage: "float32" or "bfloat16".
-        wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
-            scale for every 1024 elements. Initial and assigned values are float32.
-        refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
+        wire: encoding of gradients and values in messages: "float32", "bfloat16", "float16", or
+            "int8" with a scale for every 1024 elements. Initial and assigned values are float32.
+        refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
     """
 
     name: str
@@ -67,20 +67,20 @@ class DenseSpec:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def make(self, initial: np.ndarray[Any, Any]) -> _core.DenseVariable:
-        """The variable.
+        """Create the variable.
 
         Args:
             initial: float32, of `shape`.
         """
-        self.wire_format()  # names that do not exist are refused here
+        self.wire_format()  # raises for an unknown name
         return _core.DenseVariable(initial, self.rule.make(), self.storage)
 
     def wire_format(self) -> _core.WireFormat | None:
-        """What encodes gradients and values; None for float32."""
+        """Return the encoder of gradients and values; None for float32."""
         return _wire_format(self.wire, _BLOCK)
 
 
@@ -89,18 +89,19 @@ class RowsSpec:
     """A table of rows.
 
     Attributes:
-        name: what it is found by.
+        name: unique on a server.
         dim: elements of a row.
-        rule: how gradients change it.
-        rows: ids are below this; None: any 64 bits, and rows come into being when they are pushed.
+        rule: applies gradients.
+        rows: ids are below this number; None accepts any 64-bit id, and creates rows on their
+            first push.
         initializer: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, deviation).
-        seed: of the initial values, which depend on it and the id alone.
+        seed: initial values depend on the seed and the id alone.
         storage: "float32", "bfloat16" or "int8".
-        max_rows: the rows touched the longest ago are dropped over this number.
-        max_age: rows that so many pushes have not touched are dropped.
-        wire: how gradients and values travel: "float32", "bfloat16", "float16", or "int8" with a
-            scale for every row. Assigned values are float32.
-        refuse_nonfinite: a push with NaN or infinity is an error, and not only counted.
+        max_rows: above this number, the least recently touched rows are dropped.
+        max_age: rows that were not touched in this many pushes are dropped.
+        wire: encoding of gradients and rows in messages: "float32", "bfloat16", "float16", or
+            "int8" with a scale for every row. Assigned values are float32.
+        refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
     """
 
     name: str
@@ -116,8 +117,8 @@ class RowsSpec:
     refuse_nonfinite: bool = False
 
     def make(self) -> _core.RowTable:
-        """The table, empty."""
-        self.wire_format()  # names that do not exist are refused here
+        """Create the table, empty."""
+        self.wire_format()  # raises for an unknown name
         return _core.RowTable(
             self.dim,
             self.rule.make(),
@@ -130,7 +131,7 @@ class RowsSpec:
         )
 
     def wire_format(self) -> _core.WireFormat | None:
-        """What encodes gradients and rows; None for float32."""
+        """Return the encoder of gradients and rows; None for float32."""
         return _wire_format(self.wire, self.dim)
 
 
@@ -142,22 +143,22 @@ def _wire_format(name: str, dim: int) -> _core.WireFormat | None:
 
 
 def to_json(spec: Spec) -> bytes:
-    """For a message.
+    """Return a spec as JSON, for a message.
 
     Raises:
-        ValueError: a name or options beyond all measure.
+        ValueError: the JSON is too long.
     """
     data = json.dumps({type(spec).__name__: dataclasses.asdict(spec)}).encode()
     if len(data) > MAX_META_BYTES:
-        raise ValueError(f"a spec of {len(data)} bytes, of which {MAX_META_BYTES} are allowed")
+        raise ValueError(f"a spec of {len(data)} bytes, the limit is {MAX_META_BYTES}")
     return data
 
 
 def from_json(data: bytes) -> Spec:
-    """What `to_json` gave.
+    """Parse the result of `to_json`.
 
     Raises:
-        ValueError: something else.
+        ValueError: the data is anything else.
     """
     try:
         ((kind, fields),) = json.loads(data).items()

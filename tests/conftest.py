@@ -13,7 +13,7 @@ import pytest
 # One thread for each process: the tests run beside each other, with several processes each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from launched import Launcher  # noqa: E402
+from launched import Launcher
 
 
 def pytest_configure() -> None:

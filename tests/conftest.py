@@ -24,6 +24,18 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected and before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a class or file in one process; tests on two machines are slow."""
+    for item in items:
+        if "network" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xdist_group") is None:
+            made = getattr(item, "cls", None)
+            name = item.path.stem if made is None else f"{item.path.stem}.{made.__name__}"
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the contract of a class in the sizes that the class names.
 

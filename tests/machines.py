@@ -38,6 +38,7 @@ def _ip(*args: str) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
+    """Two namespaces; conftest.py marks the tests that use them slow."""
     if shutil.which("ip") is None:
         pytest.skip("needs ip (iproute2) to make network namespaces")
     tag = secrets.token_hex(2)

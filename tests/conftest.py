@@ -1,5 +1,4 @@
-"""Worlds for the contract: `ranks` lives as long as its test class, `doomed_ranks` for one test;
-and jobs of `fastdist run`."""
+"""Fixtures: worlds for the contract, and jobs of `fastdist run`."""
 
 from __future__ import annotations
 
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launcher
 
-WORLDS = [1, 2, 3, 4, 7]
+# One thread for each process: the tests run beside each other, with several processes each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from launched import Launcher
 
 
 def pytest_configure() -> None:
@@ -23,15 +24,47 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.fixture(scope="class", params=WORLDS, ids=lambda n: f"world{n}")
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected and before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a class or file in one process; tests on two machines are slow."""
+    for item in items:
+        if "network" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("xdist_group") is None:
+            made = getattr(item, "cls", None)
+            name = item.path.stem if made is None else f"{item.path.stem}.{made.__name__}"
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the contract of a class in the sizes that the class names.
+
+    `worlds` and `doomed_worlds` are for the default run; `slow_worlds` and `slow_doomed_worlds`
+    are marked slow.
+    """
+    for fixture, scope, prefix in (("ranks", "class", ""), ("doomed_ranks", "function", "doomed_")):
+        if fixture in metafunc.fixturenames and hasattr(metafunc.cls, f"{prefix}worlds"):
+            slow = getattr(metafunc.cls, f"slow_{prefix}worlds")
+            sizes = [
+                *getattr(metafunc.cls, f"{prefix}worlds"),
+                *(pytest.param(size, marks=pytest.mark.slow) for size in slow),
+            ]
+            metafunc.parametrize(
+                fixture, sizes, indirect=True, scope=scope, ids=lambda n: f"world{n}"
+            )
+
+
+@pytest.fixture(scope="class")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A world that lives as long as its test class."""
     made = request.cls.ranks_class(request.param)
     yield made
     made.close()
 
 
-@pytest.fixture(params=[2, 3], ids=lambda n: f"world{n}")
+@pytest.fixture
 def doomed_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A world of a single test."""
     made = request.cls.ranks_class(request.param)
     yield made
     made.close()

@@ -5,8 +5,10 @@ The functions run on each rank, check against numpy and return values for the te
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -19,6 +21,8 @@ from contract_errors import (
     check_mismatch_of_send,
     check_wrong_on_one_rank,
     check_wrong_on_one_rank_for_good,
+    say_done,
+    wait_for_others,
 )
 from fastdist import Communicator
 from fastdist.errors import (
@@ -47,8 +51,8 @@ def inputs_of(comm: Communicator, dtype: str, size: int, seed: int) -> list[np.n
     return [sample(dtype, size, seed, r) for r in range(comm.world_size)]
 
 
-def check_reductions(comm: Communicator, dtype: str) -> None:
-    for op in REDUCE_OPS:
+def check_reductions(comm: Communicator, dtypes: list[str]) -> None:
+    for dtype, op in itertools.product(dtypes, REDUCE_OPS):
         x = sample(dtype, 5, 0, comm.rank).copy()
         if not is_defined(op, dtype):
             with pytest.raises(TypeError, match=f'op="{op}" is not defined for dtype {dtype}'):
@@ -59,7 +63,7 @@ def check_reductions(comm: Communicator, dtype: str) -> None:
             inputs = [make(dtype, size, 1, r) for r in range(comm.world_size)]
             x = inputs[comm.rank].copy()
             assert comm.all_reduce(x, op) is x
-            assert same_bits(x, reduced(inputs, op)), (op, size)
+            assert same_bits(x, reduced(inputs, op)), (dtype, op, size)
 
 
 def check_sizes(comm: Communicator, in_shared_memory: bool) -> None:
@@ -404,15 +408,16 @@ def check_random_calls(comm: Communicator, seed: int, calls: int) -> None:
             comm.barrier()
 
 
-def check_timeout(comm: Communicator) -> None:
+def check_timeout(comm: Communicator, folder: Path) -> None:
     late = comm.world_size - 1
+    comm.barrier()
     if comm.rank == late:
-        time.sleep(0.5)
+        wait_for_others(comm, folder)
     start = time.monotonic()
 
     def two_calls() -> None:
-        comm.all_reduce(np.zeros(3, np.float32), timeout=0.2 if comm.rank != late else 30)
-        comm.all_reduce(np.zeros(4, np.float32))  # the late rank fails here at the latest
+        comm.all_reduce(np.zeros(3, np.float32), timeout=0.2)
+        comm.all_reduce(np.zeros(4, np.float32))  # the late rank learns it here at the latest
 
     with pytest.raises(FastdistError) as caught:
         two_calls()
@@ -420,7 +425,8 @@ def check_timeout(comm: Communicator) -> None:
     if comm.rank != late:
         assert isinstance(caught.value, CollectiveTimeoutError)
         assert late in caught.value.ranks
-        assert f"rank {late}: none" in str(caught.value)
+        assert f"rank {late}: call 1, barrier()" in str(caught.value)
+        say_done(comm, folder)
     with pytest.raises(FastdistError, match="cannot be used any more"):
         comm.barrier()
 
@@ -444,14 +450,19 @@ class CommunicatorContract:
 
     Attributes:
         ranks_class: makes the ranks; set by subclasses.
+        worlds: sizes in the default run; `slow_worlds` are marked slow.
+        doomed_worlds: likewise, for tests that leave a world unusable.
     """
 
     ranks_class: ClassVar[type]
+    worlds: ClassVar[tuple[int, ...]]
+    slow_worlds: ClassVar[tuple[int, ...]] = ()
+    doomed_worlds: ClassVar[tuple[int, ...]]
+    slow_doomed_worlds: ClassVar[tuple[int, ...]] = ()
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_every_reduction(self, ranks: Any, dtype: str) -> None:
-        assert numpy_dtype(dtype).name == dtype
-        ranks.run(check_reductions, dtype)
+    def test_every_reduction(self, ranks: Any) -> None:
+        assert all(numpy_dtype(dtype).name == dtype for dtype in DTYPES)
+        ranks.run(check_reductions, DTYPES, limit_s=150)
 
     @pytest.mark.parametrize("in_shared_memory", [False, True])
     def test_reductions_of_every_size(self, ranks: Any, in_shared_memory: bool) -> None:
@@ -504,14 +515,14 @@ class CommunicatorContract:
     def test_random_calls(self, ranks: Any) -> None:
         ranks.run(check_random_calls, 1, 150)
 
-    def test_timeout(self, doomed_ranks: Any) -> None:
-        doomed_ranks.run(check_timeout)
+    def test_timeout(self, doomed_ranks: Any, tmp_path: Path) -> None:
+        doomed_ranks.run(check_timeout, tmp_path)
 
     def test_wrong_argument_on_one_rank(self, ranks: Any) -> None:
         ranks.run(check_wrong_on_one_rank)
 
-    def test_wrong_argument_on_one_rank_for_good(self, doomed_ranks: Any) -> None:
-        doomed_ranks.run(check_wrong_on_one_rank_for_good)
+    def test_wrong_argument_on_one_rank_for_good(self, doomed_ranks: Any, tmp_path: Path) -> None:
+        doomed_ranks.run(check_wrong_on_one_rank_for_good, tmp_path)
 
     def test_closed_peer(self, doomed_ranks: Any) -> None:
         doomed_ranks.run(check_closed_peer)

@@ -7,6 +7,7 @@ import functools
 import pickle
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,13 +135,26 @@ def check_wrong_on_one_rank(comm: Communicator) -> None:
     assert (x == sum(range(comm.world_size))).all()
 
 
-def check_wrong_on_one_rank_for_good(comm: Communicator) -> None:
+def say_done(comm: Communicator, folder: Path) -> None:
+    """Let `wait_for_others` return on another rank, without a communicator."""
+    (folder / str(comm.rank)).touch()
+
+
+def wait_for_others(comm: Communicator, folder: Path) -> None:
+    """Wait until every other rank has called `say_done`."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.iterdir())) < comm.world_size - 1:
+        assert time.monotonic() < deadline, "the other ranks are not done after 30 s"
+        time.sleep(0.01)
+
+
+def check_wrong_on_one_rank_for_good(comm: Communicator, folder: Path) -> None:
     last = comm.world_size - 1
     comm.barrier()
     if comm.rank == last:
         with pytest.raises(TypeError, match="root must be"):
             comm.broadcast(np.zeros(3), "0")  # type: ignore[arg-type]
-        time.sleep(1)
+        wait_for_others(comm, folder)
         return
     with pytest.raises(CollectiveTimeoutError) as caught:
         comm.broadcast(np.zeros(3), timeout=0.2)
@@ -149,6 +163,7 @@ def check_wrong_on_one_rank_for_good(comm: Communicator) -> None:
     assert f"rank {last}" in message.partition("last collective")[0]
     assert f"rank {last}: call 1, barrier()" in message
     assert f"rank {comm.rank}: call 2, broadcast(float64 × 3, root=0)" in message
+    say_done(comm, folder)
 
 
 def check_mismatch(comm: Communicator) -> None:

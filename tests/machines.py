@@ -7,13 +7,12 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 
 import pytest
-from ranks import TESTS, ProcessRanks
+from ranks import ProcessRanks
 
 MACHINES = ((0, 1), (2, 3))
 WORLD = 4
@@ -39,6 +38,7 @@ def _ip(*args: str) -> None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
+    """Two namespaces; conftest.py marks the tests that use them slow."""
     if shutil.which("ip") is None:
         pytest.skip("needs ip (iproute2) to make network namespaces")
     tag = secrets.token_hex(2)
@@ -82,9 +82,4 @@ class MachineRanks(ProcessRanks):
                 env |= {"LOCAL_WORLD_SIZE": str(len(ranks)), "OMP_NUM_THREADS": "1"}
                 env |= {"MASTER_ADDR": self.network.addresses[0], "MASTER_PORT": port}
                 env.pop("FASTDIST_JOB", None)
-                server = [sys.executable, "-W", "error", str(TESTS / "ranks.py")]
-                command = self.network.command(machine, *server, str(theirs.fileno()))
-                process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], cwd=TESTS)
-                self._processes.append(process)
-                theirs.close()
-                self._pipes.append(ours)
+                self._start_one(ours, theirs, env, self.network.names[machine])

@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import CallContext, Worker
 from fastdist.ps.server.listening import start_authenticator
 from fastdist.ps.wire.keys import use_client_keys, use_server_keys
+from fork_server import python
 from ps_cluster import end_all, wait_for
 
 _contexts: list[CallContext] = []
@@ -108,9 +108,7 @@ class PlainCluster:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         given = (self.addresses[index], self.keys.to_json())
         code = f"import plain_job; plain_job.serve(*{given!r})"
-        self.tasks[index] = subprocess.Popen(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}
-        )
+        self.tasks[index] = python("-c", code, env={**os.environ, "PYTHONPATH": path})
 
     def kill(self, index: int) -> None:
         """Kill a worker with SIGKILL."""

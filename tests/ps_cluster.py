@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import fastdist as fd
 from fastdist.cluster import ClusterSpec, SimpleClusterResolver
 from fastdist.cluster.ports import reserve_port
 from fastdist.ps import Keys
+from fork_server import python
 
 _TASK = "import fastdist as fd; fd.ParameterServerStrategy()"
 
@@ -49,11 +49,8 @@ class PsCluster:
             "PYTHONPATH": os.pathsep.join(
                 [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
             ),
-            "OMP_NUM_THREADS": "1",
         }
-        self.tasks[job, index] = subprocess.Popen(
-            [sys.executable, "-c", self._code], env=environment
-        )
+        self.tasks[job, index] = python("-c", self._code, env=environment)
 
     def kill(self, job: str, index: int) -> None:
         """Kill a task with SIGKILL."""

@@ -13,6 +13,7 @@ import pytest
 from fastdist.cluster import IndexedJobClusterResolver, TorchrunClusterResolver
 from fastdist.cluster.own_address import own_address
 from fastdist.errors import ClusterConfigError
+from fork_server import python
 
 JOBS = {"chief": 1, "worker": 2, "ps": 1}
 SHOW = """
@@ -62,6 +63,7 @@ def check_shown(folder: Path) -> None:
     assert len({address.rpartition(":")[2] for address in addresses}) == 4
 
 
+@pytest.mark.slow
 def test_torchrun(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shown"
     folder.mkdir()
@@ -81,8 +83,8 @@ def start(
     script: Path, folder: Path, rank: int, port: int, jobs: Mapping[str, int], **changes: str
 ) -> "subprocess.Popen[str]":
     place = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        [sys.executable, str(script), json.dumps(jobs), str(folder)],
+    return python(
+        *(str(script), json.dumps(jobs), str(folder)),
         env=environ(**place, MASTER_PORT=str(port), **changes),
         stderr=subprocess.PIPE,
         text=True,

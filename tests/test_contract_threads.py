@@ -6,3 +6,7 @@ from ranks import ThreadRanks
 
 class TestThreads(CommunicatorContract):
     ranks_class = ThreadRanks
+    worlds = (1, 3)
+    slow_worlds = (2, 4, 7)
+    doomed_worlds = (3,)
+    slow_doomed_worlds = (2,)

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import contract
@@ -197,44 +197,21 @@ def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "_BUCKET_BYTES", 500_000)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for fixture in ("ranks", "doomed_ranks"):
-        if fixture in metafunc.fixturenames and metafunc.cls is not None:
-            scope = "class" if fixture == "ranks" else "function"
-            worlds = metafunc.cls.worlds
-            metafunc.parametrize(
-                fixture, worlds, indirect=True, scope=scope, ids=lambda n: f"world{n}"
-            )
-
-
-@pytest.fixture(scope="class")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = request.cls.ranks_class(request.param)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def doomed_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = request.cls.ranks_class(request.param)
-    yield made
-    made.close()
-
-
 class TestGloo(CommunicatorContract):
     ranks_class = GlooThreads
-    worlds = (2, 3)
+    worlds = doomed_worlds = (3,)
+    slow_worlds = slow_doomed_worlds = (2,)
 
 
 class TestMachines(HierarchyContract):
     ranks_class = MachineThreads
-    worlds = (3,)  # one machine of two ranks, one of one; four are in test_machines.py
+    worlds = doomed_worlds = (3,)  # machines of two ranks and of one; four are in test_machines.py
     places = staticmethod(MACHINES.__getitem__)
 
 
 class TestGroups(HierarchyContract):
     ranks_class = GroupThreads
-    worlds = (4,)
+    worlds = doomed_worlds = (4,)
 
     @staticmethod
     def places(size: int) -> tuple[tuple[int, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from strategy_contract import StrategyContract
 from strategy_members import MembersContract
 from strategy_metrics import MetricsContract
 from strategy_modules import CompiledModules, StrategyModules
+from strategy_programs import ProgramsContract
 from strategy_training import TrainingContract
 from strategy_variables import VariableContract
 
@@ -72,6 +74,9 @@ def central_apart(options: fd.CommunicationOptions) -> fd.Strategy:
 
 KINDS: dict[str, Callable[[fd.CommunicationOptions], fd.Strategy]] = {
     "mirrored": lambda options: fd.MirroredStrategy(options=options),
+    "overlapping": lambda options: fd.MirroredStrategy(
+        options=dataclasses.replace(options, overlap=True)
+    ),
     "multi_worker": lambda options: fd.MultiWorkerMirroredStrategy(options=options),
     "central": lambda options: fd.CentralStorageStrategy(options=options),
     "central_apart": central_apart,
@@ -114,6 +119,16 @@ class TestMirrored(Contract):
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return ManyProcesses(size)
+
+
+class TestMirroredOverlapping(TrainingContract):
+    """Gradients go while backward runs, as they would with more cores."""
+
+    sizes = (2,)
+
+    @staticmethod
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size, "overlapping")
 
 
 class TestMultiWorkerMirrored(Contract):
@@ -242,6 +257,16 @@ def test_devices_that_are_not_there() -> None:
             fd.MirroredStrategy(["cuda:0", "cuda:1"])
 
 
+class TestProgramsMirrored(ProgramsContract):
+    sizes = (2, 3)
+    make = staticmethod(TestMirrored.make)
+
+
+class TestProgramsCentral(ProgramsContract):
+    sizes = (2,)
+    make = staticmethod(TestCentralStorage.make)
+
+
 class TestModulesMirrored(StrategyModules):
     sizes = (2,)
     make = staticmethod(TestMirrored.make)
@@ -265,6 +290,7 @@ class TestCompiled(CompiledModules):
         ({"compress": "zip"}, 'compress must be None, "fp16"'),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"timeout_s": -1}, "timeout_s must be positive, got -1"),
+        ({"overlap": "never"}, 'overlap must be True, False or "auto"'),
         ({"gradient_reduction": "max"}, 'gradient_reduction must be "mean" or "sum"'),
     ],
 )

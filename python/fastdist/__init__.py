@@ -144,7 +144,7 @@ def __getattr__(name: str) -> object:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"fastdist.{name} needs torch: pip install 'fastdist[torch]'", name="torch"
+            f"fastdist.{name} needs torch: pip install torch", name="torch"
         ) from error
 
 

@@ -216,6 +216,7 @@ class AdoptedModules:
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
                 on_one_device=self._options.implementation == "reduce_to_one_device",
+                overlaps=communicators.overlaps or self._device.type == "cuda",
             )
         refs = (ref for model in self._models for _, ref in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]

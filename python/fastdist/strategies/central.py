@@ -51,10 +51,14 @@ class CentralParameters:
         ready = [p for p in parameters if is_materialized(p)]
         if not ready:
             return
-        self._versions += [(weakref.ref(parameter), 0) for parameter in ready]
-        if not self._is_shared:
+        if self._is_shared:
+            self._share(workers, ready)
+        else:
             broadcast_state(workers, ready)
-            return
+        self._versions += [(weakref.ref(parameter), parameter._version) for parameter in ready]
+
+    def _share(self, workers: Communicator, ready: Sequence[nn.Parameter]) -> None:
+        """Make the parameters views of memory of the owner."""
         offsets, size = [], 0
         for parameter in ready:
             offsets.append(size)

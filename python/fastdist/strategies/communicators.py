@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+import numpy as np
+
+from fastdist.cluster import detect_launch
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import in_groups
 from fastdist.strategies.options import CommunicationOptions
@@ -17,10 +21,12 @@ class ReplicaCommunicators:
         replicas: collectives in `run` and in cross-replica context.
         gradients: a second communicator, so that the order of gradients does not depend on other
             calls.
+        overlaps: True if gradients are reduced while backward goes on.
     """
 
     replicas: Communicator
     gradients: Communicator
+    overlaps: bool
 
     def abort(self) -> None:
         """Leave both; replicas that wait for this one get PeerFailureError."""
@@ -34,7 +40,12 @@ def connect_replicas(world: Communicator, options: CommunicationOptions) -> Repl
     if options.implementation == "hierarchical_copy":
         width = (world.world_size + 1) // 2
         gradients = in_groups(gradients, width, timeout=options.timeout_s)
-    return ReplicaCommunicators(_copy(world, options), gradients)
+    overlaps = options.overlap
+    if overlaps == "auto":
+        launch = detect_launch()
+        idle = len(os.sched_getaffinity(0)) - (1 if launch is None else launch.local_world_size)
+        overlaps = bool(world.all_reduce(np.array([idle > 0]), "min")[0])
+    return ReplicaCommunicators(_copy(world, options), gradients, overlaps)
 
 
 def _copy(world: Communicator, options: CommunicationOptions) -> Communicator:

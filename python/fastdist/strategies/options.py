@@ -23,6 +23,9 @@ class CommunicationOptions:
             between the first ones. "reduce_to_one_device": on the first replica, which then sends
             the result. "auto" is "all_reduce". (tf.distribute's CrossDeviceOps.)
         compress: send gradients as "fp16", "bf16" or "fp8"; exact if None.
+        overlap: True: reduce gradients while backward goes on. False: in one call after backward,
+            which is faster where replicas leave no core idle. "auto": True on GPUs, and on the CPU
+            where every machine has more cores than replicas. The same on all replicas.
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).
@@ -32,6 +35,7 @@ class CommunicationOptions:
     timeout_s: float | None = None
     implementation: Implementation = "auto"
     compress: Compression | None = None
+    overlap: bool | Literal["auto"] = "auto"
     gradient_reduction: GradientReduction = "mean"
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class CommunicationOptions:
             raise ValueError(f"implementation must be one of {names}, got {self.implementation!r}")
         if self.compress is not None and self.implementation == "reduce_to_one_device":
             raise ValueError("compress needs another implementation than reduce_to_one_device")
+        if self.overlap not in (True, False, "auto"):
+            raise ValueError(f'overlap must be True, False or "auto", got {self.overlap!r}')
         if self.gradient_reduction not in ("mean", "sum"):
             raise ValueError(
                 f'gradient_reduction must be "mean" or "sum", got {self.gradient_reduction!r}'

@@ -4,7 +4,8 @@ Parameters are put into buckets, the last ones first, as backward reaches them. 
 parameter notes that its gradient is there; as soon as a bucket is complete, and all before it have
 gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward the remaining
 buckets are sent too, and all are waited for: when `backward()` returns, `.grad` is what one device
-would have computed on the global batch.
+would have computed on the global batch. Where replicas leave no core idle, a progress thread would
+take the time that it saves from backward: there all buckets go in one call at the end.
 
 The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
 A parameter that took no part on this replica contributes zeros; each bucket carries a number per
@@ -66,8 +67,8 @@ class _Bucket:
     indices: list[int]
     used: torch.Tensor  # per parameter: how many replicas used it
     waiting: int = 0  # for so many gradients
-    sent: list[torch.Tensor] = field(default_factory=list)
-    work: Work | None = None
+    sent: list[torch.Tensor] = field(default_factory=list)  # empty: not yet
+    work: Work | None = None  # that sends them, unless they were sent at once
 
 
 class GradientSync:
@@ -85,6 +86,8 @@ class GradientSync:
         bucket_bytes: gradients that travel together are at most so large, or a single one.
         compress: as for `Communicator.all_reduce`.
         on_one_device: reduce on the first replica, which then sends the result.
+        overlaps: reduce buckets while backward goes on, by the communicator's progress thread;
+            else all in one call when backward has ended. The same on all replicas.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class GradientSync:
         bucket_bytes: int,
         compress: Compression | None = None,
         on_one_device: bool = False,
+        overlaps: bool = True,
     ) -> None:
         self.examples: tuple[int, ...] | None = None
         self._enabled = True
@@ -117,6 +121,7 @@ class GradientSync:
         self._reduction = reduction
         self._compress = compress
         self._on_one_device = on_one_device
+        self._overlaps = overlaps
         self._task = -1  # backward that is under way
         self._arrived = [False] * len(self._parameters)
         self._held: set[int] = set()  # gradients that no_sync has kept back
@@ -248,7 +253,9 @@ class GradientSync:
             return  # sparse: at the end
         bucket.waiting -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
-            self._send(self._buckets[self._next])
+            if not self._overlaps:
+                return  # all together, at the end
+            self._send([self._buckets[self._next]])
             self._next += 1
 
     def _begin(self, task: int) -> None:
@@ -274,25 +281,33 @@ class GradientSync:
             bucket.work = None
             bucket.sent = []
 
-    def _send(self, bucket: _Bucket) -> None:
-        arrived = [self._arrived[i] for i in bucket.indices]
-        bucket.sent = [self._contribution(i) for i in bucket.indices]
-        if all(arrived):
-            bucket.used.fill_(1)
-        else:
-            bucket.used.copy_(torch.tensor(arrived))
+    def _send(self, buckets: Sequence[_Bucket]) -> None:
+        """Reduce buckets in one fused call; at once, or by the progress thread."""
         op: GradientReduction = self._reduction
-        if op == "mean" and (weight := self._weight()) is not None:
+        weight = self._weight() if op == "mean" else None
+        sent: list[torch.Tensor] = []
+        for bucket in buckets:
+            arrived = [self._arrived[i] for i in bucket.indices]
+            bucket.sent = [self._contribution(i) for i in bucket.indices]
+            if all(arrived):
+                bucket.used.fill_(1)
+            else:
+                bucket.used.copy_(torch.tensor(arrived))
+            if weight is not None:
+                self._weigh(bucket, weight)
+            sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
+        if weight is not None:
             op = "sum"
-            self._weigh(bucket, weight)
-        sent = bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
+        later = self._overlaps or self._is_on_gpu
         if self._on_one_device:
-            self._communicator.reduce(sent, op, 0, async_op=True)
-            bucket.work = self._communicator.broadcast(sent, 0, async_op=True)
+            self._communicator.reduce(sent, op, 0, async_op=later)
+            result = self._communicator.broadcast(sent, 0, async_op=later)
         else:
-            bucket.work = self._communicator.all_reduce(
-                sent, op, compress=self._compress, async_op=True
+            result = self._communicator.all_reduce(
+                sent, op, compress=self._compress, async_op=later
             )
+        for bucket in buckets if later else ():
+            bucket.work = result
 
     def _weigh(self, bucket: _Bucket, weight: float) -> None:
         fresh: list[torch.Tensor] = []
@@ -325,17 +340,22 @@ class GradientSync:
     def _finish(self) -> None:
         used, written = self._ask()
         wanted = self._wanted(used)
-        for at, bucket in enumerate(self._buckets[self._next :], start=self._next):
-            if wanted[at]:
-                self._send(bucket)
+        left = [
+            bucket for at, bucket in enumerate(self._buckets) if at >= self._next and wanted[at]
+        ]
+        if self._overlaps:
+            for bucket in left:
+                self._send([bucket])
+        elif left:
+            self._send(left)
         self._next = len(self._buckets)
         self._task = -1
         work = None
         if self._buffer_sync.places:
             work = self._buffer_sync.send(self._communicator, self._own_examples(), written)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                self._receive(bucket, bucket.work, used)
+            if bucket.sent:
+                self._receive(bucket, used)
         for i, is_wanted in zip(self._sparse, wanted[len(self._buckets) :], strict=True):
             if self._trainable[i] and is_wanted:
                 self._reduce_sparse(i)
@@ -378,8 +398,9 @@ class GradientSync:
             return [True] * len(groups)
         return [any(used[i] for i in group) for group in groups]
 
-    def _receive(self, bucket: _Bucket, work: Work, used: list[bool] | None) -> None:
-        work.wait()
+    def _receive(self, bucket: _Bucket, used: list[bool] | None) -> None:
+        if bucket.work is not None:
+            bucket.work.wait()
         for place, i in enumerate(bucket.indices):
             parameter = self._parameter(i)
             is_used = bucket.used[place] > 0 if used is None else used[i]

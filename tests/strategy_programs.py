@@ -1,0 +1,410 @@
+"""What users do around `run`, and mistakes that must be told: the same for every kind of replicas.
+
+A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import fastdist as fd
+import numpy as np
+import pytest
+import torch
+from fastdist import Strategy
+from strategy_pieces import replica_id, require_close
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils import _pytree as pytree
+
+
+class Output(dict[str, Any]):
+    """A structure of its own, registered as transformers registers its ModelOutput."""
+
+    def update(self, *_: object, **__: object) -> None:
+        raise RuntimeError("You cannot use ``update``")
+
+
+pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: Output(zip(names, values, strict=True)),
+    serialized_type_name="Output",
+)
+
+
+def rows(count: int, width: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(
+    strategy: Strategy,
+    make: Callable[[], nn.Module],
+    between: Callable[[nn.Module, Any], None],
+    optimizer_of: Any = torch.optim.SGD,
+) -> list[torch.Tensor]:
+    """The parameters after a step on each of four batches, with something done between them."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = make()
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(rows(32), global_batch_size=8):
+        strategy.run(step, (batch,))
+        between(model, optimizer)
+    strategy.check_in_sync()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+class ProgramsContract:
+    """Bound as the contract."""
+
+    # --- results --------------------------------------------------------------------------------
+
+    def test_a_mean_weighs_whatever_was_computed(self, strategies: Any) -> None:
+        """Of 1, 1, 4 on one device: 2; numbers, numpy values, and what is computed of them too."""
+
+        def case(strategy: Strategy) -> None:
+            (batch,) = strategy.distribute_dataset(
+                torch.tensor([1.0, 1.0, 4.0]), global_batch_size=3
+            )
+
+            def mean(kind: Callable[[torch.Tensor], Any]) -> Any:
+                return strategy.run(lambda x: kind(x.mean() if len(x) else x.sum()), (batch,))
+
+            for kind in (torch.clone, torch.Tensor.item, torch.Tensor.numpy):
+                assert float(strategy.reduce("mean", mean(kind))) == 2.0
+            doubled = fd.map(lambda value: {"twice": 2 * value}, mean(torch.Tensor.item))
+            assert float(strategy.reduce("mean", doubled)["twice"]) == 4.0
+            assert float(strategy.reduce("mean", fd.map(np.multiply, mean(torch.clone), 3.0))) == 6
+
+        strategies.run(case)
+
+    def test_a_mean_weighs_what_was_kept_for_an_epoch(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            data = strategy.distribute_dataset(
+                torch.tensor([1.0, 1.0, 4.0, 10.0, 10.0]), global_batch_size=3
+            )
+            losses = [
+                strategy.run(lambda x: float(x.mean()) if len(x) else 0.0, (b,)) for b in data
+            ]
+            assert [float(loss) for loss in strategy.reduce("mean", losses)] == [2.0, 10.0]
+            if strategy.num_replicas_in_sync == 2:
+                with pytest.raises(ValueError, match="divided differently among replicas"):
+                    fd.map(lambda a, b: a + b, *losses)
+
+        strategies.run(case)
+
+    def test_a_result_is_no_number(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            result = strategy.run(lambda: torch.tensor(2.0))
+            if strategy.num_replicas_in_sync == 1:
+                assert result == 2
+                return
+            hint = r"strategy\.reduce\('mean', value\)"
+            uses: list[Callable[[Any], Any]] = [
+                float,
+                bool,
+                lambda x: x + 1,
+                lambda x: 0.0 + x,
+                lambda x: x < 3,
+                lambda x: f"{x:.3f}",
+                np.asarray,
+                lambda x: torch.ones(1) * x,
+            ]
+            for use in uses:
+                with pytest.raises(TypeError, match=hint):
+                    use(result)
+            with pytest.raises(AttributeError, match=f"no attribute 'item'.*{hint}"):
+                result.item()
+            assert "2." in str(result)
+
+        strategies.run(case)
+
+    def test_structures_of_other_libraries(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            result = strategy.run(lambda: Output(loss=torch.ones(()), name="a", none=None))
+            assert type(result) is Output
+            assert result["name"] == "a"
+            assert result["none"] is None
+            total = strategy.reduce("sum", Output(loss=result["loss"]))
+            assert type(total) is Output
+            assert total["loss"] == strategy.num_replicas_in_sync
+
+        strategies.run(case)
+
+    # --- mistakes -------------------------------------------------------------------------------
+
+    def test_cross_replica_calls_in_run(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                variable = fd.Variable(0.0)
+            for call, hint in (
+                (lambda: strategy.reduce("sum", 1.0), "get_replica_context.*all_reduce"),
+                (lambda: strategy.gather(torch.ones(1)), "get_replica_context.*all_gather"),
+                (lambda: strategy.update(variable, torch.Tensor.add_, (1.0,)), "merge_call"),
+            ):
+                with pytest.raises(RuntimeError, match=f"inside run.*{hint}"):
+                    strategy.run(call)
+            iterator = iter(strategy.distribute_dataset(torch.arange(8), global_batch_size=4))
+            with pytest.raises(RuntimeError, match="dataset was iterated inside run"):
+                strategy.run(lambda: next(iterator))
+
+        strategies.run(case)
+
+    def test_a_model_that_was_made_outside(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            if strategy.num_replicas_in_sync == 1:
+                return
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+
+            first, second = strategy.distribute_dataset(rows(16), global_batch_size=8)
+            strategy.run(step, (first,))
+            with pytest.raises(ValueError, match=r"made outside the scope.*strategy\.scope\(\)"):
+                strategy.run(step, (second,))
+
+        strategies.run(case)
+
+    def test_an_update_of_a_foreign_tensor(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            if strategy.num_replicas_in_sync > 1:
+                with pytest.raises(ValueError, match="made in the strategy's scope, got Tensor"):
+                    strategy.update(torch.zeros(1), lambda component: component)  # type: ignore[arg-type]
+
+        strategies.run(case)
+
+    # --- around run -----------------------------------------------------------------------------
+
+    def test_changes_between_runs(self, strategies: Any) -> None:
+        def clamp(model: nn.Module, optimizer: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+
+        def forget(model: nn.Module, optimizer: Any) -> None:
+            optimizer.state.clear()
+
+        def case(strategy: Strategy) -> None:
+            one = fd.OneDeviceStrategy("cpu")
+            for between, optimizer in ((clamp, torch.optim.SGD), (forget, torch.optim.Adam)):
+                made = [
+                    trained(each, lambda: nn.Linear(4, 1), between, optimizer)
+                    for each in (strategy, one)
+                ]
+                require_close(*made, 1e-6)
+
+        strategies.run(case)
+
+    def test_modes_around_run(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(4, 4)
+            x = torch.ones(2, 4)
+
+            def look() -> dict[str, str]:
+                y = model(x)
+                return {"grad": str(y.requires_grad), "dtype": str(y.dtype)}
+
+            with torch.no_grad():
+                assert strategy.run(look)["grad"] == "False"
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert strategy.run(look)["dtype"] == "torch.bfloat16"
+            with torch.inference_mode():
+                assert strategy.local_results(strategy.run(torch.is_inference_mode_enabled)) == (
+                    True,
+                )
+
+        strategies.run(case)
+
+    def test_modules_of_other_kinds(self, strategies: Any) -> None:
+        makers: dict[str, Callable[[], nn.Module]] = {
+            "scripted": lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 1))),
+            "traced by fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 1))),
+            "weight norm": lambda: parametrizations.weight_norm(nn.Linear(4, 1)),
+            "pruned": lambda: prune.l1_unstructured(nn.Linear(4, 1), "weight", amount=0.5),
+        }
+
+        def case(strategy: Strategy) -> None:
+            one = fd.OneDeviceStrategy("cpu")
+            for make in makers.values():
+                made = [trained(each, make, lambda *_: None) for each in (strategy, one)]
+                require_close(*made, 1e-6)
+
+        strategies.run(case)
+
+    def test_parameters_that_were_captured(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(4, 1)
+            weight = model.weight
+            strategy.run(
+                lambda: (model(torch.ones(2, 4)).mean() + weight.square().sum()).backward()
+            )
+            assert torch.allclose(weight.grad, 1 + 2 * weight)
+
+        strategies.run(case)
+
+    def test_sync_batch_norm_converts_in_the_scope(self, strategies: Any) -> None:
+        def plain() -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+        def case(strategy: Strategy) -> None:
+            convert = fd.nn.SyncBatchNorm.convert
+            with strategy.scope():
+                first = convert(plain())
+            made = plain()
+            with strategy.scope():
+                second = convert(made)
+            third = strategy.mirror(convert(plain()))
+            with strategy.scope():
+                fourth = plain()
+            fourth = convert(fourth)
+            for model in (first, second, third, fourth):
+                strategy.run(lambda model=model: model(torch.randn(4, 3)).square().sum().backward())
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    def test_a_schedulers_state_is_plain(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(2, 2)
+                optimizer = torch.optim.Adam(model.parameters())
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step())[1])
+            file = io.BytesIO()
+            torch.save(scheduler.state_dict(), file)
+            assert b"fastdist" not in file.getvalue()
+            file.seek(0)
+            scheduler.load_state_dict(torch.load(file))
+
+        strategies.run(case)
+
+    def test_models_are_released(self, strategies: Any) -> None:
+        """A search makes many models in one strategy; those that are gone take no part any more."""
+
+        def case(strategy: Strategy) -> None:
+            gone = []
+            for size in range(2, 8):
+                with strategy.scope():
+                    model = nn.Sequential(nn.Linear(size, 3), nn.BatchNorm1d(3))
+                    optimizer = torch.optim.Adam(model.parameters())
+
+                def step(model: Any = model, optimizer: Any = optimizer, size: int = size) -> None:
+                    optimizer.zero_grad()
+                    model(torch.randn(4, size)).square().mean().backward()
+                    optimizer.step()
+
+                for _ in range(2):
+                    strategy.run(step)
+                gone += [weakref.ref(model[0].weight), weakref.ref(optimizer)]
+                if strategy.local_replica_ids[0] == 0:  # replicas may release at different times
+                    del model, optimizer, step
+                    gc.collect()
+            model = optimizer = step = None  # type: ignore[assignment]
+            strategy.run(lambda: None)
+            gc.collect()
+            assert [ref() for ref in gone] == [None] * 12
+
+        strategies.run(case)
+
+    def test_other_random_numbers(self, strategies: Any) -> None:
+        """Numbers of Python, numpy and of generators are as the program has seeded them."""
+
+        def case(strategy: Strategy) -> None:
+            def draw() -> list[float]:
+                generator = torch.Generator().manual_seed(0)
+                return [
+                    np.random.rand(),
+                    random.random(),
+                    float(torch.rand((), generator=generator)),
+                ]
+
+            seen = set()
+            for _ in range(3):
+                np.random.seed(0)
+                random.seed(0)
+                own = [strategy.local_results(value)[0] for value in strategy.run(draw)]
+                seen.add(tuple(own))
+            assert len(seen) == 1
+
+        strategies.run(case)
+
+    def test_modules_of_another_thread(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            other: list[nn.Module] = []
+            with strategy.scope():
+                model = nn.Linear(2, 2)
+                thread = threading.Thread(target=lambda: other.append(nn.Linear(3, 3)))
+                thread.start()
+                thread.join()
+            if strategy.local_replica_ids[0] == 0:
+                other[0](torch.ones(1, 3)).sum().backward()  # is nobody else's
+            strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+
+        strategies.run(case)
+
+    # --- buffers --------------------------------------------------------------------------------
+
+    def test_buffers_that_some_replicas_write(self, strategies: Any) -> None:
+        """Experts: each is normalized by the replicas that used it, and all hold the same."""
+
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            for width in (2, 3):
+                with strategy.scope():
+                    model = nn.ModuleList(
+                        nn.BatchNorm1d(2 if i == 0 else width, momentum=1.0) for i in range(n)
+                    )
+
+                def step(model: Any = model) -> None:
+                    expert = model[replica_id()]
+                    x = torch.full((8, expert.num_features), 100.0 * replica_id())
+                    expert(x).square().sum().backward()
+
+                strategy.run(step)
+                strategy.check_in_sync()
+                for i, expert in enumerate(model):
+                    assert expert.running_mean.tolist() == pytest.approx(
+                        [100.0 * i] * expert.num_features
+                    )
+
+        strategies.run(case)
+
+    def test_buffers_of_a_replica_without_examples(self, strategies: Any) -> None:
+        def stepped(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            with strategy.scope():
+                norm = nn.BatchNorm1d(2)
+                linear = parametrizations.spectral_norm(nn.Linear(2, 4))
+            (batch,) = strategy.distribute_dataset(torch.tensor([[1.0, 2.0]]), global_batch_size=8)
+
+            def step(x: torch.Tensor) -> None:
+                wide = x[:, :, None].expand(-1, -1, 2)
+                linear(norm(wide).sum(2)).sum().backward()
+
+            strategy.run(step, (batch,))
+            strategy.check_in_sync()
+            buffers = [*norm.buffers(), *linear.buffers()]
+            return [buffer.detach().clone().float() for buffer in buffers]
+
+        def case(strategy: Strategy) -> None:
+            require_close(stepped(strategy), stepped(fd.OneDeviceStrategy("cpu")), 1e-6)
+
+        strategies.run(case)

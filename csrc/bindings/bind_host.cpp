@@ -34,12 +34,7 @@ py::array empty(Host& self, std::size_t bytes) {
 }  // namespace
 
 void bind_host(py::module_& m) {
-  py::class_<Tuning>(m, "Tuning")
-      .def_readwrite("slot_bytes", &Tuning::slot_bytes)
-      .def_readwrite("in_place_bytes", &Tuning::in_place_bytes)
-      .def_readwrite("chunk_bytes", &Tuning::chunk_bytes)
-      .def_readwrite("lane_bytes", &Tuning::lane_bytes)
-      .def_readwrite("stream_bytes", &Tuning::stream_bytes);
+  py::class_<Tuning>(m, "Tuning");
   m.def("begin_exit", &begin_exit);
   m.def("tuning_for", &host::tuning_for);
 
@@ -55,8 +50,7 @@ void bind_host(py::module_& m) {
                     for (const int fd : fds) files.emplace_back(fd);
                     return Machine::of_processes(std::move(files), self);
                   })
-      .def_static("of_threads", &Machine::of_threads)
-      .def_property_readonly("size", &Machine::size);
+      .def_static("of_threads", &Machine::of_threads);
 
   // The part of a communicator's shared memory that this rank owns.
   py::class_<SharedBlock, std::shared_ptr<SharedBlock>>(m, "SharedBlock")

@@ -176,8 +176,6 @@ void bind_nccl(py::module_& m) {
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect)
-      .def_property_readonly("rank", [](Gpu& g) { return g.communicator().rank(); })
-      .def_property_readonly("size", [](Gpu& g) { return g.communicator().size(); })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
       .def("calls", &gpu_calls)
       .def("keep_for_last",

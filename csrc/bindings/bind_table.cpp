@@ -348,7 +348,6 @@ void bind_wire(py::module_& m) {
 void bind_table(py::module_& m) {
   py::class_<UpdateRule>(m, "UpdateRule")
       .def(py::init(&make_rule), py::arg("name"))
-      .def_property_readonly("name", [](const UpdateRule& r) { return std::string(r.name()); })
       .def_property_readonly("slots", &slot_names);
   bind_routing(m);
   bind_wire(m);

@@ -46,10 +46,6 @@ Storage storage_of(std::string_view name) {
               "unknown storage: expected float32, bfloat16 or int8, got " + std::string(name));
 }
 
-std::string_view name_of(Storage storage) noexcept {
-  return kNames[static_cast<std::size_t>(storage)];
-}
-
 RowLayout::RowLayout(std::size_t dim, Storage storage, const UpdateRule& rule)
     : dim_(dim),
       storage_(storage),

@@ -16,7 +16,6 @@ enum class Storage : std::uint8_t { kFloat32, kBFloat16, kInt8 };
 
 // Parses "float32", "bfloat16" or "int8"; throws kValue.
 [[nodiscard]] Storage storage_of(std::string_view name);
-[[nodiscard]] std::string_view name_of(Storage storage) noexcept;
 
 // Reads and writes whole rows. With narrow storage a step is computed in float32 in `scratch`, and
 // its result is rounded once.

@@ -99,7 +99,7 @@ class GlooLane:
                 )
             ]
             raise CollectiveMismatchError(
-                f"send and recv do not fit (transfer {number} between these ranks):"
+                f"send and recv do not match (transfer {number} between these ranks):"
                 + "".join(lines),
                 (self._peer,),
             )

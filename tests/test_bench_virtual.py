@@ -35,7 +35,7 @@ def engine(ranks: int, gpus: int) -> Engine:
     worker = (str(HERE / "virtual_bench.py"),)
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     environment = {"OMP_NUM_THREADS": "1", "VIRTUAL_GPUS": str(gpus)}
-    return Engine("fastdist", "fastdist_cuda", launcher + worker, environment, array="torch")
+    return Engine("fastdist", "fastdist_cuda", launcher + worker, environment)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["shared", "apart"])

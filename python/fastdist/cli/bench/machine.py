@@ -54,11 +54,6 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def cuda_major() -> int:
-    """The version of CUDA that packages have to be for: the driver's, else this build's."""
-    return (_core.cuda_driver_version() or _core.cuda_runtime_version() or 13000) // 1000
-
-
 def gpu_facts() -> dict[str, str]:
     """GPUs, the driver's CUDA and the one inside this build, by name."""
     devices = _core.cuda_devices()

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import fastdist._core as _core
 from fastdist.cli.bench.gpu import open_gpu
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
-from fastdist.cli.bench.options import check_files, require_library
+from fastdist.cli.bench.options import check_files, require_torch
 from fastdist.cli.bench.pack import CALLS_PER_TURN, PackBench, PackCase, PackRow
 from fastdist.cli.bench.placement import place_ranks
 from fastdist.cli.bench.progress import shown_progress
@@ -40,11 +40,10 @@ def run_pack(options: argparse.Namespace) -> int:
     """Runs the bench; an exit status as that of `run_command`."""
     try:
         cases = pack_cases(options)
-        library = _library(options)
         check_files(options)
         placement = place_ranks(1)
-        require_library(library)
-        gpu = open_gpu(0, library)
+        require_torch()
+        gpu = open_gpu(0)
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"fastdist bench: {error}", file=sys.stderr)
         return _USAGE
@@ -88,23 +87,13 @@ def pack_cases(options: argparse.Namespace) -> list[PackCase]:
             f"expected --vs torch, whose ways to flatten lists pack is compared with, "
             f"got {options.vs!r}"
         )
+    if options.array not in (None, "torch"):
+        raise ValueError(f"expected --array torch, got {options.array!r}")
     if options.iters is not None and options.iters < 1:
         raise ValueError(f"expected --iters of at least 1, got {options.iters}")
     narrower = ("", "bf16") if options.dtype in ("float32", "float64") else ("",)
     models = (options.model,) if options.model else _MODELS
     return [PackCase(model, options.dtype, wire) for model in models for wire in narrower]
-
-
-def _library(options: argparse.Namespace) -> str:
-    if options.array not in (None, "torch", "cupy"):
-        raise ValueError(f"expected --array torch or cupy, got {options.array!r}")
-    if options.array != "cupy":
-        return "torch"
-    if options.vs:
-        raise ValueError("--vs torch needs --array torch: the arrays are the same")
-    if options.dtype == "bfloat16":
-        raise ValueError("cupy has no bfloat16: use --array torch")
-    return "cupy"
 
 
 def _rounds(options: argparse.Namespace) -> int:

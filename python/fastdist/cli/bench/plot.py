@@ -17,8 +17,6 @@ _COLORS = {
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",
     "torch": "#e07b39",
-    "nccl4py": "#76a713",
-    "cupy": "#2a9db0",
 }
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"

@@ -48,7 +48,7 @@ class EngineProcesses:
     def launch(self) -> None:
         """Starts the engine's processes; they connect to the socket."""
         engine = self.engine
-        arguments = ["--engine", engine.name, "--driver", engine.driver, "--array", engine.array]
+        arguments = ["--engine", engine.name, "--driver", engine.driver]
         command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
         with self._log.open("wb") as log:
             for environment in self._environments():

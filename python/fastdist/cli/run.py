@@ -45,6 +45,7 @@ exit code:
 
 examples:
   fastdist run -n 4 train.py --epochs 10
+  fastdist run --nproc-per-node 4 train.py --epochs 10
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
   fastdist run --workers 4 --ps 2 --evaluator train.py
@@ -69,6 +70,9 @@ def add_parser(subparsers: "_Subparsers") -> None:
     parser.add_argument(
         "-n",
         "--ranks",
+        "--nproc-per-node",  # torchrun's names
+        "--nproc_per_node",
+        dest="ranks",
         metavar="N",
         type=_count("ranks"),
         help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",

@@ -59,3 +59,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'fastdist.cluster' has no attribute {name!r}")
     return getattr(import_module(f"fastdist.cluster.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -58,6 +58,8 @@ class GpuBench:
         else:
             print(f"# {peer}")
         with Session(engines, _RANKS, self._effort, self._placement) as session:
+            if session.failures:
+                raise session.failures[0]
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)

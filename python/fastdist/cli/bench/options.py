@@ -174,3 +174,9 @@ def check_files(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"cannot write {name}: {folder} is not a folder that can be written to"
             )
+
+
+def written_lines(options: argparse.Namespace) -> list[str]:
+    """A line for each file that the options ask for."""
+    names = (options.json, options.csv, options.plot)
+    return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import fastdist._core as _core
+from fastdist.cli.bench.caveats import call_warnings, load_average, load_warnings
 from fastdist.cli.bench.gpu import open_gpu
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
-from fastdist.cli.bench.options import check_files, require_torch
+from fastdist.cli.bench.options import check_files, require_torch, written_lines
 from fastdist.cli.bench.pack import CALLS_PER_TURN, PackBench, PackCase, PackRow
 from fastdist.cli.bench.placement import place_ranks
 from fastdist.cli.bench.progress import shown_progress
@@ -50,6 +51,7 @@ def run_pack(options: argparse.Namespace) -> int:
     bench = PackBench(gpu, bool(options.vs), _core.NCCL_BUCKET_BYTES, _rounds(options))
     machine = machine_facts() | gpu_facts()
     file = sys.stderr if options.json == "-" else sys.stdout
+    load = load_warnings(load_average(), 1)
     rows: list[PackRow] = []
     try:
         with shown_progress(file, len(cases)) as progress:
@@ -64,10 +66,14 @@ def run_pack(options: argparse.Namespace) -> int:
                     progress.line(row_line(row))
                 progress.step()
             progress.line(f"# a plain copy moves {bench.copy_gb_per_s:.0f} GB/s (read and written)")
+            for warning in load + pack_warnings(rows):
+                progress.line(f"# warning: {warning}")
     except KeyboardInterrupt:
         print("fastdist bench: interrupted", file=sys.stderr)
         return _INTERRUPTED
     _write_files(options, rows, machine, bench.copy_gb_per_s)
+    for line in written_lines(options):
+        print(line, file=file)
     return _FAILED if any(row.wrong for row in rows if row.way == "fastdist") else 0
 
 
@@ -98,6 +104,15 @@ def pack_cases(options: argparse.Namespace) -> list[PackCase]:
 
 def _rounds(options: argparse.Namespace) -> int:
     return _ROUNDS if options.iters is None else -(-options.iters // CALLS_PER_TURN)
+
+
+def pack_warnings(rows: Sequence[PackRow]) -> list[str]:
+    """Warnings if the machine was busy during the run, or timed calls were few."""
+    return call_warnings(
+        [f"{row.case.label}, {row.way} {row.direction}" for row in rows],
+        [row.p99_us / row.p50_us for row in rows],
+        [row.iterations for row in rows],
+    )
 
 
 def heading() -> str:

@@ -1,6 +1,6 @@
 """Trains a small network on scikit-learn's digits; gradients go through one fused all_reduce.
 
-    pip install 'fastdist[torch]' scikit-learn
+    pip install torch scikit-learn
     fastdist run -n 2 examples/digits_all_reduce.py     # any number of ranks; or plain python
 
 Every rank takes its share of each global batch and adds up the loss over it; the sum of the

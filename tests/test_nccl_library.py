@@ -132,7 +132,7 @@ def test_an_absent_library_is_said_how_to_get(tmp_path: Path) -> None:
     if "path" in found:
         pytest.skip("the system has a libnccl")
     assert found["error"] == "UnsupportedError"
-    assert "pip install 'fastdist[cuda13]'" in found["message"]
+    assert "pip install nvidia-nccl-cu13" in found["message"]
     assert str(tmp_path) in found["message"]
 
 

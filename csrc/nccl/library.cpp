@@ -106,7 +106,7 @@ Library search(std::span<const std::string> candidates) {
   }
   if (void* handle = open(kName)) return open_library(handle, kName);
   throw Error(ErrorCode::kUnsupported,
-              "NCCL was not found; install it with pip install 'fastdist[cuda13]' (or cuda12, for "
+              "NCCL was not found; install it with pip install nvidia-nccl-cu13 (or -cu12, for "
               "the CUDA of your torch).\nTried:" +
                   tried);
 }

@@ -20,7 +20,7 @@ ON_CPU = HAS_XLA and os.environ.get("PJRT_DEVICE") == "CPU"
 on_devices = [
     pytest.mark.xla,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla: pip install 'fastdist[tpu]'"),
+    pytest.mark.skipif(not HAS_XLA, reason="needs torch_xla: pip install '.[tpu]'"),
     pytest.mark.skipif(HAS_XLA and not ON_CPU, reason="needs PJRT_DEVICE=CPU"),
 ]
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN

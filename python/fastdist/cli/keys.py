@@ -35,7 +35,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _keys(options: argparse.Namespace) -> int:
     del options
     try:
-        from fastdist.ps.wire.keys import Keys
+        from fastdist.ps import Keys
     except ImportError as error:
         sys.stderr.write(f"fastdist keys: {error}\n")
         return 2

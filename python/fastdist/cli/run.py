@@ -168,7 +168,7 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
         yield rank_tasks(ranks, user)
         return
     try:
-        from fastdist.ps.wire.keys import Keys
+        from fastdist.ps import Keys
     except ImportError as error:
         raise _OptionError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator

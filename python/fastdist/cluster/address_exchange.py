@@ -43,7 +43,7 @@ def exchange_addresses(
         distributed = import_module("torch.distributed")
     except ImportError:
         raise ImportError(
-            "TorchrunClusterResolver(jobs=…) needs torch: pip install 'fastdist[torch]'"
+            "TorchrunClusterResolver(jobs=…) needs torch: pip install torch"
         ) from None
     host, port = split_address(store_address)
     own = own_address(host, port)

@@ -27,24 +27,26 @@ class _Library:
 
 _LIBRARIES = {
     "numpy": _Library(("numpy",), "numpy", "required"),
-    "torch": _Library(("torch",), "'fastdist[torch]'", "torch tensors; gloo in fastdist bench"),
+    "torch": _Library(("torch",), "torch", "torch tensors; gloo in fastdist bench"),
     "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
     "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
     # With its own torch, in an environment of its own: nothing to install here.
     "torch_xla": _Library(("torch-xla",), None, "TPUs"),
-    "pyzmq": _Library(("pyzmq",), "'fastdist[ps]'", "parameter servers"),
-    "safetensors": _Library(("safetensors",), "'fastdist[ps]'", "their checkpoints"),
-    "cloudpickle": _Library(("cloudpickle",), "'fastdist[ps]'", "what a coordinator schedules"),
+    "pyzmq": _Library(("pyzmq",), "pyzmq", "parameter servers"),
+    "safetensors": _Library(("safetensors",), "safetensors", "checkpoints of parameter servers"),
+    "cloudpickle": _Library(
+        ("cloudpickle",), "cloudpickle", "functions that a coordinator schedules"
+    ),
     "prometheus_client": _Library(
-        ("prometheus-client",), "'fastdist[ps]'", "fastdist serve --metrics-port"
+        ("prometheus-client",), "prometheus-client", "fastdist serve --metrics-port"
     ),
     "rich": _Library(
         ("rich",),
-        "'fastdist[bench]'",
+        "rich",
         "a progress bar in fastdist bench; the page of fastdist serve",
     ),
-    "matplotlib": _Library(("matplotlib",), "'fastdist[bench]'", "fastdist bench --plot"),
+    "matplotlib": _Library(("matplotlib",), "matplotlib", "fastdist bench --plot"),
 }
 
 

@@ -79,10 +79,10 @@ def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: 
 
 
 def _open_server(address: str, key_file: str | None) -> Server:
-    keys = _keys(key_file)  # which says what to install, if that is needed
-    from zmq import ZMQError
+    from fastdist.ps import Server  # without pyzmq, its error says what to install
 
-    from fastdist.ps import Server
+    keys = _keys(key_file)
+    from zmq import ZMQError
 
     try:
         return Server(address, keys=keys)

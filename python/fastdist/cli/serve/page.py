@@ -30,9 +30,7 @@ def shown_page(about: Mapping[str, str]) -> Iterator[Callable[[Reading], None]]:
     try:
         from rich.live import Live
     except ImportError:
-        raise ImportError(
-            "the page on the terminal needs rich: pip install 'fastdist[ps]'"
-        ) from None
+        raise ImportError("the page on the terminal needs rich: pip install rich") from None
     with Live(auto_refresh=False) as live:
         yield lambda reading: live.update(draw(reading, about), refresh=True)
 

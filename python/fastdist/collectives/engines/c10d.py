@@ -14,9 +14,7 @@ def c10d() -> Any:
     try:
         import torch.distributed
     except ImportError:
-        raise ImportError(
-            "ranks on several machines need torch: pip install 'fastdist[torch]'"
-        ) from None
+        raise ImportError("ranks on several machines need torch: pip install torch") from None
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         raise ImportError("ranks on several machines need Gloo, and this torch is without it")
     return torch._C._distributed_c10d  # torch.distributed shows only some of it

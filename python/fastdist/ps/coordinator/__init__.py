@@ -4,7 +4,7 @@ try:
     import cloudpickle  # type: ignore[import-untyped]  # noqa: F401
 except ImportError:
     raise ImportError(
-        "fastdist.ps.coordinator needs cloudpickle: pip install 'fastdist[ps]'", name="cloudpickle"
+        "fastdist.ps.coordinator needs cloudpickle: pip install cloudpickle", name="cloudpickle"
     ) from None
 
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator

@@ -1,4 +1,4 @@
-"""The entry of the `fastdist` command."""
+"""Entry point of the `fastdist` command."""
 
 import argparse
 import signal
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments and returns the exit code.
 
     Args:
-        argv: the arguments after the program's name; None: those of this process.
+        argv: the arguments after the program's name; this process's arguments if None.
 
     Returns:
         The exit code of the process; 0 after the help that is printed without a command.
@@ -43,5 +43,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> NoReturn:
-    """The `fastdist` script."""
+    """Entry point of the installed `fastdist` script."""
     sys.exit(main())

@@ -88,7 +88,7 @@ class TestTasksThatFail:
         assert said == [
             f"fastdist run: {failed}; restarting it (restart 1 of 2)\n",
             f"fastdist run: {failed}; restarting it (restart 2 of 2)\n",
-            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job goes on "
+            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job continues "
             "without it\n",
         ]
 

@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks of its job, and on which machines the others are.
+"""The rank of this process in its job, and the machines of the other ranks.
 
-The resolvers are loaded when first used: `import fastdist` needs none of them.
+Resolvers are loaded when first used: `import fastdist` needs none of them.
 """
 
 from importlib import import_module

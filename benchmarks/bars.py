@@ -101,6 +101,8 @@ class Bench:
                 print(f"# {peer}")
         engines = [fastdist_engine(ranks), *(peer for peer in found if isinstance(peer, Engine))]
         with Session(engines, ranks, self._effort) as session:
+            if session.failures:
+                raise session.failures[0]
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)
@@ -257,6 +259,7 @@ def write_results(
     out.parent.mkdir(exist_ok=True)
     checked = [{**_finite(asdict(bar)), "verdict": bar.verdict} for bar in bars]
     out.write_text(json.dumps({**facts, "bars": checked, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {out}")
     return 1 if missed else 0
 
 

@@ -1,9 +1,14 @@
-# Decides whether the GPU engine is built, and finds the compiler for it. Sets FASTDIST_BUILDS_CUDA.
+# Decides whether the GPU engine is built, and finds the CUDA compiler. Sets FASTDIST_BUILDS_CUDA.
 #
-# FASTDIST_CUDA is auto (build if a compiler is found), on (fail if none is found) or off; the
-# environment variable of that name is its default. The compiler is the machine's nvcc or, if there
-# is none, nvcc from NVIDIA's packages on PyPI. NCCL is not needed: csrc/nccl/abi.h declares its
-# functions, and libnccl is found at run time.
+# FASTDIST_CUDA, an option of CMake whose default is the environment variable of that name, is one of
+#
+#   auto   (default) build it if the machine has a GPU driver and a CUDA compiler that works; warn if
+#          the compiler does not work
+#   on     build it; an error if no compiler is found, or if it does not work
+#   off    do not build it
+#
+# The compiler is the machine's nvcc, else the nvcc of NVIDIA's packages on PyPI. NCCL is not needed:
+# csrc/nccl/abi.h declares its functions, and libnccl is found at run time.
 
 if("$ENV{FASTDIST_CUDA}" STREQUAL "")
   set(default_cuda "auto")
@@ -16,7 +21,21 @@ if(NOT wanted MATCHES "^(auto|on|off)$")
   message(FATAL_ERROR "FASTDIST_CUDA must be auto, on or off, got \"${FASTDIST_CUDA}\"")
 endif()
 
-# Finds the nvcc of the package nvidia-cuda-nvcc on Python's import path.
+set(oldest_cuda 12.1)
+
+# Sets `result` to the driver's library or its entry in /proc; to FALSE if there is no driver.
+function(find_gpu_driver result)
+  find_file(
+    FASTDIST_GPU_DRIVER libcuda.so.1
+    PATHS ENV LD_LIBRARY_PATH "/usr/lib/${CMAKE_HOST_SYSTEM_PROCESSOR}-linux-gnu" /usr/lib64 /usr/lib
+          /usr/local/nvidia/lib64 /usr/lib/wsl/lib /run/opengl-driver/lib
+    NO_DEFAULT_PATH
+    DOC "the GPU driver")
+  find_file(FASTDIST_GPU_DRIVER version PATHS /proc/driver/nvidia NO_DEFAULT_PATH)
+  set(${result} "${FASTDIST_GPU_DRIVER}" PARENT_SCOPE)
+endfunction()
+
+# Sets `result` to the nvcc of the package nvidia-cuda-nvcc, in a folder that Python imports from.
 function(find_nvcc_of_python result)
   find_package(Python COMPONENTS Interpreter QUIET)
   if(Python_Interpreter_FOUND)
@@ -32,8 +51,59 @@ function(find_nvcc_of_python result)
   endif()
 endfunction()
 
+# Sets `result` to the reason why the CUDA compiler cannot be used, or to nothing if it compiles and
+# links a program. enable_language would end the configuration with an error.
+function(check_cuda_compiler result)
+  execute_process(
+    COMMAND "${CMAKE_CUDA_COMPILER}" --version
+    RESULT_VARIABLE status
+    OUTPUT_VARIABLE output
+    ERROR_VARIABLE output)
+  set(${result} "" PARENT_SCOPE)
+  if(NOT status EQUAL 0)
+    string(STRIP "${output}" output)
+    set(${result} "${CMAKE_CUDA_COMPILER} --version failed (${status}): ${output}" PARENT_SCOPE)
+    return()
+  elseif(NOT output MATCHES "release ([0-9]+\\.[0-9]+)") # not nvcc
+    return()
+  elseif(CMAKE_MATCH_1 VERSION_LESS oldest_cuda)
+    set(${result}
+        "CUDA ${oldest_cuda} or newer is needed, got ${CMAKE_MATCH_1} (${CMAKE_CUDA_COMPILER})"
+        PARENT_SCOPE)
+    return()
+  endif()
+  separate_arguments(flags UNIX_COMMAND
+                     "${CMAKE_CUDA_FLAGS} ${CMAKE_CUDA_FLAGS_INIT} $ENV{CUDAFLAGS}")
+  set(host_compiler "${CMAKE_CUDA_HOST_COMPILER}")
+  if(NOT host_compiler)
+    set(host_compiler "$ENV{CUDAHOSTCXX}")
+  endif()
+  if(NOT host_compiler STREQUAL "")
+    list(APPEND flags "-ccbin=${host_compiler}")
+  endif()
+  execute_process(
+    COMMAND "${CMAKE_CUDA_COMPILER}" ${flags} -std=c++20 -cudart=static
+            -o "${CMAKE_CURRENT_BINARY_DIR}/cuda_trial"
+            "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda_trial.cu"
+    RESULT_VARIABLE status
+    OUTPUT_VARIABLE output
+    ERROR_VARIABLE output)
+  if(NOT status EQUAL 0)
+    string(STRIP "${output}" output)
+    set(${result} "${CMAKE_CUDA_COMPILER} failed to build a program (${status}): ${output}"
+        PARENT_SCOPE)
+  endif()
+endfunction()
+
 set(FASTDIST_BUILDS_CUDA OFF)
-if(NOT wanted STREQUAL "off")
+set(why_no_cuda "FASTDIST_CUDA=${wanted}")
+if(wanted STREQUAL "auto")
+  find_gpu_driver(gpu_driver)
+  if(NOT gpu_driver)
+    set(why_no_cuda "FASTDIST_CUDA=auto, and this machine has no GPU driver")
+  endif()
+endif()
+if(wanted STREQUAL "on" OR (wanted STREQUAL "auto" AND gpu_driver))
   if(NOT CMAKE_CUDA_COMPILER)
     find_program(FASTDIST_NVCC nvcc PATHS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
                  PATH_SUFFIXES bin DOC "the CUDA compiler")
@@ -51,26 +121,38 @@ if(NOT wanted STREQUAL "off")
     endif()
   endif()
   if(CMAKE_CUDA_COMPILER)
-    set(FASTDIST_BUILDS_CUDA ON)
+    check_cuda_compiler(broken_cuda)
+    if(NOT broken_cuda)
+      set(FASTDIST_BUILDS_CUDA ON)
+    elseif(wanted STREQUAL "on")
+      message(FATAL_ERROR "FASTDIST_CUDA=on: ${broken_cuda}\nFASTDIST_CUDA=off builds the engines for "
+                          "CPUs only.")
+    else()
+      set(why_no_cuda "the CUDA compiler cannot be used")
+      message(WARNING "The GPU engine is not built: ${broken_cuda}\nFASTDIST_CUDA=off turns this "
+                      "warning off; FASTDIST_CUDA=on makes it an error.")
+    endif()
   elseif(wanted STREQUAL "on")
     message(
       FATAL_ERROR
-        "FASTDIST_CUDA=on, and no CUDA compiler was found. Install a CUDA toolkit (12.1 or newer, "
-        "nvcc on PATH or CUDA_HOME set), or NVIDIA's packages: "
+        "FASTDIST_CUDA=on, and no CUDA compiler was found. Install a CUDA toolkit (${oldest_cuda} or "
+        "newer, nvcc on PATH or CUDA_HOME set), or NVIDIA's packages: "
         "pip install nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* "
         "nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.*. FASTDIST_CUDA=off builds the engines "
         "for CPUs only.")
+  else()
+    set(why_no_cuda "FASTDIST_CUDA=auto, and no CUDA compiler was found")
   endif()
 endif()
 
 if(FASTDIST_BUILDS_CUDA)
   set(chosen_architectures "${CMAKE_CUDA_ARCHITECTURES}$ENV{CUDAARCHS}")
   enable_language(CUDA)
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.1)
-    message(FATAL_ERROR "CUDA 12.1 or newer is needed, got ${CMAKE_CUDA_COMPILER_VERSION} "
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS oldest_cuda)
+    message(FATAL_ERROR "CUDA ${oldest_cuda} or newer is needed, got ${CMAKE_CUDA_COMPILER_VERSION} "
                         "(${CMAKE_CUDA_COMPILER}); FASTDIST_CUDA=off builds without it")
   endif()
-  # Build code for these chips, and PTX of the first and last for chips between and after them.
+  # Code for these chips, and PTX of the first and last for the chips between and after them.
   if(chosen_architectures STREQUAL "")
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
       set(all_architectures 80 90)
@@ -82,11 +164,11 @@ if(FASTDIST_BUILDS_CUDA)
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   set(CMAKE_CUDA_EXTENSIONS OFF)
-  # Linked statically, so that the module needs no CUDA library at run time.
+  # Linked statically: the module needs no CUDA library where it runs.
   find_library(FASTDIST_CUDART cudart_static REQUIRED
                HINTS ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES} "${toolkit}/lib")
   message(STATUS "GPU engine: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, "
                  "architectures ${CMAKE_CUDA_ARCHITECTURES}")
 else()
-  message(STATUS "GPU engine: not built (FASTDIST_CUDA=${wanted})")
+  message(STATUS "GPU engine: not built (${why_no_cuda})")
 endif()

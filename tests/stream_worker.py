@@ -23,15 +23,15 @@ Call = Callable[[], object]
 
 
 class StreamDriver:
-    """A call enqueues what it does; called with "cupy", it cannot be captured."""
+    """A call enqueues its work; where `is_capturable` is False, capturing a call raises."""
 
-    def __init__(self, array: str) -> None:
+    def __init__(self, is_capturable: bool) -> None:
         self._comm: Any = fastdist.init()
         self.gpu = StreamDevice()
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.world_size
         self.version = "streams on CPUs"
-        self._array = array
+        self._is_capturable = is_capturable
         self._calls = FastdistCalls(self._comm)
         self._flag = self.gpu.arrays.make((1,), "int32")
 
@@ -49,7 +49,7 @@ class StreamDriver:
 
     def _enqueued(self, call: Call) -> Call:
         def enqueue() -> None:
-            if self._array == "cupy" and self.gpu.is_capturing:
+            if self.gpu.is_capturing and not self._is_capturable:
                 raise RuntimeError("this is not captured")
             self.gpu.enqueue(call)
 
@@ -60,13 +60,16 @@ class StreamDriver:
         self._comm.close()
 
 
-def open_driver(folder: Path, array: str) -> StreamDriver:
-    return StreamDriver(array)
+def replace_driver(kind: str, is_capturable: bool) -> None:
+    def open_driver(folder: Path) -> StreamDriver:
+        return StreamDriver(is_capturable)
+
+    module = ModuleType(f"fastdist.cli.bench.{kind}_driver")
+    module.open_driver = open_driver  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
 
 
 if __name__ == "__main__":
-    for kind in ("fastdist_cuda", "nccl4py"):
-        stand_in = ModuleType(f"fastdist.cli.bench.{kind}_driver")
-        stand_in.open_driver = open_driver  # type: ignore[attr-defined]
-        sys.modules[stand_in.__name__] = stand_in
+    replace_driver("fastdist_cuda", is_capturable=True)
+    replace_driver("torch_nccl", is_capturable=False)
     raise SystemExit(main())

@@ -83,6 +83,9 @@ def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Pat
     assert all(row["iterations"] >= 4 and row["p50_us"] > 0 for row in loaded["rows"])
     assert loaded["copy_gb_per_s"] > 0
     assert [line["bytes"] for line in read_csv(tmp_path / "a.csv")] == ["8", "65536"]
+    for name in files[1::2]:
+        assert f"# wrote {name}\n" in done.stdout
+    assert "# warning: too few calls: fewer than 20 at all of them" in done.stdout
     if plot:
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     if has_torch:
@@ -96,6 +99,7 @@ def test_json_on_stdout_leaves_the_table_to_stderr() -> None:
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["bytes"], row["wrong"]) == (0, None)
     assert "p50" in done.stderr
+    assert "wrote" not in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +195,8 @@ def test_options_that_make_no_sense_are_refused_by_name(
 
 def test_a_failed_engine_is_named_with_what_it_printed() -> None:
     broken = Engine("broken", "mpi", (sys.executable, "-c", "raise SystemExit('no network')"))
-    expected = pytest.raises(EngineError, match=r"broken: .*status 1(.|\n)*no network")
+    first, second = r"broken failed to start: no network\n", r".*status 1 before all 2 ranks .*\n"
+    expected = pytest.raises(EngineError, match=f"^{first}{second}no network$")
     with expected, Session([broken], 2, Effort()):
         pass
 
@@ -202,10 +207,41 @@ def test_an_engine_that_cannot_start_is_named_with_the_rank_and_its_error(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     worker = (sys.executable, "-m", "fastdist.cli.bench.worker")
     lost = Engine("lost", "no_such", worker, per_rank=True)
-    expected = pytest.raises(EngineError, match=r"lost, rank [01] failed(.|\n)*ModuleNotFound")
+    first = r"lost failed to start: ModuleNotFoundError: No module named .*no_such_driver'\n"
+    expected = pytest.raises(EngineError, match=rf"^{first}rank [01] raised:\nTraceback")
     with expected, Session([lost], 2, Effort()):
         pass
     assert rank_processes(tmp_path) == []
+
+
+def test_an_engine_whose_program_is_absent_is_named() -> None:
+    absent = Engine("absent", "mpi", ("/no/such/mpiexec",))
+    says = "absent failed to start: cannot run /no/such/mpiexec: No such file or directory"
+    with pytest.raises(EngineError, match=f"^{says}$"), Session([absent], 2, Effort()):
+        pass
+
+
+def test_a_peer_that_fails_to_start_is_named_and_left_out(tmp_path: Path) -> None:
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "mpich" / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
+    mpiexec = tmp_path / "mpich" / "bin" / "mpiexec"
+    mpiexec.parent.mkdir()
+    mpiexec.write_text("#!/bin/sh\necho -----\necho no hosts here >&2\nexit 3\n")
+    mpiexec.chmod(0o755)
+    done = run_bench(
+        *("all_reduce", "--sizes", "8,64K", "--ranks", "2", "--iters", "4", "--vs", "mpich"),
+        *("--peers-dir", str(tmp_path), "--json", str(tmp_path / "a.json")),
+    )
+    assert done.returncode == 1
+    assert "# mpich failed to start: no hosts here\n" in done.stdout
+    assert done.stderr == (
+        "fastdist bench: mpich failed to start: no hosts here\n"
+        f"{mpiexec} ended with status 3 before all 2 ranks had started:\n-----\nno hosts here\n"
+    )
+    loaded = json.loads((tmp_path / "a.json").read_text())
+    assert loaded["failed"] == {"mpich": "no hosts here"}
+    assert [row["peers"] for row in loaded["rows"]] == [{}, {}]
+    assert [row["wrong"] for row in loaded["rows"]] == [0, 0]
 
 
 def test_ctrl_c_leaves_no_processes(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import csv
 import importlib.util
 import json
 import math
+import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fastdist.cli.bench.cases import (
 from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
+from fastdist.cli.bench.machine import total_cache_bytes
 from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.bench.peers import (
@@ -35,7 +38,15 @@ from fastdist.cli.bench.peers import (
     find_peer,
     parse_peers,
 )
-from fastdist.cli.bench.results import Measurement, Report, Row, measurement, slowest_rank
+from fastdist.cli.bench.processes import reason_in
+from fastdist.cli.bench.results import (
+    Measurement,
+    Report,
+    Row,
+    buffer_bytes,
+    measurement,
+    slowest_rank,
+)
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
 from hypothesis import given
 from hypothesis import strategies as st
@@ -329,6 +340,96 @@ def test_columns_stand_under_their_names() -> None:
     assert line.index("10.00") + len("10.00") == names.index("p50") + len("p50")
     assert len(units) >= len(line)
     assert list(text.row_notes(row)) == ["# mpich: has no such thing"]
+
+
+def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
+    row = replace(row_of(10.0), fits_caches=True)
+    assert text.row_line(row).split()[9] == "-"
+    assert text.list_lines(row)[1].split()[6] == "-"
+    assert text.row_object(row)["floor_percent"] is None
+    assert "# floor -: the buffers of all ranks fit the caches" in text.footing(report_of(row))
+    assert "floor -" not in "".join(text.footing(report_of(row_of(10.0))))
+
+
+def test_the_buffers_of_all_ranks_are_counted() -> None:
+    def nbytes(name: str) -> int:
+        return buffer_bytes(array_case(name, 1200, 3, "float32", "sum", "numpy"), 3)
+
+    assert nbytes("all_reduce") == 3 * 1200
+    assert nbytes("all_gather") == 3 * (400 + 1200)
+    assert nbytes("gather") == 3 * 400 + 1200
+    assert nbytes("barrier") == 0
+    assert buffer_bytes(list_case("resnet50", "float32", "sum", "numpy"), 2) == 8 * 25_557_032
+
+
+def test_caches_are_counted_once_however_many_cores_share_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    for core, sharers in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        for number, (level, size) in enumerate(((1, "32K"), (3, "16384K"), (2, "512K"))):
+            index = tmp_path / f"cpu{core}" / "cache" / f"index{number}"
+            index.mkdir(parents=True)
+            for name, content in (("level", level), ("size", size), ("shared_cpu_list", sharers)):
+                (index / name).write_text(f"{content}\n")
+    assert total_cache_bytes(tmp_path) == 32 << 20
+    assert total_cache_bytes(tmp_path / "absent") == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "ranks", "warns"),
+    [(0.4, 4, False), (0.6, 4, True), (2.4, 2, False), (2.6, 2, True), (0.6, 9, True)],
+)
+def test_a_load_on_cores_that_the_ranks_need_is_warned_of(
+    load: float, ranks: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    report = replace(report_of(row_of(10.0)), load=load, ranks=ranks)
+    (warning,) = report.load_warnings or ("",)
+    assert (warning != "") is warns
+    if warns:
+        assert f"# warning: {warning}" in text.heading(report, "all_reduce")
+        assert f"load average {load} before the run, 4 cores for {ranks} ranks" in warning
+    assert text.report_object(report)["load"] == load
+    assert (warning in text.report_object(report)["warnings"]) is warns
+
+
+def test_a_wide_spread_and_few_calls_are_warned_of() -> None:
+    quiet = row_of(10.0)
+    quiet = replace(quiet, ours=replace(quiet.ours, iterations=20))
+    wide = array_case("all_reduce", 64, 2, "float32", "sum", "numpy")
+    rows = [quiet, replace(quiet, case=wide, ours=replace(quiet.ours, p99_us=51.0))]
+    assert report_of(quiet).call_warnings == []
+    assert report_of(*rows).call_warnings == [
+        "busy machine: p99 is more than 5 times p50 at 64; other programs took the cores during "
+        "calls"
+    ]
+    rows[0] = replace(quiet, ours=replace(quiet.ours, iterations=19))
+    wide_warning, few = report_of(*rows).call_warnings
+    assert few == "too few calls: fewer than 20 at 1M; --time-s or --iters gives more"
+    assert text.footing(report_of(*rows))[-2:] == [
+        f"# warning: {wide_warning}",
+        f"# warning: {few}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("", ""),
+        ("-----\nno hosts\nsee the manual\n", "no hosts"),
+        (
+            "Traceback:\n  x\nValueError: a\nmore.words.OtherError: b\nend",
+            "more.words.OtherError: b",
+        ),
+        (
+            "[0] Traceback:\n[ 1] ImportError: no zmq\nfastdist run: rank 1 failed",
+            "ImportError: no zmq",
+        ),
+    ],
+)
+def test_the_reason_of_a_failure_is_found_in_its_output(output: str, reason: str) -> None:
+    assert reason_in(output) == reason
 
 
 def test_json_and_csv_hold_what_the_table_shows(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def engine(ranks: int, gpus: int) -> Engine:
     worker = (str(HERE / "virtual_bench.py"),)
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     environment = {"OMP_NUM_THREADS": "1", "VIRTUAL_GPUS": str(gpus)}
-    return Engine("fastdist", "fastdist_cuda", launcher + worker, environment, array="torch")
+    return Engine("fastdist", "fastdist_cuda", launcher + worker, environment)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["shared", "apart"])
@@ -139,6 +139,7 @@ def test_bench_pack_as_a_user_runs_it(
     options = parser.parse_args(["bench", "pack", "--list", "resnet50", "--iters", "4", *files])
     assert run_pack(options) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"# wrote {tmp_path / name}" for name in ("a.json", "a.csv")]
     assert [line.split(",")[0] for line in lines if line.startswith("resnet50")] == [
         *["resnet50 float32"] * 2,
         *["resnet50 float32 as bf16"] * 2,

@@ -100,19 +100,57 @@ def test_cpu_arrays_are_served_without_a_gpu() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def configure(tmp_path: Path, value: str) -> subprocess.CompletedProcess[str]:
-    """Let CMake decide about CUDA on a machine where no compiler for it is found."""
-    if shutil.which("cmake") is None:
+# How CMake decides about CUDA. A project without languages includes cmake/cuda.cmake.
+
+OLD = "echo 'Cuda compilation tools, release 11.8, V11.8.89'"
+# Says that it is new enough, and fails at everything else.
+BROKEN = """
+case "$*" in
+  --version) echo 'Cuda compilation tools, release 13.0, V13.0.88' ;;
+  *) echo 'nvcc fatal: no host compiler' >&2; exit 1 ;;
+esac
+"""
+WITHOUT_VERSION = "echo 'cannot read nvcc.profile' >&2; exit 3"
+
+
+def write_nvcc(tmp_path: Path, script: str) -> Path:
+    """Writes a program that stands in for nvcc, which notes that it was called."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\ntouch '{tmp_path}/called'\n{script}\n")
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def configure(
+    tmp_path: Path, value: str, *, nvcc: Path | None = None, has_driver: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Runs CMake with one value of FASTDIST_CUDA, one CUDA compiler and perhaps a GPU driver."""
+    cmake = shutil.which("cmake")
+    if cmake is None:
         pytest.skip("needs cmake")
     (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.20)\nproject(trial LANGUAGES NONE)\n"
+        "cmake_minimum_required(VERSION 3.26)\nproject(trial LANGUAGES NONE)\n"
         f'include("{ROOT}/cmake/cuda.cmake")\nmessage(STATUS "builds: ${{FASTDIST_BUILDS_CUDA}}")\n'
     )
-    hidden = ["-DFASTDIST_NVCC=FALSE", "-DPython_EXECUTABLE=/bin/false"]
-    command = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DFASTDIST_CUDA={value}"]
+    driver = tmp_path / "libcuda.so.1"
+    driver.touch()
+    options = [
+        f"-DFASTDIST_CUDA={value}",
+        f"-DFASTDIST_NVCC:STRING={nvcc or 'FALSE'}",
+        f"-DFASTDIST_GPU_DRIVER:STRING={driver if has_driver else 'FALSE'}",
+        "-DPython_EXECUTABLE=/bin/false",
+    ]
     return subprocess.run(
-        [*command, *hidden], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+        [cmake, "-Wno-unused-cli", "-S", tmp_path, "-B", tmp_path / "build", *options],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
     )
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("value", ["off", "OFF", "auto"])
@@ -120,12 +158,13 @@ def test_no_compiler_means_no_cuda(tmp_path: Path, value: str) -> None:
     result = configure(tmp_path, value)
     assert result.returncode == 0, result.stderr
     assert "builds: OFF" in result.stdout
+    assert "Warning" not in result.stderr
 
 
 def test_a_compiler_that_is_missing_is_named(tmp_path: Path) -> None:
     result = configure(tmp_path, "on")
     assert result.returncode != 0
-    message = " ".join(result.stderr.split())
+    message = words(result.stderr)
     assert "no CUDA compiler was found" in message
     assert "pip install nvidia-cuda-nvcc==" in message
 
@@ -133,4 +172,53 @@ def test_a_compiler_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     result = configure(tmp_path, "yes")
     assert result.returncode != 0
-    assert 'must be auto, on or off, got "yes"' in " ".join(result.stderr.split())
+    assert 'must be auto, on or off, got "yes"' in words(result.stderr)
+
+
+@pytest.mark.parametrize(("value", "has_driver"), [("auto", False), ("off", True)])
+def test_the_compiler_is_not_called_without_a_driver_or_with_off(
+    tmp_path: Path, value: str, has_driver: bool
+) -> None:
+    result = configure(tmp_path, value, nvcc=write_nvcc(tmp_path, BROKEN), has_driver=has_driver)
+    assert result.returncode == 0, result.stderr
+    assert "builds: OFF" in result.stdout
+    assert ("this machine has no GPU driver" in result.stdout) is not has_driver
+    assert "Warning" not in result.stderr
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (OLD, "CUDA 12.1 or newer is needed, got 11.8 (NVCC)"),
+        (WITHOUT_VERSION, "NVCC --version failed (3): cannot read nvcc.profile"),
+        (BROKEN, "NVCC failed to build a program (1): nvcc fatal: no host compiler"),
+    ],
+    ids=["old", "without version", "broken"],
+)
+@pytest.mark.parametrize("value", ["auto", "on"])
+def test_a_compiler_that_cannot_be_used_is_a_warning_with_auto_and_an_error_with_on(
+    tmp_path: Path, value: str, script: str, reason: str
+) -> None:
+    nvcc = write_nvcc(tmp_path, script)
+    result = configure(tmp_path, value, nvcc=nvcc)
+    assert reason.replace("NVCC", str(nvcc)) in words(result.stderr)
+    if value == "auto":
+        assert result.returncode == 0, result.stderr
+        assert "CMake Warning" in result.stderr
+        assert "The GPU engine is not built" in words(result.stderr)
+        assert "builds: OFF" in result.stdout
+    else:
+        assert result.returncode != 0
+        assert "CMake Error" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["auto", "on"])
+def test_a_compiler_that_works_is_used(tmp_path: Path, value: str) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    result = configure(tmp_path, value, nvcc=Path(nvcc))
+    assert result.returncode == 0, result.stderr
+    assert "builds: ON" in result.stdout

@@ -48,6 +48,20 @@ class TestWhatRanksAreGiven:
         assert [len(ranks) for ranks in jobs] == [len(os.sched_getaffinity(0))] * 2
         assert jobs[0][0]["FASTDIST_JOB"] != jobs[1][0]["FASTDIST_JOB"]
 
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["-n", "3"],
+            ["-n3"],
+            ["--ranks", "3"],
+            ["--nproc-per-node", "3"],
+            ["--nproc_per_node=3"],
+        ],
+    )
+    def test_names_of_the_number_of_ranks(self, launcher: Launcher, words: list[str]) -> None:
+        environments = self.environments(launcher, *words)
+        assert [environ["RANK"] for environ in environments] == ["0", "1", "2"]
+
     def test_what_the_user_has_set_stays(self, launcher: Launcher) -> None:
         launcher.environ["OMP_NUM_THREADS"] = "5"
         (environ,) = self.environments(launcher, "-n", "1", "--env", "MASTER_PORT=1234")

@@ -38,7 +38,7 @@ class TestTasksThatFail:
         (step / "end").touch()
         done = finish(process)
         name = job if job == "evaluator" else f"{job} {index}"
-        said = f"{name} failed: killed by signal 9 (SIGKILL); it is started again (restart 1 of 3)"
+        said = f"{name} failed: killed by signal 9 (SIGKILL); restarting it (restart 1 of 3)"
         assert (done.returncode, done.stderr) == (0, f"fastdist run: {said}\n".encode())
         ports = re.findall(rf"\[{name}\] serves at (\d+)".encode(), done.stdout)
         assert len(ports) == 2
@@ -86,9 +86,9 @@ class TestTasksThatFail:
         assert (done.returncode, done.stderr) == (0, b"")
         failed = "worker 1 failed: exit code 4"
         assert said == [
-            f"fastdist run: {failed}; it is started again (restart 1 of 2)\n",
-            f"fastdist run: {failed}; it is started again (restart 2 of 2)\n",
-            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job goes on "
+            f"fastdist run: {failed}; restarting it (restart 1 of 2)\n",
+            f"fastdist run: {failed}; restarting it (restart 2 of 2)\n",
+            f"fastdist run: warning: {failed}; all 2 restarts are used up, the job continues "
             "without it\n",
         ]
 
@@ -99,7 +99,7 @@ class TestTasksThatFail:
         said = process.stderr.readline()
         (step / "end").touch()
         assert finish(process).returncode == 0
-        why = b"--max-restarts is 0, the job goes on without it"
+        why = b"--max-restarts is 0, the job continues without it"
         assert said == b"fastdist run: warning: ps 0 failed: exit code 4; " + why + b"\n"
 
     def test_who_returns_0_is_done(self, launcher: Launcher, script: Script, step: Path) -> None:
@@ -146,5 +146,5 @@ class TestTasksThatFail:
         assert finish(process).returncode == 0
         assert said[1] == (
             f"fastdist run: warning: cannot start worker 0: {program}: No such file or directory; "
-            "the job goes on without worker 0\n"
+            "the job continues without worker 0\n"
         )

@@ -280,7 +280,7 @@ class TestBadInput:
             [sys.executable, "-c", code], env=launcher.environ, capture_output=True, text=True
         )
         assert done.returncode == 2
-        says = "fastdist.ps needs pyzmq: pip install 'fastdist[ps]'"
+        says = "fastdist.ps needs pyzmq: pip install pyzmq"
         assert done.stderr == f"fastdist run: {says}\n"
 
     def test_too_many_tasks_for_the_limits(self, launcher: Launcher) -> None:

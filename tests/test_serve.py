@@ -199,7 +199,7 @@ class TestBadInput:
             (
                 "prometheus_client",
                 ["serve", "--metrics-port", "0"],
-                "fastdist serve: metrics need prometheus_client: pip install prometheus_client",
+                "fastdist serve: metrics need prometheus_client: pip install prometheus-client",
             ),
         ],
     )

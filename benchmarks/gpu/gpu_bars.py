@@ -26,7 +26,7 @@ sys.path.insert(0, str(_FOLDER.parent))
 from bars import Bar, printed, with_failure, write_results  # noqa: E402
 from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes  # noqa: E402
-from fastdist.cli.bench.machine import cuda_major, gpu_facts, machine_facts  # noqa: E402
+from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_cuda_peer  # noqa: E402
 from fastdist.cli.bench.placement import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.report import list_lines, row_line, row_object  # noqa: E402
@@ -51,13 +51,15 @@ class GpuBench:
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases next to torch's NCCL, where torch is installed."""
-        peer = find_cuda_peer("torch", "torch", cuda_major())
-        engines = [fastdist_engine(_RANKS, "cuda", "torch")]
+        peer = find_cuda_peer("torch")
+        engines = [fastdist_engine(_RANKS, "cuda")]
         if isinstance(peer, Engine):
             engines.append(peer)
         else:
             print(f"# {peer}")
         with Session(engines, _RANKS, self._effort, self._placement) as session:
+            if session.failures:
+                raise session.failures[0]
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)

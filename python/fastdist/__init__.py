@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import fastdist.cluster as cluster
 import fastdist.errors as errors
 from fastdist._version import __version__
 from fastdist.collectives.communicator import Communicator, Work
@@ -52,6 +53,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "cluster",
     "data",
     "default_communicator",
     "errors",

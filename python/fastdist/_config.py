@@ -1,11 +1,11 @@
-"""Every setting that is read from the environment.
+"""The settings that are read from environment variables.
 
 | variable | meaning | default |
 |---|---|---|
-| FASTDIST_TIMEOUT_S | seconds a collective waits for a rank before it raises | 600 |
-| FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds `fd.init()` waits for all ranks | 120 |
-| FASTDIST_NCCL_BLOCKING | 0: calls of NCCL can be given up at any point, and take longer | 1 |
-| FASTDIST_PS_KEYS | keys of the parameter servers: their JSON, or a file of it | none |
+| FASTDIST_TIMEOUT_S | seconds that a collective waits for other ranks | 600 |
+| FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds that `fd.init()` waits for all ranks | 120 |
+| FASTDIST_NCCL_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
+| FASTDIST_PS_KEYS | keys of the parameter servers: JSON, or the path of a JSON file | none |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEYS_VARIABLE = "FASTDIST_PS_KEYS"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings, read once by `settings`. Times in seconds."""
+    """The settings. Times are in seconds."""
 
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
@@ -29,10 +29,10 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings.
+    """Reads the settings.
 
     Raises:
-        ValueError: a variable holds something that is not a positive number, or not 0 or 1.
+        ValueError: a time is not a positive number, or a flag is not 0 or 1.
     """
     defaults = Settings()
     return Settings(

@@ -1,13 +1,13 @@
-"""What fastdist raises, besides TypeError and ValueError for wrong arguments."""
+"""The exceptions of fastdist. Wrong arguments raise TypeError and ValueError."""
 
 from __future__ import annotations
 
 
 class FastdistError(RuntimeError):
-    """Base of all errors that are not about a single argument.
+    """Base class of fastdist's exceptions.
 
     Attributes:
-        ranks: the ranks that the error is about; empty where it is not about ranks.
+        ranks: the ranks that caused the error; empty if no rank did.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -16,18 +16,21 @@ class FastdistError(RuntimeError):
 
 
 class CollectiveMismatchError(FastdistError):
-    """Ranks called different collectives, or the same with arguments that do not fit.
+    """Ranks called different collectives, or one collective with arguments that disagree.
 
-    Raised on every rank before any data moved; the communicator stays usable.
+    Raised on every rank before any data is moved; the communicator stays usable.
     """
 
 
 class PeerFailureError(FastdistError):
-    """A rank died or left while others still needed it. The communicator is lost."""
+    """A rank died or left while others still needed it. The communicator is no longer usable."""
 
 
 class CollectiveTimeoutError(FastdistError):
-    """A rank did not arrive in time. The communicator is lost, unless only a `Work.wait` ended."""
+    """A rank did not arrive in time.
+
+    The communicator is no longer usable, unless only a `Work.wait` timed out.
+    """
 
 
 class UnavailableError(FastdistError):
@@ -35,8 +38,8 @@ class UnavailableError(FastdistError):
 
 
 class ClusterConfigError(FastdistError):
-    """The launcher's variables or the cluster spec make no sense, or ranks did not meet."""
+    """The launcher's variables or the cluster spec are invalid, or the rendezvous failed."""
 
 
 class UnsupportedError(FastdistError):
-    """This build, engine or machine cannot do what was asked for."""
+    """This build, engine or machine does not support the operation."""

@@ -1,4 +1,4 @@
-"""What a launcher runs: the tasks of a job, and a process for each of them."""
+"""The tasks of a job, and a process for each task."""
 
 import enum
 import os
@@ -13,14 +13,14 @@ from fastdist.cli.processes import signal_name
 
 
 class Ending(enum.Enum):
-    """What it means for a job that one of its processes has ended."""
+    """The effect of a process's end on its job."""
 
     ONE_OF_ALL = enum.auto()
-    """The job ends when all have ended, or one has failed."""
+    """The job ends when all processes have ended, or when one has failed."""
     ENDS_JOB = enum.auto()
-    """The job's success is its own, and nobody else's."""
-    STARTED_AGAIN = enum.auto()
-    """If it has failed, and a few times only; the job goes on either way."""
+    """The job ends, with the exit code of this process."""
+    RESTARTED = enum.auto()
+    """The job continues; the process is restarted if it failed, up to `Job.max_restarts` times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Task:
     """One process of a job.
 
     Attributes:
-        name: in messages: "rank 1", "worker 1".
-        label: in brackets at the beginning of each line that it writes.
-        environment: all of its environment.
-        ending: what its end means.
+        name: the task in messages: "rank 1", "worker 1".
+        label: the task in brackets at the beginning of each line of its output.
+        environment: the complete environment of the process.
+        ending: the effect of the process's end.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run.
+    """The processes that a launcher runs.
 
     Attributes:
         command: the program and its arguments, the same for every task.
-        tasks: the first one reads the launcher's stdin.
-        max_restarts: how often tasks may be started again, all of them together.
-        prefix: whether each line of output begins with the label of the task that wrote it.
-        colour: whether that is coloured where it goes to a terminal.
+        tasks: the tasks; the first task reads the launcher's stdin.
+        max_restarts: maximum number of restarts, over all tasks.
+        prefix: begin each line of output with the label of its task.
+        colour: colour the labels on a terminal.
     """
 
     command: Sequence[str]
@@ -65,7 +65,7 @@ class StartError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A task that has been started."""
+    """The running or ended process of a task."""
 
     task: Task
     number: int
@@ -73,24 +73,24 @@ class Process:
     stdout: Stream
     stderr: Stream
     status: int | None = None
-    """Exit code, or minus the number of the signal that killed it; None while it runs."""
+    """Exit code, or minus the number of the signal that killed the process; None while it runs."""
 
     @property
     def exit_code(self) -> int:
-        """What a shell makes of its status."""
+        """The exit code that a shell reports: 128 + signal for a killed process."""
         assert self.status is not None
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def how_it_ended(self) -> str:
-        """In words."""
+        """The exit code or the signal, in words."""
         assert self.status is not None
         if self.status >= 0:
             return f"exit code {self.status}"
         return f"killed by signal {signal_name(-self.status)}"
 
     def has_ended(self) -> bool:
-        """Whether it has ended since the last time; leaves it a zombie, and notes the status."""
+        """Returns True once, when the process has ended; sets `status` and leaves a zombie."""
         if self.status is not None:
             return False
         ended = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -100,19 +100,19 @@ class Process:
         return True
 
     def signal_group(self, number: signal.Signals) -> None:
-        """Sends a signal to it and to what it has started."""
-        if self.popen.returncode is not None:  # reaped: the number may be somebody else's by now
+        """Sends a signal to the process group."""
+        if self.popen.returncode is not None:  # reaped: another process may have the number
             return
-        # No such process: all are gone. No permission: what is left belongs to another user.
+        # No such process: all have ended. No permission: another user owns the processes left.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, number)
 
-    def has_left(self, live_groups: Set[int]) -> bool:
-        """Whether something that it has started, or itself, is in one of the live groups."""
+    def is_alive_in(self, live_groups: Set[int]) -> bool:
+        """Returns True if a process of the group still runs."""
         return self.popen.returncode is None and self.popen.pid in live_groups
 
     def reap(self) -> None:
-        """Waits for its end and frees what it held."""
+        """Waits for the end of the process and closes its pipes."""
         with self.popen:
             self.popen.wait()
 
@@ -126,7 +126,7 @@ def start(
         The process, and the descriptors of its stdout and stderr.
 
     Raises:
-        StartError: it could not be started.
+        StartError: the process could not be started.
     """
     task = job.tasks[number]
     try:

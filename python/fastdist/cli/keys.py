@@ -1,14 +1,15 @@
-"""`fastdist keys`: makes keys for a job whose tasks are on several machines."""
+"""`fastdist keys`: makes keys for a job with tasks on several machines."""
 
 import argparse
 import sys
 
 _DESCRIPTION = """\
-Prints new keys of a job with parameter servers, as one line of JSON.
+Prints new keys for a job with parameter servers, as one line of JSON.
 
-They are a secret: who has them can connect to the job's servers, read and change all they keep. All
-tasks of the job need the same ones, by the variable FASTDIST_PS_KEYS, which holds the JSON or the
-path of a file with it. A job of `fastdist run` needs none: it gets keys of its own.
+Keep the keys secret: anyone who has them can connect to the job's servers, and read and change
+everything that the servers keep. All tasks of the job need the same keys, in the variable
+FASTDIST_PS_KEYS, which holds the JSON or the path of a file with the JSON. Jobs of `fastdist run`
+need no keys from this command: `fastdist run` makes new keys for each job.
 """
 _EPILOG = """\
 examples:
@@ -35,7 +36,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _keys(options: argparse.Namespace) -> int:
     del options
     try:
-        from fastdist.ps.wire.keys import Keys
+        from fastdist.ps import Keys
     except ImportError as error:
         sys.stderr.write(f"fastdist keys: {error}\n")
         return 2

@@ -1,4 +1,4 @@
-"""The entry of the `fastdist` command."""
+"""Entry point of the `fastdist` command."""
 
 import argparse
 import signal
@@ -17,10 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments and returns the exit code.
 
     Args:
-        argv: the arguments after the program's name; None: those of this process.
+        argv: the arguments after the program's name; this process's arguments if None.
 
     Returns:
-        The exit code of the process.
+        The exit code of the process; 0 after the help that is printed without a command.
     """
     parser = argparse.ArgumentParser(
         prog="fastdist",
@@ -28,10 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
-    subparsers = parser.add_subparsers(metavar="command", required=True)
+    subparsers = parser.add_subparsers(metavar="command")
     for command in (run, serve, keys, bench, doctor):
         command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
+    if "handler" not in arguments:
+        parser.print_help()
+        return 0
     try:
         exit_code: int = arguments.handler(arguments)
     except KeyboardInterrupt:
@@ -40,5 +43,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> NoReturn:
-    """The `fastdist` script."""
+    """Entry point of the installed `fastdist` script."""
     sys.exit(main())

@@ -1,8 +1,8 @@
 """Forwards the output of several processes to one terminal or file, line by line.
 
-A `Stream` reads what one process writes to its stdout or stderr and hands whole lines, each behind
-the process's prefix, to a `Sink`: the launcher's own stdout or stderr. Neither ever blocks or keeps
-more than a bounded number of bytes, and all of it is bytes: what is written needs no encoding.
+A `Stream` reads the stdout or stderr of one process and writes whole lines, each after the
+process's prefix, to a `Sink`: the launcher's own stdout or stderr. Streams and sinks never block,
+keep a bounded number of bytes, and handle bytes of any encoding.
 """
 
 import os
@@ -23,11 +23,11 @@ _CHAINED = (
 
 
 class Sink:
-    """One of the launcher's own output files, which the streams share.
+    """The launcher's stdout or stderr, which the streams share.
 
-    What the file does not take at once stays in `pending`; whoever feeds the sink is to stop until
-    it is empty again. An error, such as a closed pipe, is kept in `error`, and output from then on
-    is thrown away.
+    Bytes that the file does not take at once stay in `pending`; callers must not call `put` again
+    until it is empty. An error, such as a closed pipe, is stored in `error`, and all later output
+    is discarded.
     """
 
     def __init__(self, fd: int) -> None:
@@ -40,9 +40,9 @@ class Sink:
         self._poll.register(fd, select.POLLOUT)
 
     def put(self, source: object, prefix: bytes, data: bytes) -> None:
-        """Writes a source's data, which may leave its last line unfinished.
+        """Writes data of a source; the last line may be unfinished.
 
-        The source goes on with its own unfinished line; any other source begins a new one.
+        The same source continues its unfinished line; another source begins a new line.
         """
         if not data or self.error is not None:
             return
@@ -53,14 +53,14 @@ class Sink:
         self.flush()
 
     def finish_line(self, source: object) -> None:
-        """Ends the line that the source has left unfinished, if it has."""
+        """Ends the unfinished line of the source, if there is one."""
         if self._unfinished is source:
             self.put(source, b"", b"\n")
 
     def flush(self) -> None:
-        """Writes as much as the file takes without blocking."""
-        # A pipe that polls as writable takes PIPE_BUF bytes for certain. Setting O_NONBLOCK instead
-        # would set it for every process that shares the file.
+        """Writes as many bytes as the file takes without blocking."""
+        # A pipe that polls as writable takes at least PIPE_BUF bytes. O_NONBLOCK would apply to
+        # every process that shares the file.
         written = 0
         try:
             while written < len(self.pending) and self._poll.poll(0):
@@ -73,9 +73,9 @@ class Sink:
 
 
 class Stream:
-    """What one process writes to its stdout or stderr.
+    """The stdout or stderr of one process.
 
-    Lines up to 1 MiB reach the sink whole; a longer one may be cut in two by another's.
+    Lines up to 1 MiB reach the sink whole; output of another stream may split a longer line.
     """
 
     def __init__(self, fd: int, sink: Sink, prefix: bytes, *, adds_last_newline: bool) -> None:
@@ -90,7 +90,7 @@ class Stream:
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Forwards what was written by now, at most 64 KiB; false when that is nothing."""
+        """Forwards up to 64 KiB of the output so far; returns False if there was none."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
@@ -109,9 +109,9 @@ class Stream:
         return True
 
     def forward_prompt(self, idle_s: float) -> bool:
-        """On a terminal, shows a line that has stayed unfinished for that long.
+        """On a terminal, forwards an unfinished line that is at least `idle_s` seconds old.
 
-        It may be a prompt or a progress bar. Returns whether there is one to show later.
+        The line may be a prompt or a progress bar. Returns True if a younger line is unfinished.
         """
         if not self._line or not self.sink.is_terminal:
             return False
@@ -121,7 +121,7 @@ class Stream:
         return False
 
     def last_words(self) -> tuple[str, bytes]:
-        """What the stream ended with, and a name for it: a traceback, or else a few lines."""
+        """The end of the stream, after its name: the last traceback, else the last few lines."""
         tail = bytes(self._tail)
         starts = [match.start() for match in _TRACEBACK.finditer(tail)]
         if not starts:
@@ -138,7 +138,7 @@ class Stream:
         self.sink.put(self, self._prefix, data)
 
     def end(self) -> None:
-        """Forwards an unfinished last line; there will be nothing more."""
+        """Closes the stream; forwards an unfinished last line."""
         self.is_open = False
         self._forward(len(self._line))
         if self._adds_last_newline:

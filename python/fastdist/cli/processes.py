@@ -1,4 +1,4 @@
-"""Signals and process groups, as a launcher needs them."""
+"""Signals and process groups for a launcher."""
 
 import ctypes
 import os
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Turns the signals that a launcher handles into bytes that can be read from a pipe."""
+    """Yields a pipe that receives a byte for each SIGCHLD, SIGINT, SIGTERM and SIGHUP."""
     numbers = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # set by nohup
         numbers.append(signal.SIGHUP)
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -31,21 +31,21 @@ def signal_pipe() -> Iterator[int]:
 
 
 def death_signal_setter() -> Callable[[], None]:
-    """Returns what a child calls before its program starts, so that it dies with this process."""
+    """Returns a function for `preexec_fn` that makes the child die with this process."""
     prctl = ctypes.CDLL(None).prctl
     arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
     parent = os.getpid()
 
     def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, *arguments)
-        if os.getppid() != parent:  # died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
     return die_with_parent
 
 
 def live_groups() -> set[int]:
-    """The process groups in which something still runs."""
+    """Returns the process groups with a running process."""
     groups = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -58,7 +58,7 @@ def live_groups() -> set[int]:
 
 
 def signal_name(number: int) -> str:
-    """A signal's number and, where it has one, its name: "9 (SIGKILL)"."""
+    """Returns a signal's number and, if it has one, its name: "9 (SIGKILL)"."""
     try:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:  # a real-time signal

@@ -1,4 +1,4 @@
-"""Finds the program that the processes of a job run, without starting or importing anything."""
+"""Finds the program of a job without starting or importing it."""
 
 import os
 import pkgutil
@@ -11,21 +11,21 @@ _PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
 
 
 class ProgramError(Exception):
-    """What the user asked for is not there, or cannot be run."""
+    """The program of a job does not exist or cannot be run."""
 
 
 def find_program(
     words: Sequence[str], is_module: bool, environment: Mapping[str, str]
 ) -> list[str]:
-    """The command that each process of a job runs.
+    """Returns the command that each process of a job runs.
 
     Args:
-        words: of the command line: a script, a module or a program, then its arguments.
-        is_module: whether the first one is a module, as after `python -m`.
-        environment: of the processes; its PATH and PYTHONPATH count.
+        words: a script, a module or a program, then its arguments, from the command line.
+        is_module: True if the first word is a module, as after `python -m`.
+        environment: the environment of the processes; PATH and PYTHONPATH are used.
 
     Raises:
-        ProgramError: there is no such thing, or it may not be run.
+        ProgramError: the program does not exist, or this user may not run it.
     """
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
@@ -54,12 +54,12 @@ def _file_command(target: str, rest: Sequence[str]) -> list[str]:
         return [sys.executable, target, *rest]
     if not os.access(target, os.X_OK):
         raise ProgramError(f"{target} is neither a Python script (*.py) nor executable")
-    # With a slash, or else the name would be looked up in PATH.
+    # Without a slash, the name would be looked up in PATH.
     return [target if "/" in target else f"./{target}", *rest]
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Finds out whether `python -m name` would find something, without importing anything."""
+    """Raises ProgramError if `python -m name` would fail to find the module; imports nothing."""
     extra = environment.get("PYTHONPATH", "").split(os.pathsep)
     places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
     sought = ""
@@ -76,7 +76,7 @@ def _check_module(name: str, environment: Mapping[str, str]) -> None:
 
 
 def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Looks for a module as import does, except that the package it is in need not be imported."""
+    """Finds a module as the import statement does, without importing its package."""
     if "." not in name:
         specs = (finder.find_spec(name, places) for finder in sys.meta_path)
         return next((spec for spec in specs if spec is not None), None)

@@ -25,26 +25,29 @@ _MAX_RESTARTS = 3
 
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
-Starts N ranks on this machine and waits for them. When one fails, the others are ended and its
-traceback is shown last. Ctrl-C is passed on to all ranks; a second one kills them.
+Starts N ranks on this machine and waits for them. When a rank fails, the others are stopped and
+its traceback is shown last. Ctrl-C is sent to all ranks; a second Ctrl-C kills them.
 
-Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
-environment, as under torchrun. Rank 0 reads the standard input.
+The environment of each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, as under torchrun. Rank 0 reads the standard input.
 
-With --workers and --ps it starts a job with parameter servers instead: a chief, W workers, P
-parameter servers and, with --evaluator, an evaluator. All run the same script and find TF_CONFIG in
-their environment, and in FASTDIST_PS_KEYS the keys of this job. The job ends with its chief, who
-reads the standard input; others that fail are started again. When the chief has ended, they get
-SIGTERM, also the evaluator, and SIGKILL where they have not ended after 5 s.
+With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
+parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
+environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The chief
+reads the standard input, and the job ends when the chief ends; other tasks that fail are restarted.
+When the chief has ended, the other tasks, including the evaluator, get SIGTERM, and SIGKILL if they
+still run after 5 s.
 """
 _EPILOG = """\
 exit code:
-  0 when all ranks, or the chief, return 0; that of the rank that failed first, or of the chief, or
-  128 and the signal that killed it; 128 and the signal that stopped fastdist run; 2 when nothing
-  could be started
+  0                if all ranks, or the chief, return 0
+  its exit code    of the rank that failed first, or of the chief; 128 + signal if it was killed
+  128 + signal     if a signal stopped fastdist run
+  2                if a process could not be started
 
 examples:
   fastdist run -n 4 train.py --epochs 10
+  fastdist run --nproc-per-node 4 train.py --epochs 10
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
   fastdist run --workers 4 --ps 2 --evaluator train.py
@@ -52,7 +55,7 @@ examples:
 
 
 class _OptionError(Exception):
-    """Options that cannot go together, or ask for more than this machine allows."""
+    """Options that exclude each other, or that exceed a limit of this machine."""
 
 
 def add_parser(subparsers: "_Subparsers") -> None:
@@ -69,6 +72,9 @@ def add_parser(subparsers: "_Subparsers") -> None:
     parser.add_argument(
         "-n",
         "--ranks",
+        "--nproc-per-node",  # torchrun's names
+        "--nproc_per_node",
+        dest="ranks",
         metavar="N",
         type=_count("ranks"),
         help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
@@ -83,14 +89,14 @@ def add_parser(subparsers: "_Subparsers") -> None:
         help="number of parameter servers; needs --workers",
     )
     parser.add_argument(
-        "--evaluator", action="store_true", help="start an evaluator too, beside --workers"
+        "--evaluator", action="store_true", help="also start an evaluator; needs --workers"
     )
     parser.add_argument(
         "--max-restarts",
         metavar="N",
         type=_count("restarts", least=0),
-        help="how often workers, parameter servers and the evaluator are started again when they "
-        f"fail, all of them together (default: {_MAX_RESTARTS})",
+        help="number of restarts, in total, of workers, parameter servers and the evaluator that "
+        f"fail (default: {_MAX_RESTARTS})",
     )
     parser.add_argument(
         "--env",
@@ -104,7 +110,7 @@ def add_parser(subparsers: "_Subparsers") -> None:
         "--no-prefix",
         dest="prefix",
         action="store_false",
-        help="do not begin each line of output with who wrote it",
+        help="do not begin each line of output with the name of its rank or task",
     )
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
@@ -147,7 +153,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             if is_given:
                 raise _OptionError(f"{option} needs --workers and --ps")
     elif arguments.ranks is not None:
-        raise _OptionError("-n starts ranks, --workers and --ps a job without ranks; give either")
+        raise _OptionError("-n starts ranks, --workers and --ps start a job without ranks; use one")
     elif servers is None:
         raise _OptionError(f"--workers {workers} needs --ps, the number of parameter servers")
     elif workers is None:
@@ -156,7 +162,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
-    """The tasks that the options ask for, and their ports while the job runs."""
+    """Yields the tasks of the job; reserves their ports until the context is closed."""
     user = dict(arguments.env)
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
@@ -164,7 +170,7 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
         yield rank_tasks(ranks, user)
         return
     try:
-        from fastdist.ps.wire.keys import Keys
+        from fastdist.ps import Keys
     except ImportError as error:
         raise _OptionError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator

@@ -1,15 +1,15 @@
-"""Runs the processes of a job as children of this one, and ends all of them when the job is over.
+"""Runs the processes of a job as child processes, and ends all of them with the job.
 
-One loop in one thread waits for everything: the processes' output, room in the launcher's own
-output, and signals, which arrive as bytes in a pipe; SIGCHLD among them says that one has ended.
+One loop in one thread waits for the processes' output, for room in the launcher's own output, and
+for signals, which arrive as bytes in a pipe. SIGCHLD reports the end of a process.
 
-Every process leads a process group of its own, in a session of its own, so that a terminal's Ctrl-C
-reaches the launcher alone and a signal to the group reaches what the process has started. One that
-has ended stays a zombie until it is started again or the launcher returns: this keeps the group's
-number from being used for somebody else's processes.
+Every process leads a process group in a session of its own. A terminal's Ctrl-C therefore reaches
+the launcher alone, and a signal to the group reaches all children of the process. An ended process
+stays a zombie until it is restarted or the launcher returns, so that no other process can get the
+number of the group.
 
-To stop, the launcher signals all groups, and kills after a grace what is left. If it is killed
-itself, the kernel kills the processes.
+To stop a job, the launcher signals all groups, and kills them after a grace period. If the launcher
+itself is killed, the kernel kills the processes.
 """
 
 import os
@@ -37,16 +37,15 @@ _PEER_FAILURE = re.compile(rb"^[\w.]*PeerFailureError\b", re.M)
 def supervise(job: Job) -> int:
     """Runs a job to its end.
 
-    Output goes to this process's stdout and stderr, and the first task reads its stdin. Must be
-    called in the main thread.
+    The job's output goes to this process's stdout and stderr, and the first task reads this
+    process's stdin. Must be called in the main thread.
 
     Returns:
-        0 when the job has gone well; the exit code of the process whose failure ended it, or 128
-        and the number of the signal that killed that one; 128 and the number of the signal that
-        stopped the launcher.
+        0 if the job succeeded; the exit code of the process whose failure ended the job, or 128 +
+        the signal that killed that process; 128 + the signal that stopped the launcher.
 
     Raises:
-        StartError: a process could not be started; none is left running.
+        StartError: a process could not be started; the others have been ended.
     """
     with signal_pipe() as signals, selectors.PollSelector() as selector:
         supervisor = _Supervisor(job, signals, selector)
@@ -70,7 +69,7 @@ class _Supervisor:
         self._stalled: set[Sink] = set()
         self._failed: list[Process] = []
         self._restarts = 0
-        self._to_start_again: list[tuple[float, Process]] = []
+        self._restarts_due: list[tuple[float, Process]] = []
         self._terminate_at_s: float | None = None
         self._stopped_at_s: float | None = None
         self._kill_at_s: float | None = None
@@ -83,19 +82,19 @@ class _Supervisor:
             self._processes.append(self._start(number))
 
     def wait(self) -> None:
-        """Returns when no process, and nothing that one has started in its group, is left."""
+        """Returns when no process of any group is left."""
         while any(process.status is None for process in self._processes):
-            self._turn()
+            self._run_once()
         if self._has_strays() and self._stopped_at_s is None:
             self._stop(signal.SIGTERM)
         while self._has_strays():
-            self._turn(_GROUP_POLL_S)
+            self._run_once(_GROUP_POLL_S)
         if self._stopped_by is None:
             self._kill_at_s = None
         self._drain()
 
     def report(self) -> int:
-        """Says how the job ended, as the last lines on stderr, and returns the exit code."""
+        """Writes how the job ended as the last lines of stderr, and returns the exit code."""
         broken = self._stdout.error or self._stderr.error
         first = next((p for p in self._failed if not _is_consequence(p)), None)
         first = first or next(iter(self._failed), None)
@@ -114,7 +113,7 @@ class _Supervisor:
         return exit_code
 
     def close(self) -> None:
-        """Kills what is left and frees what the job held."""
+        """Kills the remaining processes and releases the resources of the job."""
         self._signal_groups(signal.SIGKILL)
         for process in self._processes:
             process.reap()
@@ -161,8 +160,8 @@ class _Supervisor:
 
     # The loop
 
-    def _turn(self, timeout_s: float | None = None) -> bool:
-        """Waits for something to happen and handles it; false when nothing did in that time."""
+    def _run_once(self, timeout_s: float | None = None) -> bool:
+        """Waits for events and handles them; returns False if there were none in time."""
         now_s = time.monotonic()
         prompts = [stream.forward_prompt(_PROMPT_S) for stream in self._streams()]
         times_s = [
@@ -170,18 +169,18 @@ class _Supervisor:
             for time_s in (self._terminate_at_s, self._kill_at_s)
             if time_s is not None
         ]
-        times_s += [time_s - now_s for time_s, _ in self._to_start_again]
+        times_s += [time_s - now_s for time_s, _ in self._restarts_due]
         times_s += [_PROMPT_S] if any(prompts) else []
         times_s += [timeout_s] if timeout_s is not None else []
         self._pause_streams()
         events = self._selector.select(max(0.0, min(times_s)) if times_s else None)
-        # Signals first: they tell that one has ended, and which did so first counts.
+        # Signals first: they report the end of processes, whose order matters.
         for key, _ in sorted(events, key=lambda event: event[0].fd != self._signals):
             key.data()
-        self._keep_times()
+        self._run_timers()
         return bool(events)
 
-    def _keep_times(self) -> None:
+    def _run_timers(self) -> None:
         now_s = time.monotonic()
         if self._terminate_at_s is not None and now_s >= self._terminate_at_s:
             self._stop(signal.SIGTERM)
@@ -189,11 +188,11 @@ class _Supervisor:
             self._kill()
         if self._stopped_at_s is None and (self._stdout.error or self._stderr.error):
             self._stop(signal.SIGTERM)
-        while self._to_start_again and now_s >= self._to_start_again[0][0]:
-            self._start_again(self._to_start_again.pop(0)[1])
+        while self._restarts_due and now_s >= self._restarts_due[0][0]:
+            self._restart(self._restarts_due.pop(0)[1])
 
     def _pause_streams(self) -> None:
-        """Stops reading the streams whose sink does not keep up, so that who writes waits."""
+        """Pauses the streams of a sink that does not keep up, so that their processes wait."""
         for sink in {self._stdout, self._stderr}:
             if bool(sink.pending) == (sink in self._stalled):
                 continue
@@ -210,12 +209,12 @@ class _Supervisor:
                     self._listen(stream)
 
     def _drain(self) -> None:
-        """Forwards what the processes had written before they ended."""
-        while self._turn(None if self._is_waiting() else 0.0) or self._is_waiting():
+        """Forwards the remaining output of the ended processes."""
+        while self._run_once(None if self._is_waiting() else 0.0) or self._is_waiting():
             continue
 
     def _is_waiting(self) -> bool:
-        """Whether whoever reads the launcher's output is to be waited for."""
+        """Returns True while the reader of the launcher's output must be waited for."""
         pending = self._stdout.pending or self._stderr.pending
         return self._waits_for_readers and bool(pending)
 
@@ -225,7 +224,7 @@ class _Supervisor:
             self._selector.unregister(stream.fd)
         return is_more
 
-    # What happens to processes
+    # Processes
 
     def _on_signals(self) -> None:
         for number in os.read(self._signals, 4096):
@@ -234,7 +233,7 @@ class _Supervisor:
         self._collect()
 
     def _collect(self) -> None:
-        """Notes who has ended since the last time, and does what that means for the job."""
+        """Finds the processes that have ended, and stops the job or restarts them."""
         ended = [process for process in self._processes if process.has_ended()]
         if self._stopped_at_s is not None:
             return
@@ -246,34 +245,34 @@ class _Supervisor:
             self._failed += by_ending[Ending.ENDS_JOB]
             self._stop(signal.SIGTERM)
             return
-        for process in by_ending[Ending.STARTED_AGAIN]:
-            self._plan_to_start_again(process)
+        for process in by_ending[Ending.RESTARTED]:
+            self._schedule_restart(process)
         if by_ending[Ending.ONE_OF_ALL]:
-            self._end_after(by_ending[Ending.ONE_OF_ALL])
+            self._stop_after(by_ending[Ending.ONE_OF_ALL])
 
-    def _end_after(self, failed: list[Process]) -> None:
-        """Stops the others, now or when there was time to see who has failed really first."""
-        # Of those found at the same time, one that was killed has not failed because of another.
+    def _stop_after(self, failed: list[Process]) -> None:
+        """Stops the job, now or after a wait for the rank that failed first."""
+        # Of processes found at the same time, a killed one has not failed because of another.
         self._failed += sorted(failed, key=lambda p: p.status is not None and p.status > 0)
         if not all(_is_consequence(process) for process in self._failed):
             self._stop(signal.SIGTERM)
         elif self._terminate_at_s is None:
-            # Peers can notice a failure while the rank that failed still ends. Wait to see it end.
+            # Peers can notice a failure before the failed rank has ended. Wait for its end.
             self._terminate_at_s = time.monotonic() + _CAUSE_WAIT_S
 
-    def _plan_to_start_again(self, process: Process) -> None:
+    def _schedule_restart(self, process: Process) -> None:
         most = self._job.max_restarts
         failure = f"{process.task.name} failed: {process.how_it_ended}"
         if self._restarts == most:
             why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
-            self._say(f"warning: {failure}; {why}, the job goes on without it")
+            self._say(f"warning: {failure}; {why}, the job continues without it")
             return
         self._restarts += 1
-        self._say(f"{failure}; it is started again (restart {self._restarts} of {most})")
-        self._to_start_again.append((time.monotonic() + _RESTART_DELAY_S, process))
+        self._say(f"{failure}; restarting it (restart {self._restarts} of {most})")
+        self._restarts_due.append((time.monotonic() + _RESTART_DELAY_S, process))
 
-    def _start_again(self, process: Process) -> None:
-        process.signal_group(signal.SIGKILL)  # what it has left may hold its address
+    def _restart(self, process: Process) -> None:
+        process.signal_group(signal.SIGKILL)  # its children may hold its address
         for stream in (process.stdout, process.stderr):
             self._read_rest(stream)
             if stream.fd in self._selector.get_map():
@@ -283,7 +282,7 @@ class _Supervisor:
         try:
             self._processes[process.number] = self._start(process.number)
         except StartError as error:
-            self._say(f"warning: {error}; the job goes on without {process.task.name}")
+            self._say(f"warning: {error}; the job continues without {process.task.name}")
 
     def _read_rest(self, stream: Stream) -> None:
         for _ in range(_MOST_READS_AT_END):
@@ -291,10 +290,10 @@ class _Supervisor:
                 return
 
     def _interrupt(self, number: signal.Signals) -> None:
-        """Passes a signal on; a second Ctrl-C kills.
+        """Sends a signal to all groups; a second Ctrl-C kills.
 
-        Some wrappers pass on a Ctrl-C that the terminal has sent to the launcher too: two within
-        the time of one key press are one.
+        Some wrappers forward a Ctrl-C that the terminal has also sent to the launcher: two signals
+        within the time of one key press count as one.
         """
         now_s = time.monotonic()
         if self._stopped_at_s is None:
@@ -309,7 +308,7 @@ class _Supervisor:
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_at_s = time.monotonic()
         self._terminate_at_s, self._kill_at_s = None, self._stopped_at_s + _GRACE_S
-        self._to_start_again.clear()
+        self._restarts_due.clear()
         self._signal_groups(number)
 
     def _kill(self) -> None:
@@ -323,11 +322,11 @@ class _Supervisor:
 
     def _has_strays(self) -> bool:
         groups = live_groups()
-        return any(process.has_left(groups) for process in self._processes)
+        return any(process.is_alive_in(groups) for process in self._processes)
 
 
 def _is_consequence(process: Process) -> bool:
-    """Whether it failed because another rank had failed, by what it says itself."""
+    """Returns True if the process failed with PeerFailureError, because another rank had failed."""
     words = process.stderr.last_words()[1]
     return (process.status or 0) > 0 and _PEER_FAILURE.search(words) is not None
 
@@ -335,5 +334,5 @@ def _is_consequence(process: Process) -> bool:
 def _is_same_file(first_fd: int, second_fd: int) -> bool:
     try:
         return os.path.sameopenfile(first_fd, second_fd)
-    except OSError:  # one is closed
+    except OSError:  # a descriptor is closed
         return False

@@ -1,4 +1,4 @@
-"""The tasks of a job, and the environment of each: equal ranks, or the roles of a cluster spec."""
+"""Makes the tasks of a job and their environments: equal ranks, or the roles of a cluster spec."""
 
 import json
 import os
@@ -15,23 +15,23 @@ _HOST = "127.0.0.1"
 
 
 class VariableError(Exception):
-    """The user sets a variable that the launcher sets itself."""
+    """A variable that the launcher sets itself was given with --env."""
 
 
 def rank_tasks(ranks: int, user: Mapping[str, str]) -> list[Task]:
-    """Ranks as torchrun starts them.
+    """Returns the tasks of a job of ranks, with torchrun's variables.
 
     Args:
-        ranks: how many.
-        user: variables that count for more than what is inherited.
+        ranks: number of ranks.
+        user: variables that override inherited ones.
 
     Raises:
-        VariableError: one of them is another in each rank.
+        VariableError: `user` has a variable that differs from rank to rank.
     """
     for variable in _RANK_VARIABLES:
         if variable in user:
             raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
-    # Those of a torchrun around this job would make torch look for torchrun's store.
+    # With the variables of an outer torchrun, torch would look for the store of that torchrun.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     environment |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(_free_port()), **user}
     _set_defaults(environment, ranks)
@@ -56,18 +56,18 @@ def role_tasks(
     keys: Mapping[str, str],
     user: Mapping[str, str],
 ) -> list[Task]:
-    """The chief, workers and parameter servers, each told by TF_CONFIG who all of them are.
+    """Returns a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
 
     Args:
-        workers: how many.
-        servers: how many parameter servers.
-        has_evaluator: whether there is one more task that evaluates.
-        ports: one for each task.
-        keys: the variable that holds the job's keys.
-        user: variables that count for more than what is inherited.
+        workers: number of workers.
+        servers: number of parameter servers.
+        has_evaluator: add an evaluator.
+        ports: a port for each task.
+        keys: the variable with the job's keys.
+        user: variables that override inherited ones.
 
     Raises:
-        VariableError: one of them is another in each task, or would make a task a rank.
+        VariableError: `user` has a variable that differs from task to task, or that makes a rank.
     """
     for variable in (_SPEC_VARIABLE, *_RANK_VARIABLES):
         if variable in user:
@@ -92,7 +92,7 @@ def role_tasks(
     for job, index in places:
         spec = {"cluster": cluster, "task": {"type": job, "index": index}}
         name = f"{job} {index}" if job in ("worker", "ps") else job
-        ending = Ending.ENDS_JOB if job == "chief" else Ending.STARTED_AGAIN
+        ending = Ending.ENDS_JOB if job == "chief" else Ending.RESTARTED
         tasks.append(Task(name, name, environment | {_SPEC_VARIABLE: json.dumps(spec)}, ending))
     return tasks
 
@@ -104,7 +104,7 @@ def _set_defaults(environment: dict[str, str], processes: int) -> None:
 
 
 def _free_port() -> int:
-    """A port that nothing listens on now. It is only a number for scripts that start a store."""
+    """Returns a port that is free now, for scripts that start a store."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]

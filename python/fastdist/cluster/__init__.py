@@ -1,6 +1,6 @@
-"""Where this process stands among the ranks of its job, and on which machines the others are.
+"""The rank of this process in its job, and the machines of the other ranks.
 
-The resolvers are loaded when first used: `import fastdist` needs none of them.
+Resolvers are loaded when first used: `import fastdist` needs none of them.
 """
 
 from importlib import import_module
@@ -59,3 +59,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'fastdist.cluster' has no attribute {name!r}")
     return getattr(import_module(f"fastdist.cluster.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

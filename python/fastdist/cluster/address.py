@@ -13,10 +13,11 @@ _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host and the port of an address; the host of "[::1]:80" is "::1".
+    """Returns the host and the port of an address; the host of "[::1]:80" is "::1".
 
     Raises:
-        ValueError: it is not "host:port", with an IPv6 host in brackets and a port up to 65535.
+        ValueError: the address is not "host:port", with an IPv6 host in brackets and a port up to
+            65535.
     """
     host, separator, port = address.rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
@@ -29,7 +30,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """The address of a port on a host: a name, or an IP address without brackets.
+    """Returns the address of a port on a host: a name, or an IP address without brackets.
 
     Raises:
         ValueError: the host or the port is malformed.
@@ -40,7 +41,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def canonical_address(address: str) -> tuple[str, int]:
-    """Host and port in the one spelling by which two ways to write an address compare equal."""
+    """Returns host and port in a canonical form, equal for all spellings of an address."""
     host, port = split_address(address)
     if ":" in host:
         return str(ipaddress.IPv6Address(host)), port

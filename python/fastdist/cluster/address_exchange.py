@@ -1,4 +1,4 @@
-"""Processes of a torchrun job tell each other where they will listen, through torch's store."""
+"""Exchanges the addresses of the processes of a torchrun job, through torch's store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdist.cluster.ports import reserve_port
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.02
-# Of this process: its port, until the process ends, and the store, which others may need longer.
+# Kept until the process ends: the reserved port, and the store, which other ranks may still use.
 _ports: list[socket.socket] = []
 _stores: list[Any] = []
 
@@ -24,26 +24,26 @@ _stores: list[Any] = []
 def exchange_addresses(
     rank: int, world_size: int, store_address: str, attempt: str, timeout_s: float
 ) -> tuple[str, ...]:
-    """The address of each process, by rank, with a port that is free there. Every rank must call.
+    """Returns the address of each process, by rank, with a free port. Every rank must call.
 
-    A process that asks again gets the same.
+    Later calls return the same addresses.
 
     Args:
-        rank: of this process.
-        world_size: how many there are.
-        store_address: "host:port" of the store; rank 0 opens it where torchrun's agent has not.
-        attempt: how often the job was started, the same on all ranks.
+        rank: rank of this process.
+        world_size: number of ranks.
+        store_address: "host:port" of the store; rank 0 opens it unless torchrun's agent has.
+        attempt: number of restarts of the job, the same on all ranks.
         timeout_s: seconds to wait for all ranks.
 
     Raises:
-        ClusterConfigError: a rank did not come in time, or the store cannot be reached.
+        ClusterConfigError: a rank did not arrive in time, or the store cannot be reached.
         ImportError: torch is not installed.
     """
     try:
         distributed = import_module("torch.distributed")
     except ImportError:
         raise ImportError(
-            "TorchrunClusterResolver(jobs=…) needs torch: pip install 'fastdist[torch]'"
+            "TorchrunClusterResolver(jobs=…) needs torch: pip install torch"
         ) from None
     host, port = split_address(store_address)
     own = own_address(host, port)
@@ -67,7 +67,7 @@ def exchange_addresses(
 
 
 def _wait_for_readers(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Keeps rank 0, which may have the store, from ending before all have read."""
+    """Makes rank 0, which may hold the store, wait until all ranks have read."""
     readers = store.add("readers", 1)
     deadline = time.monotonic() + timeout_s
     while rank == 0 and readers < world_size and time.monotonic() < deadline:

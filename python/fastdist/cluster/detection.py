@@ -1,4 +1,4 @@
-"""Picks the resolver for what the environment says."""
+"""Chooses the resolver that fits the environment."""
 
 import os
 
@@ -11,16 +11,16 @@ from fastdist.cluster.torchrun import TorchrunClusterResolver
 
 
 def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
-    """The resolver for how this process was started.
+    """Returns the resolver for the way this process was started.
 
-    TF_CONFIG is looked at first, as somebody wrote it for this job; then the launchers in
-    `detect_launch`'s order: torchrun, `fastdist run` and RANK set by hand, mpiexec, srun.
+    TF_CONFIG, which is written for one job, comes first; then the launchers in the order of
+    `detect_launch`: torchrun, `fastdist run` and RANK set by hand, mpiexec, srun.
 
     Args:
         environ: the environment to read.
 
     Returns:
-        A resolver; None when nothing says that there is a cluster: a world of one.
+        A resolver; None without a cluster: a world of one.
 
     Raises:
         ClusterConfigError: variables are incomplete, malformed or contradict each other.

@@ -1,11 +1,11 @@
-"""Slurm's short forms: "node[01-03,07],gpu5" for hosts, "2(x3),1" for tasks on each of them."""
+"""Slurm's short forms: "node[01-03,07],gpu5" for hosts, "2(x3),1" for tasks on each host."""
 
 import itertools
 import re
 
-# More nodes than any machine has; a wrong digit must not fill the memory.
+# More nodes than any cluster has; a wrong digit must not fill the memory.
 _MOST_HOSTS = 1 << 20
-# A host or several: text and lists in brackets, in turn. Commas in brackets do not end it.
+# One or more hosts: text and lists in brackets. A comma in brackets does not end the item.
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -13,10 +13,10 @@ _RUN = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The hosts that a list such as "rack[1-2]n[08-10]" stands for, in its order.
+    """Expands a list such as "rack[1-2]n[08-10]" into its hosts, in order.
 
-    Leading zeros are kept; of several brackets the last runs fastest, as `scontrol show hostnames`
-    prints them.
+    Leading zeros are kept. With several brackets, the last varies fastest, as in the output of
+    `scontrol show hostnames`.
 
     Raises:
         ValueError: the list is malformed or too long.
@@ -41,7 +41,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def parse_tasks_per_node(text: str) -> list[tuple[int, int]]:
-    """The runs of a list such as "2(x3),1": pairs of tasks per node and number of nodes.
+    """Parses a list such as "2(x3),1" into pairs of tasks per node and number of nodes.
 
     Raises:
         ValueError: the list is malformed.

@@ -1,4 +1,4 @@
-"""Which of a launcher's processes gets which job."""
+"""Assigns a launcher's processes to the jobs of a cluster."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fastdist.errors import ClusterConfigError
 def divide_among_jobs(
     jobs: Mapping[str, int], addresses: Sequence[str | None], rank: int, reason: str
 ) -> tuple[ClusterSpec, str, int]:
-    """Gives the first processes to the first job, the next ones to the second, and so on.
+    """Assigns the first processes to the first job, the next processes to the second, and so on.
 
     Args:
-        jobs: how many tasks each has.
-        addresses: of all processes, by rank.
-        rank: of this process.
-        reason: why there are so many, such as "WORLD_SIZE='4'".
+        jobs: number of tasks of each job.
+        addresses: addresses of all processes, by rank.
+        rank: rank of this process.
+        reason: source of the number of processes, such as "WORLD_SIZE='4'".
 
     Returns:
         The cluster, and this process's job and index.
 
     Raises:
-        ClusterConfigError: the jobs have more or fewer tasks than there are processes, or make no
-            cluster.
+        ClusterConfigError: the number of tasks differs from the number of processes, or the jobs
+            are not a valid cluster.
     """
     if sum(jobs.values()) != len(addresses) or min(jobs.values(), default=0) < 0:
         raise ClusterConfigError(

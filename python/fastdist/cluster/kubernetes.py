@@ -1,4 +1,4 @@
-"""Clusters of pods: found through Kubernetes' API, or named by an indexed Job."""
+"""Clusters of pods, from Kubernetes' API or from the names of an indexed Job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdist.errors import ClusterConfigError
 
 
 class PodLister(Protocol):
-    """What is used of `kubernetes.client.CoreV1Api`."""
+    """The methods of `kubernetes.client.CoreV1Api` that are used here."""
 
     def list_pod_for_all_namespaces(self, *, label_selector: str) -> Any:  # noqa: D102
         ...
@@ -26,14 +26,14 @@ class PodLister(Protocol):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks Kubernetes which pods carry a job's labels; each is one task, at its pod's IP address.
+    """Finds the tasks of each job as the pods with the job's labels.
 
-    Pods are ordered by name, numbers in it as numbers, so that the pods of a StatefulSet have
-    their ordinals as task ids. Kubernetes is asked once, when the cluster is first needed, and all
-    pods must be running then.
+    Pods are ordered by name, with numbers in names compared as numbers, so that the pods of a
+    StatefulSet have their ordinals as task ids. A task's address is the IP address of its pod.
+    Kubernetes is asked once, when the cluster is first needed; all pods must run then.
 
-    Follows tf.distribute.cluster_resolver.KubernetesClusterResolver. Differences: the task's place
-    is an argument, and addresses are those of the pods, not of the machines they run on.
+    Follows tf.distribute.cluster_resolver.KubernetesClusterResolver. Differences: this process's
+    task is an argument, and addresses belong to the pods, not to their machines.
     """
 
     __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec", "_task_id", "_task_type")
@@ -48,19 +48,19 @@ class KubernetesClusterResolver(ClusterResolver):
         namespace: str | None = None,
         override_client: PodLister | None = None,
     ) -> None:
-        """Gets ready to ask.
+        """Connects to Kubernetes.
 
         Args:
             job_to_label_mapping: label selectors for each job, such as {"worker": ["app=train"]}.
             task_type: this process's job.
             task_id: this process's index in its job.
             port: the port that every task listens on.
-            namespace: where to look; in all namespaces if None, which needs the right to do so.
-            override_client: asks Kubernetes, instead of a client with the pod's service account or,
-                outside of a cluster, the user's kubeconfig.
+            namespace: namespace of the pods; if None, all namespaces, which needs permission.
+            override_client: client to use instead of one with the pod's service account or,
+                outside of a cluster, with the user's kubeconfig.
 
         Raises:
-            ImportError: the package kubernetes is needed and not installed.
+            ImportError: the package kubernetes is not installed, and no client is given.
         """
         self._labels = {job: tuple(labels) for job, labels in job_to_label_mapping.items()}
         self._task_type = task_type
@@ -72,10 +72,10 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @final
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster, as Kubernetes listed them when first asked.
+        """The tasks of the cluster, as Kubernetes listed them in the first call.
 
         Raises:
-            ClusterConfigError: a pod is not running yet or any more, or pods make no cluster.
+            ClusterConfigError: a pod is not running, or the pods are not a valid cluster.
         """
         if self._spec is None:
             spec = ClusterSpec(
@@ -123,8 +123,8 @@ class KubernetesClusterResolver(ClusterResolver):
 class IndexedJobClusterResolver(SimpleClusterResolver):
     """The pods of a Kubernetes Job in Indexed completion mode: workers, or tasks of several jobs.
 
-    Needs no access to Kubernetes' API. The Job's pods must be given a `subdomain`, the name of a
-    headless service that selects them; then pod i has the host name `<job>-<i>.<subdomain>`.
+    Needs no access to Kubernetes' API. The `subdomain` of the Job's pods must be the name of a
+    headless service that selects them; pod i then has the host name `<job>-<i>.<subdomain>`.
     """
 
     __slots__ = ()
@@ -145,14 +145,14 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
             job_name: the Job's name.
             subdomain: the headless service's name.
             completions: the Job's `completions`, which its `parallelism` must equal.
-            jobs: how many of the pods each job of the cluster gets, such as {"chief": 1, "worker":
-                4, "ps": 2}: pod 0 is the chief. If None, all are workers.
+            jobs: number of pods of each job of the cluster, such as {"chief": 1, "worker": 4,
+                "ps": 2}: pod 0 is the chief. If None, all pods are workers.
             port: the port that every task listens on.
             environ: the environment to read.
 
         Raises:
-            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, the
-                names make no host name, or jobs have another number of tasks.
+            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, the names
+                do not make a host name, or the number of tasks of jobs is not completions.
         """
         hosts = [f"{job_name}-{task}.{subdomain}:{port}" for task in range(completions)]
         task_id = index(environ, "JOB_COMPLETION_INDEX", completions, f"{completions=}")
@@ -169,7 +169,7 @@ def _default_client() -> PodLister:
         raise ImportError(
             "KubernetesClusterResolver needs Kubernetes' client: pip install kubernetes"
         ) from error
-    # Kubernetes sets it in every container.
+    # Kubernetes sets this variable in every container.
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config()
     else:

@@ -1,9 +1,9 @@
-"""Reads from the environment which launcher started this process, and as which rank.
+"""Reads the launcher of this process and its rank from the environment.
 
-One function per launcher, in the table `_LAUNCHERS`; the first that recognises its variables
-answers. The order puts what was started last first: `torchrun` inside `srun` is torchrun's job,
-`mpiexec` inside an `sbatch` script is mpiexec's. Variables that are incomplete or contradict each
-other are an error, never a world of one.
+`_LAUNCHERS` has a function for each launcher; the first that recognises its variables answers. The
+innermost launcher comes first: `torchrun` inside `srun` is torchrun's job, `mpiexec` inside an
+`sbatch` script is mpiexec's. Incomplete or contradictory variables are an error, never a world of
+one.
 """
 
 import ipaddress
@@ -24,7 +24,7 @@ from fastdist.cluster.slurm import step_of, task_runs
 from fastdist.errors import ClusterConfigError
 
 JOB_VARIABLE = "FASTDIST_JOB"
-"""Set by `fastdist run` to a random string, the same for all ranks of a job."""
+"""The variable that `fastdist run` sets to a random string, the same for all ranks of a job."""
 
 _START_TIME_FIELD = 19
 _RANK_VARIABLES = frozenset(
@@ -41,7 +41,7 @@ _RANK_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One rank's place in a job, as its launcher gave it.
+    """A rank and its job, as set by the launcher.
 
     Attributes:
         launcher: "fastdist run", "torchrun", "environment" (RANK and WORLD_SIZE set by hand),
@@ -50,8 +50,8 @@ class Launch:
         world_size: number of ranks in the job, on all machines.
         local_rank: from 0 to local_world_size - 1, among the ranks of this machine.
         local_world_size: number of ranks on this machine.
-        job_key: the same on all ranks of this job on this machine, different for any other job
-            that runs at the same time. Of any length, with any characters.
+        job_key: a string that all ranks of this job on this machine share, and that differs from
+            other jobs running at the same time. Any length, any characters.
     """
 
     launcher: str
@@ -70,17 +70,16 @@ class Launch:
 
 
 def detect_launch(environ: Environ = os.environ) -> Launch | None:
-    """Finds out which launcher started this process.
+    """Detects the launcher that started this process.
 
     Args:
         environ: the environment to read.
 
     Returns:
-        This rank's place in its job; None when no launcher started it: a world of one.
+        This rank and its job; None without a launcher: a world of one.
 
     Raises:
-        ClusterConfigError: a launcher's variables are incomplete, malformed or contradict each
-            other.
+        ClusterConfigError: a launcher's variables are incomplete, malformed or contradictory.
     """
     if environ is os.environ and _Noted.launch is not None:
         return _Noted.launch
@@ -102,7 +101,7 @@ def note_launch(launch: Launch) -> None:
 
 
 def without_rank(environ: Environ) -> dict[str, str]:
-    """The environment less what makes a process a rank, for one that is not to be any."""
+    """Returns the environment without the variables that make a process a rank."""
     return {
         name: value
         for name, value in environ.items()
@@ -123,8 +122,9 @@ def _torchrun(environ: Environ) -> Launch | None:
     run = environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
-    # The restart count tells a restarted job from the one whose processes still end; the group
-    # rank tells apart two agents on one machine, whose local ranks both start from 0.
+    # The restart count distinguishes a restarted job from the previous one, whose processes may
+    # still run; the group rank distinguishes two agents on one machine, whose local ranks both
+    # start from 0.
     own = ("WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
     job = "/".join([run, _master(environ), *(environ.get(variable, "0") for variable in own)])
     return _torch_launch(environ, "torchrun", job)
@@ -134,8 +134,8 @@ def _by_hand(environ: Environ) -> Launch | None:
     if "RANK" not in environ:
         return None
     if not _on_one_machine(environ) and not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys():
-        # Scripts under mpiexec or srun often set RANK for torch from the launcher's variables,
-        # which then say the rest.
+        # Scripts under mpiexec or srun often set RANK for torch from the launcher's variables; the
+        # launcher's variables then give the local rank.
         place = index_of_size(environ, "RANK", "WORLD_SIZE")
         for detect in (_openmpi, _hydra, _srun):
             launch = detect(environ)
@@ -202,7 +202,7 @@ _LAUNCHERS: tuple[Callable[[Environ], Launch | None], ...] = (
 
 
 def _torch_launch(environ: Environ, launcher: str, job: str) -> Launch:
-    """Reads torchrun's variables; LOCAL_* may be absent where all ranks share a machine."""
+    """Reads torchrun's variables; LOCAL_* may be absent if all ranks share a machine."""
     rank, world_size = index_of_size(environ, "RANK", "WORLD_SIZE")
     local_rank, local_world_size = rank, world_size
     if not _on_one_machine(environ) or "LOCAL_WORLD_SIZE" in environ:
@@ -228,7 +228,7 @@ def _on_one_machine(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
-    """The variable that says how many tasks each node has, and how many this one has."""
+    """Returns the variable with the tasks of each node, and the number of tasks on this node."""
     variable, runs = task_runs(environ)
     nodes = 0
     for tasks, repeated in runs:
@@ -242,10 +242,11 @@ def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
 
 
 def _launcher_process(variable: str) -> str:
-    """Names the launcher by its process id and start time, where it sets no id of the job.
+    """Identifies a launcher that sets no job id by its process id and start time.
 
-    It is the nearest ancestor without the variable that every rank has, so that a shell between
-    the two does not count. One whose environment may not be read is somebody else's, so no rank.
+    The launcher is the nearest ancestor without the variable that every rank has; a shell between
+    the launcher and the rank inherits the variable. A process whose environment is not readable
+    belongs to another user and is not a rank.
     """
     for pid in _ancestors():
         try:
@@ -268,7 +269,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _process_stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat after the program's name, beginning with state and parent."""
+    """Returns the fields of /proc/<pid>/stat after the program's name: state, parent, …"""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The ranks that mpiexec started, from its environment variables; needs no MPI library."""
+"""The ranks of an mpiexec job, from environment variables; needs no MPI library."""
 
 import os
 
@@ -11,8 +11,8 @@ from fastdist.errors import ClusterConfigError
 class MPIClusterResolver(SimpleClusterResolver):
     """Reads the variables of Open MPI, or of MPICH's and Intel MPI's Hydra; every rank is a worker.
 
-    No mpiexec tells where its ranks run. For ranks on several machines, give the address of rank 0,
-    either here or as MASTER_ADDR and MASTER_PORT (`mpiexec -x` or `-genv`).
+    mpiexec does not publish the addresses of its ranks. For ranks on several machines, pass the
+    address of rank 0 here, or set MASTER_ADDR and MASTER_PORT (`mpiexec -x` or `-genv`).
     """
 
     __slots__ = ()
@@ -23,8 +23,8 @@ class MPIClusterResolver(SimpleClusterResolver):
         """Reads the variables.
 
         Args:
-            coordinator_address: a "host:port" on the machine of rank 0 where it can listen;
-                from MASTER_ADDR and MASTER_PORT if None.
+            coordinator_address: a "host:port" where rank 0 can listen; from MASTER_ADDR and
+                MASTER_PORT if None.
             environ: the environment to read.
 
         Raises:
@@ -45,16 +45,16 @@ class MPIClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Whether mpiexec started this process."""
+        """Returns True if mpiexec started this process."""
         return is_openmpi(environ) or is_hydra(environ)
 
 
 def is_openmpi(environ: Environ) -> bool:
-    """Whether Open MPI's mpiexec started this process."""
+    """Returns True if Open MPI's mpiexec started this process."""
     return "OMPI_COMM_WORLD_RANK" in environ
 
 
 def is_hydra(environ: Environ) -> bool:
-    """Whether Hydra started this process."""
-    # PMI_RANK alone is also set by `srun --mpi=pmi2`, whose own variables say more.
+    """Returns True if Hydra started this process."""
+    # `srun --mpi=pmi2` also sets PMI_RANK, without the local rank; its own variables have that.
     return "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ

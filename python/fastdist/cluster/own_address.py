@@ -1,4 +1,4 @@
-"""Where other machines reach this one."""
+"""The address at which other machines reach this machine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_address(host: str, port: int) -> str:
-    """The IP address of this machine on the way to another one.
+    """Returns this machine's IP address on the route to another machine.
 
     Args:
-        host: of the other; its loopback address if that is this machine's, too.
-        port: there; nothing is sent to it.
+        host: host of the other machine; a loopback address gives this machine's loopback address.
+        port: port of the other machine; nothing is sent to it.
 
     Returns:
-        That of the interface that the user named for Gloo, GLOO_SOCKET_IFNAME, where it is set.
+        An IP address; with GLOO_SOCKET_IFNAME set, the address of that interface.
 
     Raises:
-        ClusterConfigError: there is no way, or no such interface.
+        ClusterConfigError: there is no route to the host, or no such interface.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     try:

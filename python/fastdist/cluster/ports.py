@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody else gets before those whom they are meant for listen there."""
+"""Reserves free ports until the intended task binds them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import ExitStack, contextmanager
 
 
 def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
-    """A free TCP port, and the socket that keeps it until it is closed.
+    """Reserves a free TCP port; returns the socket that reserves it until closed, and the port.
 
-    It is bound, and nobody listens at it. Whoever sets SO_REUSEADDR, as nearly every server does,
-    can listen there all the same, end, and listen there again.
+    The socket is bound but does not listen. A server that sets SO_REUSEADDR, as nearly every server
+    does, can listen at the port, end, and listen again.
 
     Args:
         host: an IP address of this machine.
 
     Raises:
-        OSError: there is no port, or the host has no such address.
+        OSError: no port is free, or the host has no such address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
@@ -32,10 +32,10 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free ports of 127.0.0.1, as by `reserve_port`, while the context is open.
+    """Reserves free ports of 127.0.0.1 with `reserve_port` until the context is closed.
 
     Raises:
-        OSError: there are not so many.
+        OSError: fewer ports are free.
     """
     with ExitStack() as stack:
         ports = []

@@ -1,4 +1,4 @@
-"""What a resolver answers: which cluster this process belongs to, and as which of its tasks."""
+"""Base class of cluster resolvers: the cluster, and this process's task in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fastdist.errors import ClusterConfigError
 
 
 class ClusterResolver(ABC):
-    """Finds out the cluster and this process's place in it; subclass it for your own scheduler.
+    """The cluster, and this process's task in it; subclass it for your own scheduler.
 
-    A subclass says the cluster, the task type and the task id; the rest follows from them. Follows
+    A subclass defines the cluster spec, the task type and the task id. Follows
     tf.distribute.cluster_resolver.ClusterResolver.
     """
 
@@ -20,7 +20,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster; the same on all of them."""
+        """The tasks of the cluster; the same on all tasks."""
 
     @property
     @abstractmethod
@@ -35,14 +35,14 @@ class ClusterResolver(ABC):
     @property
     @final
     def is_chief(self) -> bool:
-        """Whether this task saves checkpoints and the like: the chief, or worker 0 without one."""
+        """True for the task that saves checkpoints: the chief, or worker 0 without a chief."""
         return (self.task_type, self.task_id) == self.cluster_spec().chief
 
     @property
     @final
     def rank(self) -> int | None:
-        """This task's rank among those that train together; None for a ps or an evaluator."""
-        # The evaluator need not be in the cluster that it evaluates.
+        """This task's rank among the training tasks; None for a ps or an evaluator."""
+        # The cluster spec need not list the evaluator.
         if self.task_type == "evaluator":
             return None
         return self.cluster_spec().training_rank(self.task_type, self.task_id)
@@ -50,16 +50,16 @@ class ClusterResolver(ABC):
     @property
     @final
     def world_size(self) -> int:
-        """How many tasks train together: chief and workers."""
+        """The number of training tasks: chief and workers."""
         return self.cluster_spec().num_training_tasks
 
     @property
     @final
     def coordinator_address(self) -> str:
-        """The "host:port" of the task of rank 0, where the ranks meet.
+        """The "host:port" of the task of rank 0, for the rendezvous of all ranks.
 
         Raises:
-            ClusterConfigError: the launcher does not say it.
+            ClusterConfigError: the launcher does not give the address.
         """
         spec = self.cluster_spec()
         job, index = spec.chief
@@ -72,7 +72,7 @@ class ClusterResolver(ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Takes the cluster and this process's place in it as given.
+    """A cluster and this process's task in it, given as arguments.
 
     Follows tf.distribute.cluster_resolver.SimpleClusterResolver.
     """
@@ -80,7 +80,7 @@ class SimpleClusterResolver(ClusterResolver):
     __slots__ = ("_spec", "_task_id", "_task_type")
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str, task_id: int) -> None:
-        """Checks that the task is one of the cluster's, or an evaluator beside it.
+        """Checks that the task is in the cluster, or is an evaluator.
 
         Args:
             cluster_spec: the tasks of the cluster.
@@ -88,7 +88,7 @@ class SimpleClusterResolver(ClusterResolver):
             task_id: this process's index in its job.
 
         Raises:
-            ClusterConfigError: there is no such task in the cluster.
+            ClusterConfigError: the cluster has no such task.
         """
         if task_type != "evaluator" or cluster_spec.num_tasks("evaluator"):
             cluster_spec.require_task(task_type, task_id)

@@ -1,4 +1,4 @@
-"""The tasks of a Slurm job step, as srun started them."""
+"""The tasks of a Slurm job step."""
 
 import itertools
 import os
@@ -17,19 +17,19 @@ from fastdist.cluster.resolver import SimpleClusterResolver
 from fastdist.cluster.spec import MOST_TASKS
 from fastdist.errors import ClusterConfigError
 
-# Slurm numbers a job's steps from 0; ids from here on mean its batch script, an interactive shell
-# and the like.
+# Slurm numbers a job's steps from 0; ids from here on are special: the batch script, an interactive
+# shell.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 class SlurmClusterResolver(SimpleClusterResolver):
-    """Gives the tasks of an srun step their jobs, hosts and ports.
+    """Assigns jobs, hosts and ports to the tasks of an srun step.
 
-    A task listens on its node's name; the first task of a node at port_base, the next one port
-    further. Two steps that share a node need different port_base.
+    A task's host is the name of its node. The first task of a node has port port_base, the next
+    task port_base + 1, and so on. Two steps that share a node need different values of port_base.
 
     Follows tf.distribute.cluster_resolver.SlurmClusterResolver. Differences: jobs take their tasks
-    in the order given, not sorted by name; which GPU is whose is left to the strategy.
+    in the order given, not sorted by name; the strategy assigns the GPUs.
     """
 
     __slots__ = ()
@@ -44,15 +44,15 @@ class SlurmClusterResolver(SimpleClusterResolver):
         """Reads the step's variables.
 
         Args:
-            jobs: how many tasks each job gets, such as {"worker": 4, "ps": 2}: the first four by
-                SLURM_PROCID are workers. If None, all are workers, and MASTER_ADDR with
-                MASTER_PORT, where both are set, say where worker 0 listens.
+            jobs: number of tasks of each job, such as {"worker": 4, "ps": 2}: the first four by
+                SLURM_PROCID are workers. If None, all tasks are workers, and MASTER_ADDR with
+                MASTER_PORT, if both are set, are the address of worker 0.
             port_base: the port of each node's first task.
             environ: the environment to read.
 
         Raises:
             ClusterConfigError: srun did not start this process; a variable is missing, malformed or
-                contradicts another; jobs have another number of tasks than the step.
+                contradicts another; the number of tasks of jobs differs from that of the step.
         """
         if step_of(environ) is None:
             raise ClusterConfigError(
@@ -70,12 +70,12 @@ class SlurmClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Whether srun started this process."""
+        """Returns True if srun started this process."""
         return step_of(environ) is not None
 
 
 def step_of(environ: Environ) -> int | None:
-    """The number of the step that this process is a task of; None where srun did not start it."""
+    """Returns the number of this process's step; None if srun did not start this process."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = count(environ, "SLURM_STEP_ID")
@@ -83,7 +83,7 @@ def step_of(environ: Environ) -> int | None:
 
 
 def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
-    """The variable that says how many tasks each node has, and its (tasks, nodes) in order."""
+    """Returns the variable with the tasks of each node, and its pairs (tasks, nodes) in order."""
     variable = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = environ.get(variable, "")
     try:
@@ -95,7 +95,7 @@ def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[str]:
-    """Where each task of the step listens, by rank."""
+    """Returns the address of each task of the step, by rank."""
     hosts = _hosts(environ)
     variable, runs = task_runs(environ)
     nodes, tasks = sum(run[1] for run in runs), sum(run[0] * run[1] for run in runs)
@@ -126,7 +126,7 @@ def _hosts(environ: Environ) -> list[str]:
 
 
 def _places(tasks_on: list[int], *, is_cyclic: bool) -> list[tuple[int, int]]:
-    """The (node, number on that node) of each task: node by node, or one to each node in turn."""
+    """Returns (node, number on the node) of each task: node by node, or cyclically."""
     blocks = [[(node, number) for number in range(tasks)] for node, tasks in enumerate(tasks_on)]
     if not is_cyclic:
         return list(itertools.chain.from_iterable(blocks))

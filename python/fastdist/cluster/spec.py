@@ -9,7 +9,7 @@ from fastdist.cluster.address import canonical_address
 from fastdist.errors import ClusterConfigError
 
 Tasks = Sequence[str | None] | Mapping[int, str | None]
-"""The addresses of a job's tasks, in order or by index; None where one is not known."""
+"""The addresses of a job's tasks, in order or by index; None for an unknown address."""
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
 # More than any cluster has; a wrong digit must not fill the memory.
@@ -18,14 +18,15 @@ MOST_TASKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class ClusterSpec:
-    """Which tasks make up a cluster, and at which address each one listens.
+    """The tasks of a cluster and their addresses.
 
     The jobs are "chief" (at most one task), "worker", "ps" (parameter servers) and "evaluator".
-    Chief and workers train together and are ranked in this order; the evaluator never joins
-    training. Where there is no chief, worker 0 takes its part.
+    Chief and workers train together and are ranked in this order; the evaluator never takes part
+    in training. Without a chief, worker 0 is the chief.
 
-    Follows tf.train.ClusterSpec. There, too, a job may be sparse, its addresses known for some
-    tasks only; here such tasks count, since launchers say how many ranks there are but not where.
+    Follows tf.train.ClusterSpec. As there, a job may be sparse: some of its addresses are unknown.
+    Unlike there, tasks with unknown addresses count, since launchers publish the number of ranks
+    but not their addresses.
     """
 
     _jobs: tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -35,9 +36,9 @@ class ClusterSpec:
 
         Args:
             cluster: for each job the addresses of its tasks, "host:port" or "[IPv6]:port": a list,
-                or a dict from index to address. In a list, None is a task whose address is not
-                known; so is an index that a dict leaves out below its last. A job without tasks
-                may as well be left out.
+                or a dict from index to address. None in a list, and an index missing from a dict
+                below its last index, are tasks with an unknown address. A job without tasks is the
+                same as an absent job.
 
         Raises:
             ClusterConfigError: an unknown job, a malformed address, two tasks with one address,
@@ -47,7 +48,7 @@ class ClusterSpec:
 
     @classmethod
     def of_ranks(cls, world_size: int, coordinator_address: str | None = None) -> ClusterSpec:
-        """The workers that a launcher started, who tells the first one's address at most.
+        """Returns a spec of workers, of which at most the first has a known address.
 
         Args:
             world_size: number of workers, at least 1.
@@ -66,24 +67,24 @@ class ClusterSpec:
         return tuple(job for job, _ in self._jobs)
 
     def job_tasks(self, job: str) -> tuple[str | None, ...]:
-        """The addresses of a job's tasks, None where one is not known; empty without such tasks.
+        """Returns the addresses of a job's tasks, None for an unknown address; empty without tasks.
 
         Raises:
-            ClusterConfigError: there is no job of this name in any cluster.
+            ClusterConfigError: clusters have no job of this name.
         """
         if job not in _JOBS:
             raise ClusterConfigError(f"unknown job {job!r}; expected {_one_of_jobs()}, in {self}")
         return dict(self._jobs).get(job, ())
 
     def num_tasks(self, job: str) -> int:
-        """How many tasks a job has, those whose address is not known included."""
+        """Returns the number of tasks of a job, including tasks with an unknown address."""
         return len(self.job_tasks(job))
 
     def task_address(self, job: str, index: int) -> str:
-        """The address of a task.
+        """Returns the address of a task.
 
         Raises:
-            ClusterConfigError: there is no such task, or its address is not known.
+            ClusterConfigError: the cluster has no such task, or its address is unknown.
         """
         self.require_task(job, index)
         address = self.job_tasks(job)[index]
@@ -92,19 +93,19 @@ class ClusterSpec:
         return address
 
     def as_dict(self) -> dict[str, list[str | None]]:
-        """The addresses of each job's tasks, from which an equal spec can be made; fit for JSON."""
+        """Returns the addresses of each job's tasks, for JSON or to make an equal spec."""
         return {job: list(tasks) for job, tasks in self._jobs}
 
     @property
     def num_training_tasks(self) -> int:
-        """How many tasks train together: chief and workers."""
+        """The number of training tasks: chief and workers."""
         return self.num_tasks("chief") + self.num_tasks("worker")
 
     def training_rank(self, job: str, index: int) -> int | None:
-        """A task's rank among those that train together, chief first; None for other jobs.
+        """Returns a task's rank among the training tasks, chief first; None for other jobs.
 
         Raises:
-            ClusterConfigError: there is no such task.
+            ClusterConfigError: the cluster has no such task.
         """
         self.require_task(job, index)
         if job == "chief":
@@ -113,14 +114,14 @@ class ClusterSpec:
 
     @property
     def chief(self) -> tuple[str, int]:
-        """Job and index of the task of rank 0: the chief, or worker 0 where there is none."""
+        """Job and index of the task of rank 0: the chief, or worker 0 without a chief."""
         return ("chief", 0) if self.num_tasks("chief") else ("worker", 0)
 
     def require_task(self, job: str, index: int) -> None:
-        """Checks that there is such a task.
+        """Checks that the cluster has a task.
 
         Raises:
-            ClusterConfigError: there is none.
+            ClusterConfigError: the cluster has no such task.
         """
         tasks = self.num_tasks(job)
         if not tasks:
@@ -131,10 +132,10 @@ class ClusterSpec:
             )
 
     def require_parameter_servers(self) -> None:
-        """Checks that the cluster has what training with parameter servers needs.
+        """Checks that the cluster has the tasks that training with parameter servers needs.
 
         Raises:
-            ClusterConfigError: it has no parameter server, no worker or no chief.
+            ClusterConfigError: the cluster has no parameter server, no worker or no chief.
         """
         for job in ("ps", "worker", "chief"):
             if not self.num_tasks(job):
@@ -166,7 +167,7 @@ def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None,
 
 
 def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
-    """Puts a job's addresses in order; ValueError where they are not addresses."""
+    """Returns a job's addresses in order; raises ValueError for values of other types."""
     if isinstance(tasks, Mapping):
         for index in tasks:
             if type(index) is not int or not 0 <= index < MOST_TASKS:
@@ -210,7 +211,7 @@ def _one_of_jobs() -> str:
 
 
 def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:
-    """The dict that makes this spec, short where nothing is known of a job's last tasks."""
+    """Returns the dict that makes this spec; shortens unknown addresses at the end of a job."""
     parts = []
     for job, addresses in jobs.items():
         known = list(addresses)

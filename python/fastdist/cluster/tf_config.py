@@ -1,4 +1,4 @@
-"""The cluster from TF_CONFIG, as TensorFlow programs and their launchers write it."""
+"""The cluster from TF_CONFIG, the variable of TensorFlow programs and their launchers."""
 
 import json
 import os
@@ -52,12 +52,12 @@ class TFConfigClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Whether TF_CONFIG says anything."""
+        """Returns True if TF_CONFIG is set and not empty."""
         return bool(environ.get(VARIABLE, "").strip())
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a key that comes twice would otherwise hide what came first."""
+    """Makes a JSON object; refuses a repeated name, which would hide the first value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"a name that comes twice in {{{', '.join(name for name, _ in pairs)}}}")
@@ -84,12 +84,12 @@ def _object(value: object, name: str) -> dict[str, Any]:
 
 
 def _indexed(tasks: dict[str, Any]) -> dict[int, Any]:
-    """A sparse job, whose indexes are strings as JSON has no other names."""
+    """Converts a sparse job, whose indexes are strings in JSON."""
     return {_index(index): address for index, address in tasks.items()}
 
 
 def _index(value: object) -> int:
-    # Like TensorFlow, which calls int() on it, this takes "0" for 0.
+    # TensorFlow calls int() and thus accepts "0" for 0.
     if isinstance(value, str) and _INDEX.fullmatch(value):
         return int(value)
     if type(value) is not int or value < 0:

@@ -1,4 +1,4 @@
-"""The ranks that torchrun or `fastdist run` started, or a user who set RANK and WORLD_SIZE."""
+"""The ranks of torchrun, of `fastdist run`, or of a user who sets RANK and WORLD_SIZE."""
 
 import os
 from collections.abc import Mapping
@@ -14,13 +14,14 @@ from fastdist.errors import ClusterConfigError
 
 
 class TorchrunClusterResolver(SimpleClusterResolver):
-    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; every rank is a worker, or has a job.
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; ranks are workers, or tasks of `jobs`.
 
-    The launcher tells the address of rank 0 only, so the cluster spec has None for the others. With
-    `jobs` all ranks tell each other where they will listen.
-    Under torchrun that address belongs to a store that runs already: where
-    TORCHELASTIC_USE_AGENT_STORE is "True", rank 0 connects to it like all others and must not
-    listen. `torch.distributed.rendezvous` looks at this.
+    The launcher publishes the address of rank 0 only, so the cluster spec has None for the other
+    ranks. With `jobs`, all ranks exchange their addresses.
+
+    Under torchrun, the address of rank 0 may belong to a store that already runs: if
+    TORCHELASTIC_USE_AGENT_STORE is "True", rank 0 connects to it like all other ranks and must not
+    listen. `torch.distributed.rendezvous` handles both cases.
     """
 
     __slots__ = ()
@@ -32,15 +33,15 @@ class TorchrunClusterResolver(SimpleClusterResolver):
 
         Args:
             environ: the environment to read.
-            jobs: how many tasks each job gets, such as {"chief": 1, "worker": 4, "ps": 2}: rank 0
-                is the chief. Each rank takes a free port of its machine, and they exchange their
-                addresses through torch's store at MASTER_ADDR and MASTER_PORT. If None, all are
-                workers.
+            jobs: number of tasks of each job, such as {"chief": 1, "worker": 4, "ps": 2}: rank 0
+                is the chief. Each rank reserves a free port of its machine, and the ranks exchange
+                their addresses through torch's store at MASTER_ADDR and MASTER_PORT. If None, all
+                ranks are workers.
 
         Raises:
-            ClusterConfigError: a variable is missing or malformed. MASTER_ADDR and MASTER_PORT may
-                be missing until somebody asks for the coordinator's address, if jobs is None; else
-                also where jobs have another number of tasks, or ranks do not come in time.
+            ClusterConfigError: a variable is missing or malformed; without jobs, MASTER_ADDR and
+                MASTER_PORT are only needed for the coordinator's address. With jobs: the number of
+                tasks differs from WORLD_SIZE, or a rank does not arrive in time.
         """
         rank, world_size = index_of_size(environ, "RANK", "WORLD_SIZE")
         master = master_address(environ)
@@ -49,7 +50,7 @@ class TorchrunClusterResolver(SimpleClusterResolver):
             return
         reason = f"WORLD_SIZE={environ['WORLD_SIZE']!r}"
         unknown = [None] * world_size
-        divide_among_jobs(jobs, unknown, rank, reason)  # refused before anybody waits
+        divide_among_jobs(jobs, unknown, rank, reason)  # checked before any rank waits
         if master is None:
             raise ClusterConfigError(
                 "MASTER_ADDR and MASTER_PORT are not set; expected where ranks exchange addresses"
@@ -61,5 +62,5 @@ class TorchrunClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Whether some launcher or user set a rank in this way."""
+        """Returns True if torchrun, `fastdist run` or a user has set the variables of a rank."""
         return not {"RANK", "TORCHELASTIC_RUN_ID", JOB_VARIABLE}.isdisjoint(environ)

@@ -1,4 +1,4 @@
-"""The hosts of a TPU slice: by environment variables, a TPU VM's metadata, or as given."""
+"""The hosts of a TPU slice, from arguments, environment variables or a TPU VM's metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdist.errors import ClusterConfigError
 
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 _METADATA_TIMEOUT_S = 2.0
-# Their hosts are this machine: Colab's and Kaggle's TPU VMs name no others.
+# Set in notebooks of Colab and Kaggle, where this machine is the only host.
 _NOTEBOOKS = ("COLAB_TPU_ADDR", "TPU_NAME")
 _WORKER_ID = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 
@@ -23,21 +23,21 @@ ReadMetadata = Callable[[str], str | None]
 
 
 class TPUClusterResolver(SimpleClusterResolver):
-    """The hosts of a TPU slice, each of them a worker with all the cores that are attached to it.
+    """The hosts of a TPU slice; each host is a worker with all of its cores.
 
-    What says who they are, in this order:
+    Sources of the hosts, in this order:
 
     - `worker_hostnames`, as given;
-    - TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, which GKE sets in its pods and users elsewhere;
-    - COLAB_TPU_ADDR or TPU_NAME of a notebook (Colab, Kaggle): this machine alone. A TPU_NAME
-      that is an address, of the old kind of TPU that is a server elsewhere, is refused;
+    - TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, set by GKE in its pods, and by users elsewhere;
+    - COLAB_TPU_ADDR or TPU_NAME of a notebook (Colab, Kaggle): this machine alone. An address, of
+      an old TPU node on another machine, is refused;
     - the metadata of a Cloud TPU VM: `worker-network-endpoints` and `agent-worker-number`.
 
     Follows tf.distribute.cluster_resolver.TPUClusterResolver, whose `tpu` argument names a server
-    to connect to; a program on a TPU VM runs beside its cores instead, once on every host.
+    to connect to. A program on a TPU VM instead runs on the machine of the cores, once per host.
 
     Attributes:
-        source: in words, what said so.
+        source: the source of the hosts, for messages.
     """
 
     __slots__ = ("source",)
@@ -51,18 +51,18 @@ class TPUClusterResolver(SimpleClusterResolver):
         environ: Environ = os.environ,
         read_metadata: ReadMetadata | None = None,
     ) -> None:
-        """Finds the hosts.
+        """Finds the hosts of the slice.
 
         Args:
             worker_hostnames: names or IP addresses of all hosts, in the order of their ids.
-            worker_id: which of them this is; may be left out where there is one.
-            port: where the first host waits for the others; TPUs' own are 8470 to 8480.
+            worker_id: index of this host; optional for a single host.
+            port: port for the rendezvous at the first host; TPUs use 8470 to 8480 themselves.
             environ: the environment to read.
-            read_metadata: gives an attribute of the machine's metadata, None where there is none;
-                by default asks Google's metadata server, for up to 2 s.
+            read_metadata: returns an attribute of the machine's metadata, or None; by default
+                asks Google's metadata server, with a timeout of 2 s.
 
         Raises:
-            ClusterConfigError: nothing says who the hosts are, or what says it makes no sense.
+            ClusterConfigError: no source names the hosts, or the source is malformed.
         """
         read = _read_metadata if read_metadata is None else read_metadata
         hosts, task, self.source = _find(worker_hostnames, worker_id, environ, read)
@@ -74,13 +74,13 @@ class TPUClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Whether the environment names TPU hosts; a TPU VM's metadata is not asked."""
+        """Returns True if the environment names TPU hosts; does not read a TPU VM's metadata."""
         return any(environ.get(name) for name in ("TPU_WORKER_HOSTNAMES", *_NOTEBOOKS))
 
     @property
     @final
     def num_hosts(self) -> int:
-        """Machines with cores of the slice, each of which runs the program once."""
+        """The number of machines of the slice; each runs the program once."""
         return self.world_size
 
 

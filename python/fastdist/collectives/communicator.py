@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, overload
 
 import numpy as np
 
@@ -28,7 +28,25 @@ Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer p
 Arrays = Array | Sequence[Array]
 ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 Compression = Literal["fp16", "bf16", "fp8"]
+A = TypeVar("A")  # one array, or a list of them
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack
+
+    class _Direct(TypedDict, total=False):
+        """Keywords of a call that returns its result."""
+
+        stream: Any
+        async_op: Literal[False]
+        timeout: float | None
+
+    class _Async(TypedDict, total=False):
+        """Keywords of a call that returns a `Work`."""
+
+        stream: Any
+        async_op: Required[Literal[True]]
+        timeout: float | None
 
 
 class Work(Protocol):
@@ -130,6 +148,30 @@ class Communicator:
             "communicator by split(), or call fastdist.init() in the other process"
         )
 
+    @overload
+    def all_reduce(
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        *,
+        out: Arrays | None = ...,
+        compress: Compression | None = ...,
+        bucket_bytes: int | Literal["auto"] = ...,
+        **keywords: Unpack[_Direct],
+    ) -> A: ...
+
+    @overload
+    def all_reduce(
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        *,
+        out: Arrays | None = ...,
+        compress: Compression | None = ...,
+        bucket_bytes: int | Literal["auto"] = ...,
+        **keywords: Unpack[_Async],
+    ) -> Work: ...
+
     def all_reduce(
         self,
         array: Arrays,
@@ -174,6 +216,28 @@ class Communicator:
             return self._on("all_reduce", given, seconds, async_op, stream, size)
         return self._all_reduce(array, op, out, compress, seconds, async_op)
 
+    @overload
+    def reduce(
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        root: int = ...,
+        *,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Direct],
+    ) -> A: ...
+
+    @overload
+    def reduce(
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        root: int = ...,
+        *,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Async],
+    ) -> Work: ...
+
     def reduce(
         self,
         array: Arrays,
@@ -194,6 +258,16 @@ class Communicator:
             return self._on("reduce", (array, op, root, out), seconds, async_op, stream)
         return self._reduce(array, op, root, out, seconds, async_op)
 
+    @overload
+    def broadcast(
+        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+    ) -> A: ...
+
+    @overload
+    def broadcast(
+        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+    ) -> Work: ...
+
     def broadcast(
         self,
         array: Arrays,
@@ -213,6 +287,16 @@ class Communicator:
         if stream is not None:
             return self._on("broadcast", (array, root, out), seconds, async_op, stream)
         return self._broadcast(array, root, out, seconds, async_op)
+
+    @overload
+    def all_gather(
+        self, array: A, *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+    ) -> A: ...
+
+    @overload
+    def all_gather(
+        self, array: A, *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+    ) -> Work: ...
 
     def all_gather(
         self,
@@ -241,6 +325,16 @@ class Communicator:
             return self._on("all_gather", (array, out), seconds, async_op, stream)
         return self._all_gather(array, out, seconds, async_op)
 
+    @overload
+    def gather(
+        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+    ) -> A | Any: ...
+
+    @overload
+    def gather(
+        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+    ) -> Work: ...
+
     def gather(
         self,
         array: Arrays,
@@ -264,6 +358,16 @@ class Communicator:
         if stream is not None:
             return self._on("gather", (array, root, out), seconds, async_op, stream)
         return self._gather(array, root, out, seconds, async_op)
+
+    @overload
+    def scatter(
+        self, array: A | None, root: int = ..., *, out: A | None = ..., **keywords: Unpack[_Direct]
+    ) -> A: ...
+
+    @overload
+    def scatter(
+        self, array: A | None, root: int = ..., *, out: A | None = ..., **keywords: Unpack[_Async]
+    ) -> Work: ...
 
     def scatter(
         self,
@@ -300,6 +404,16 @@ class Communicator:
             return self._on("scatter", (array, root, out), seconds, async_op, stream)
         return self._scatter(array, root, out, seconds, async_op)
 
+    @overload
+    def reduce_scatter(
+        self, array: A, op: ReduceOp = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+    ) -> A: ...
+
+    @overload
+    def reduce_scatter(
+        self, array: A, op: ReduceOp = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+    ) -> Work: ...
+
     def reduce_scatter(
         self,
         array: Arrays,
@@ -329,6 +443,26 @@ class Communicator:
         if stream is not None:
             return self._on("reduce_scatter", (array, op, out), seconds, async_op, stream)
         return self._reduce_scatter(array, op, out, seconds, async_op)
+
+    @overload
+    def all_to_all(
+        self,
+        array: A,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Direct],
+    ) -> A: ...
+
+    @overload
+    def all_to_all(
+        self,
+        array: A,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Async],
+    ) -> Work: ...
 
     def all_to_all(
         self,
@@ -369,6 +503,12 @@ class Communicator:
             return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
         return self._all_to_all(array, out, counts, seconds, async_op)
 
+    @overload
+    def send(self, array: A, dst: int, **keywords: Unpack[_Direct]) -> A: ...
+
+    @overload
+    def send(self, array: A, dst: int, **keywords: Unpack[_Async]) -> Work: ...
+
     def send(
         self,
         array: Arrays,
@@ -388,6 +528,12 @@ class Communicator:
             return self._on("send", (array, dst), seconds, async_op, stream)
         return self._send(array, dst, seconds, async_op)
 
+    @overload
+    def recv(self, array: A, src: int, **keywords: Unpack[_Direct]) -> A: ...
+
+    @overload
+    def recv(self, array: A, src: int, **keywords: Unpack[_Async]) -> Work: ...
+
     def recv(
         self,
         array: Arrays,
@@ -402,6 +548,12 @@ class Communicator:
         if stream is not None:
             return self._on("recv", (array, src), seconds, async_op, stream)
         return self._recv(array, src, seconds, async_op)
+
+    @overload
+    def barrier(self, *, async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
+
+    @overload
+    def barrier(self, *, async_op: Literal[True], timeout: float | None = ...) -> Work: ...
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Wait until every rank has called."""

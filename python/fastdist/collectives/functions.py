@@ -5,39 +5,41 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, cast
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator
 
-P = ParamSpec("P")
-R = TypeVar("R")
+
+class _DefaultCommunicator:
+    """Gives functions that have a method's signature and call it on the default communicator."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(Communicator, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(default_communicator(), name)(*args, **kwargs)
+
+        signature = inspect.signature(method)
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
+        return call
 
 
-def _function(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, R]:
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound: Callable[P, R] = getattr(default_communicator(), method.__name__)
-        return bound(*args, **kwargs)
+_default = cast(Communicator, _DefaultCommunicator())
 
-    signature = inspect.signature(method)
-    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(signature.parameters.values())[1:]
-    )
-    functions: Callable[P, R] = call
-    return functions
-
-
-all_gather = _function(Communicator.all_gather)
-all_gather_object: Callable[..., Any] = _function(Communicator.all_gather_object)
-all_reduce = _function(Communicator.all_reduce)
-all_to_all = _function(Communicator.all_to_all)
-barrier = _function(Communicator.barrier)
-broadcast = _function(Communicator.broadcast)
-broadcast_object: Callable[..., Any] = _function(Communicator.broadcast_object)
-gather = _function(Communicator.gather)
-recv = _function(Communicator.recv)
-reduce = _function(Communicator.reduce)
-reduce_scatter = _function(Communicator.reduce_scatter)
-scatter = _function(Communicator.scatter)
-send = _function(Communicator.send)
+all_gather = _default.all_gather
+all_gather_object = _default.all_gather_object
+all_reduce = _default.all_reduce
+all_to_all = _default.all_to_all
+barrier = _default.barrier
+broadcast = _default.broadcast
+broadcast_object = _default.broadcast_object
+gather = _default.gather
+recv = _default.recv
+reduce = _default.reduce
+reduce_scatter = _default.reduce_scatter
+scatter = _default.scatter
+send = _default.send

@@ -74,6 +74,6 @@ def _not_found(asked: str | None, resolver: TPUClusterResolver | None, why: str)
     return (
         f"no TPU could be initialised: {why}. Looked for PJRT_DEVICE (found {asked!r}), "
         f"the device files of TPUs (found {devices or 'none'}){said}. On a TPU VM: pip install "
-        "'torch_xla[tpu]==2.9.*' and PJRT_DEVICE=TPU. Without a TPU use "
+        "torch==2.9.* 'torch_xla[tpu]==2.9.*' and PJRT_DEVICE=TPU. Without a TPU use "
         "fd.MirroredStrategy() instead, or virtual devices: PJRT_DEVICE=CPU CPU_NUM_DEVICES=4"
     )

@@ -38,7 +38,7 @@ def load_torch_xla() -> ModuleType:
         if error.name is None or error.name.split(".")[0] != "torch_xla":
             raise
         raise ImportError(
-            "TPUs need torch_xla: pip install '.[tpu]' (torch 2.9 and torch_xla 2.9); "
+            "TPUs need torch_xla: pip install torch==2.9.* torch_xla==2.9.*; "
             "on a machine without a TPU use fd.MirroredStrategy() instead",
             name="torch_xla",
         ) from error

@@ -298,16 +298,16 @@ class GradientSync:
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
         if weight is not None:
             op = "sum"
-        later = self._overlaps or self._is_on_gpu
+        work = None
         if self._on_one_device:
-            self._communicator.reduce(sent, op, 0, async_op=later)
-            result = self._communicator.broadcast(sent, 0, async_op=later)
+            self._communicator.reduce(sent, op, 0, async_op=True)
+            work = self._communicator.broadcast(sent, 0, async_op=True)
+        elif self._overlaps:
+            work = self._communicator.all_reduce(sent, op, compress=self._compress, async_op=True)
         else:
-            result = self._communicator.all_reduce(
-                sent, op, compress=self._compress, async_op=later
-            )
-        for bucket in buckets if later else ():
-            bucket.work = result
+            self._communicator.all_reduce(sent, op, compress=self._compress)
+        for bucket in buckets:
+            bucket.work = work
 
     def _weigh(self, bucket: _Bucket, weight: float) -> None:
         fresh: list[torch.Tensor] = []

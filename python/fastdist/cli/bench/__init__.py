@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the `bench` command."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a collective, side by side with gloo and MPI, on GPUs with other NCCLs",
+        help="measure a collective, side by side with gloo and MPI, on GPUs with torch's NCCL",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

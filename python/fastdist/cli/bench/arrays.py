@@ -1,4 +1,4 @@
-"""The arrays that a rank passes: what a measurement needs of numpy, torch and cupy."""
+"""The arrays that a rank passes: numpy's or torch's, behind one interface."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Array = Any  # a numpy or cupy array, or a torch tensor
+Array = Any  # a numpy array or a torch tensor
 
 
 class UnsupportedCaseError(Exception):
@@ -91,30 +91,4 @@ def torch_arrays(
         write=write,
         read=read,
         copy_all=torch._foreach_copy_,
-    )
-
-
-def cupy_arrays() -> ArrayLibrary:
-    """cupy arrays on the current GPU."""
-    cupy: Any = importlib.import_module("cupy")
-
-    def empty(shape: Sequence[int], dtype: str) -> Array:
-        if dtype == "bfloat16":
-            raise UnsupportedCaseError("cupy has no bfloat16")
-        return cupy.empty(tuple(shape), dtype)
-
-    def write(flat: Array, start: int, block: npt.NDArray[Any]) -> None:
-        flat[start : start + block.size] = cupy.asarray(block)
-
-    def read(flat: Array, start: int, stop: int) -> npt.NDArray[Any]:
-        result: npt.NDArray[Any] = cupy.asnumpy(flat[start:stop])
-        return result
-
-    return ArrayLibrary(
-        make=empty,
-        flat=lambda array: array.reshape(-1),
-        filler=lambda array: array.fill,
-        write=write,
-        read=read,
-        copy_all=_copy_each,
     )

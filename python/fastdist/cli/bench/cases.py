@@ -22,9 +22,9 @@ DTYPE_BYTES = {
     "int64": 8,
 }
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
-ARRAYS = ("numpy", "torch", "cupy", "empty")
+ARRAYS = ("numpy", "torch", "empty")
 # On each device, the first is what is taken where nothing is said.
-DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "cupy", "empty")}
+DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
@@ -83,7 +83,7 @@ class Case:
         count: Elements of that buffer, or of one rank's block of it.
         dtype: A key of `DTYPE_BYTES`.
         redop: The reduce op; empty for collectives without.
-        array: What fastdist is called with: `numpy`, `torch`, `cupy`, or `empty` (`comm.empty`).
+        array: What fastdist is called with: `numpy`, `torch`, or `empty` (`comm.empty`).
         model: A list of this model's gradients instead of one array; empty for one array.
     """
 

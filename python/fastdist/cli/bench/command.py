@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from fastdist.cli.bench import report as text
+from fastdist.cli.bench.caveats import load_average
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
-from fastdist.cli.bench.options import Plan, make_plan
+from fastdist.cli.bench.options import Plan, make_plan, written_lines
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.progress import shown_progress
@@ -45,12 +47,17 @@ def run_command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("fastdist bench: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    _write_files(options, report)
-    return _FAILED if report.wrong else 0
+    try:
+        _write_files(options, report)
+    except OSError as error:
+        print(f"fastdist bench: {error}", file=sys.stderr)
+        return _FAILED
+    return _FAILED if report.wrong or report.failed else 0
 
 
 def _measure(options: argparse.Namespace, plan: Plan) -> Report:
-    file = sys.stderr if options.json == "-" else sys.stdout
+    file = _table_file(options)
+    load = load_average()
     steps = len(plan.cases) * plan.effort.rounds
     title = f"{options.collective} of {options.model}" if options.model else options.collective
     with (
@@ -63,10 +70,14 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
             session.versions,
             {peer.name: peer.install for peer in plan.missing},
             placement=plan.placement,
+            failed={error.engine: error.reason for error in session.failures},
+            load=load,
         )
+        for error in session.failures:
+            print(f"fastdist bench: {error}", file=sys.stderr)
         lines = text.heading(report, title)
         if not options.model:
-            peers = [engine.name for engine in plan.engines[1:]]
+            _, *peers = session.versions
             lines += text.column_lines(peers, on_gpu=plan.placement is not None)
         for line in lines:
             progress.line(line)
@@ -86,6 +97,10 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
     return report
 
 
+def _table_file(options: argparse.Namespace) -> TextIO:
+    return sys.stderr if options.json == "-" else sys.stdout
+
+
 def _write_files(options: argparse.Namespace, report: Report) -> None:
     if options.json == "-":
         text.write_json(report, sys.stdout)
@@ -97,6 +112,8 @@ def _write_files(options: argparse.Namespace, report: Report) -> None:
             text.write_csv(report, file)
     if options.plot:
         write_plot(report, Path(options.plot))
+    for line in written_lines(options):
+        print(line, file=_table_file(options))
 
 
 @contextlib.contextmanager

@@ -20,8 +20,6 @@ LIST_VARIANTS = {
     "mpi": ("25 MB buckets",),
     "fastdist_cuda": ("list", "list in bf16", "one array"),
     "torch_nccl": ("25 MB buckets", "one by one", "coalesced"),
-    "nccl4py": ("25 MB buckets", "one group"),
-    "cupy": ("25 MB buckets", "one group"),
 }
 BUCKET_BYTES = 25 << 20
 
@@ -57,15 +55,14 @@ class Driver(Protocol):
         """Leaves the engine. Every rank must call."""
 
 
-def open_driver(kind: str, folder: Path, array: str) -> Driver:
+def open_driver(kind: str, folder: Path) -> Driver:
     """Starts a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
     Args:
         folder: Private to this run and the same for all ranks, for engines that meet in a file.
-        array: What fastdist is called with, one of `ARRAYS`.
     """
     module = importlib.import_module(f"fastdist.cli.bench.{kind}_driver")
-    driver: Driver = module.open_driver(folder, array)
+    driver: Driver = module.open_driver(folder)
     return driver
 
 

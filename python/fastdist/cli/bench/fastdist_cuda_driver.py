@@ -19,11 +19,11 @@ from fastdist.collectives.engines import nccl_library
 
 
 class FastdistCudaDriver:
-    """Calls go to the default communicator, in the order of the array library's stream."""
+    """Calls go to the default communicator, in the order of torch's stream."""
 
-    def __init__(self, library: str) -> None:
+    def __init__(self) -> None:
         launch = detect_launch()
-        self.gpu = open_gpu(0 if launch is None else launch.local_rank, library)
+        self.gpu = open_gpu(0 if launch is None else launch.local_rank)
         self._comm: Any = fastdist.init()
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.world_size
@@ -62,6 +62,6 @@ class FastdistCudaDriver:
         self._comm.close()
 
 
-def open_driver(folder: Path, array: str) -> Driver:
+def open_driver(folder: Path) -> Driver:
     """Joins the other ranks. Every rank must call."""
-    return FastdistCudaDriver("cupy" if array == "cupy" else "torch")
+    return FastdistCudaDriver()

@@ -91,6 +91,6 @@ class FastdistDriver:
         self._comm.close()
 
 
-def open_driver(folder: Path, array: str) -> Driver:
+def open_driver(folder: Path) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return FastdistDriver()

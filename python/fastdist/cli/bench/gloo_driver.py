@@ -59,6 +59,6 @@ class GlooDriver:
         self._dist.destroy_process_group()
 
 
-def open_driver(folder: Path, array: str) -> Driver:
+def open_driver(folder: Path) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return GlooDriver(folder / "gloo.store")

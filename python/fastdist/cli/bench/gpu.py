@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import fastdist._core as _core
@@ -14,8 +12,6 @@ from fastdist.collectives.engines.nccl_library import allow_sharing
 
 Event = Any
 Call = Callable[[], object]
-
-_MEET_S = 60.0
 
 
 class Gpu(Protocol):
@@ -47,13 +43,13 @@ class Gpu(Protocol):
         """Makes a graph of what a call enqueues; returns what enqueues the graph."""
 
 
-def open_gpu(rank: int, library: str) -> Gpu:
-    """Takes the GPU of a rank: with the `torch` or `cupy` library.
+def open_gpu(rank: int) -> Gpu:
+    """Takes the GPU of a rank, through torch.
 
     Raises:
-        RuntimeError: The library sees no GPU.
+        RuntimeError: torch sees no GPU.
     """
-    module = importlib.import_module(f"fastdist.cli.bench.{library}_gpu")
+    module = importlib.import_module("fastdist.cli.bench.torch_gpu")
     gpu: Gpu = module.open_gpu(gpu_of_rank(rank))
     return gpu
 
@@ -76,24 +72,3 @@ def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
 def nccl_version_text(version: int) -> str:
     """`21805` as people write it: 2.18.5."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-def meet(folder: Path, name: str, rank: int, make: Callable[[], bytes]) -> bytes:
-    """Gives all ranks what rank 0 makes, through a file. Every rank must call.
-
-    Raises:
-        TimeoutError: Rank 0 has not come within a minute.
-    """
-    path = folder / name
-    if rank == 0:
-        made = make()
-        unfinished = path.with_suffix(".part")
-        unfinished.write_bytes(made)
-        unfinished.rename(path)
-        return made
-    deadline = time.monotonic() + _MEET_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 has not written {path} within {_MEET_S:.0f} s")
-        time.sleep(0.01)
-    return path.read_bytes()

@@ -14,7 +14,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.cli.bench.cases import format_size, parse_size
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> int:
@@ -32,8 +32,27 @@ def _processor() -> str:
 
 def largest_cache_bytes() -> int:
     """Size of the last-level cache as far as the kernel tells; 0 where it doesn't."""
-    sizes = [parse_size(path.read_text()) for path in _CACHES.glob("index*/size")]
+    sizes = [parse_size(path.read_text()) for path in _CPUS.glob("cpu0/cache/index*/size")]
     return max(sizes, default=0)
+
+
+def total_cache_bytes(cpus: Path = _CPUS) -> int:
+    """Total size of the last-level caches of the usable cores; 0 if the kernel does not tell.
+
+    Args:
+        cpus: folder of the kernel with a folder for each core.
+    """
+    sizes: dict[str, int] = {}
+    for core in os.sched_getaffinity(0):
+        levels = [
+            (int((index / "level").read_text()), index)
+            for index in (cpus / f"cpu{core}" / "cache").glob("index*")
+        ]
+        if levels:
+            _, last = max(levels)
+            sharers = (last / "shared_cpu_list").read_text()
+            sizes[sharers] = parse_size((last / "size").read_text())
+    return sum(sizes.values())
 
 
 def machine_facts() -> dict[str, str]:
@@ -52,11 +71,6 @@ def machine_facts() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["torch"] = importlib.metadata.version("torch")
     return facts
-
-
-def cuda_major() -> int:
-    """The version of CUDA that packages have to be for: the driver's, else this build's."""
-    return (_core.cuda_driver_version() or _core.cuda_runtime_version() or 13000) // 1000
 
 
 def gpu_facts() -> dict[str, str]:

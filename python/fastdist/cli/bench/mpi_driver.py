@@ -100,6 +100,6 @@ class MpiDriver:
         self._mpi.Finalize()
 
 
-def open_driver(folder: Path, array: str) -> Driver:
+def open_driver(folder: Path) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return MpiDriver()

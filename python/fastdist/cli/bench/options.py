@@ -10,11 +10,10 @@ from pathlib import Path
 
 import fastdist._core as _core
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case, parse_sizes
-from fastdist.cli.bench.machine import cuda_major, usable_cores
+from fastdist.cli.bench.machine import usable_cores
 from fastdist.cli.bench.peers import (
     Engine,
     MissingPeer,
-    cuda_install,
     fastdist_engine,
     find_cuda_peer,
     find_peer,
@@ -94,27 +93,25 @@ def _placement(options: argparse.Namespace) -> Placement | None:
             f"{options.collective} has a buffer of all blocks"
         )
     placement = place_ranks(_ranks(options))
-    require_library("cupy" if _array(options) == "cupy" else "torch")
+    require_torch()
     return placement
 
 
-def require_library(name: str) -> None:
-    """Checks that torch or cupy, whose arrays fastdist is called with, is installed.
+def require_torch() -> None:
+    """Checks that torch, which makes the arrays on GPUs, is installed.
 
     Raises:
-        ImportError: It is not; the message has the command that brings it.
+        ImportError: torch is not installed; the message has the command that installs it.
     """
-    if importlib.util.find_spec(name) is None:
-        raise ImportError(
-            f"--device cuda needs {name} to make arrays there: {cuda_install(name, cuda_major())}"
-        )
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError("--device cuda needs torch to make arrays there: pip install torch")
 
 
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     array = _array(options)
     made_by = "numpy" if array == "empty" and options.device == "cpu" else array
-    if options.dtype == "bfloat16" and made_by in ("numpy", "cupy"):
-        raise ValueError(f"{made_by} has no bfloat16: use --array torch")
+    if options.dtype == "bfloat16" and made_by == "numpy":
+        raise ValueError("numpy has no bfloat16: use --array torch")
     if options.redop == "mean" and "int" in options.dtype:
         raise ValueError(f"--op mean needs a floating point dtype, got {options.dtype}")
     if options.model:
@@ -150,16 +147,14 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
     ranks = _ranks(options)
-    device, array = options.device, _array(options)
+    device = options.device
     names = parse_peers(options.vs, device) if options.vs else ()
     found = [
-        find_peer(name, ranks, options.peers_dir)
-        if device == "cpu"
-        else find_cuda_peer(name, array, cuda_major())
+        find_peer(name, ranks, options.peers_dir) if device == "cpu" else find_cuda_peer(name)
         for name in names
     ]
     missing = tuple(peer for peer in found if isinstance(peer, MissingPeer))
-    ours = fastdist_engine(ranks, device, array)
+    ours = fastdist_engine(ranks, device)
     return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
 
 
@@ -179,3 +174,9 @@ def check_files(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"cannot write {name}: {folder} is not a folder that can be written to"
             )
+
+
+def written_lines(options: argparse.Namespace) -> list[str]:
+    """A line for each file that the options ask for."""
+    names = (options.json, options.csv, options.plot)
+    return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import fastdist._core as _core
+from fastdist.cli.bench.caveats import call_warnings, load_average, load_warnings
 from fastdist.cli.bench.gpu import open_gpu
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
-from fastdist.cli.bench.options import check_files, require_library
+from fastdist.cli.bench.options import check_files, require_torch, written_lines
 from fastdist.cli.bench.pack import CALLS_PER_TURN, PackBench, PackCase, PackRow
 from fastdist.cli.bench.placement import place_ranks
 from fastdist.cli.bench.progress import shown_progress
@@ -40,17 +41,17 @@ def run_pack(options: argparse.Namespace) -> int:
     """Runs the bench; an exit status as that of `run_command`."""
     try:
         cases = pack_cases(options)
-        library = _library(options)
         check_files(options)
         placement = place_ranks(1)
-        require_library(library)
-        gpu = open_gpu(0, library)
+        require_torch()
+        gpu = open_gpu(0)
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"fastdist bench: {error}", file=sys.stderr)
         return _USAGE
     bench = PackBench(gpu, bool(options.vs), _core.NCCL_BUCKET_BYTES, _rounds(options))
     machine = machine_facts() | gpu_facts()
     file = sys.stderr if options.json == "-" else sys.stdout
+    load = load_warnings(load_average(), 1)
     rows: list[PackRow] = []
     try:
         with shown_progress(file, len(cases)) as progress:
@@ -65,10 +66,14 @@ def run_pack(options: argparse.Namespace) -> int:
                     progress.line(row_line(row))
                 progress.step()
             progress.line(f"# a plain copy moves {bench.copy_gb_per_s:.0f} GB/s (read and written)")
+            for warning in load + pack_warnings(rows):
+                progress.line(f"# warning: {warning}")
     except KeyboardInterrupt:
         print("fastdist bench: interrupted", file=sys.stderr)
         return _INTERRUPTED
     _write_files(options, rows, machine, bench.copy_gb_per_s)
+    for line in written_lines(options):
+        print(line, file=file)
     return _FAILED if any(row.wrong for row in rows if row.way == "fastdist") else 0
 
 
@@ -88,6 +93,8 @@ def pack_cases(options: argparse.Namespace) -> list[PackCase]:
             f"expected --vs torch, whose ways to flatten lists pack is compared with, "
             f"got {options.vs!r}"
         )
+    if options.array not in (None, "torch"):
+        raise ValueError(f"expected --array torch, got {options.array!r}")
     if options.iters is not None and options.iters < 1:
         raise ValueError(f"expected --iters of at least 1, got {options.iters}")
     narrower = ("", "bf16") if options.dtype in ("float32", "float64") else ("",)
@@ -95,20 +102,17 @@ def pack_cases(options: argparse.Namespace) -> list[PackCase]:
     return [PackCase(model, options.dtype, wire) for model in models for wire in narrower]
 
 
-def _library(options: argparse.Namespace) -> str:
-    if options.array not in (None, "torch", "cupy"):
-        raise ValueError(f"expected --array torch or cupy, got {options.array!r}")
-    if options.array != "cupy":
-        return "torch"
-    if options.vs:
-        raise ValueError("--vs torch needs --array torch: the arrays are the same")
-    if options.dtype == "bfloat16":
-        raise ValueError("cupy has no bfloat16: use --array torch")
-    return "cupy"
-
-
 def _rounds(options: argparse.Namespace) -> int:
     return _ROUNDS if options.iters is None else -(-options.iters // CALLS_PER_TURN)
+
+
+def pack_warnings(rows: Sequence[PackRow]) -> list[str]:
+    """Warnings if the machine was busy during the run, or timed calls were few."""
+    return call_warnings(
+        [f"{row.case.label}, {row.way} {row.direction}" for row in rows],
+        [row.p99_us / row.p50_us for row in rows],
+        [row.iterations for row in rows],
+    )
 
 
 def heading() -> str:

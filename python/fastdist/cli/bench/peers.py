@@ -31,7 +31,6 @@ class Engine:
         command: What starts its ranks; the worker's arguments are added.
         environment: Variables beyond the current ones.
         per_rank: One process per rank is started, with RANK and WORLD_SIZE set, not a launcher.
-        array: What fastdist is called with in this run.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Engine:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     per_rank: bool = False
-    array: str = "numpy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ _MPIS = {
 }
 MPI_NAMES = tuple(_MPIS)
 PEER_NAMES = ("gloo", *MPI_NAMES)
-CUDA_PEER_NAMES = ("torch", "nccl4py", "cupy")
+CUDA_PEER_NAMES = ("torch",)
 
 
 def default_peers_dir() -> Path:
@@ -99,46 +97,19 @@ def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def fastdist_engine(ranks: int, device: str = "cpu", array: str = "numpy") -> Engine:
+def fastdist_engine(ranks: int, device: str = "cpu") -> Engine:
     """fastdist through its own launcher."""
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     driver = "fastdist" if device == "cpu" else "fastdist_cuda"
-    return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"}, array=array)
+    return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
 
 
-def find_cuda_peer(name: str, array: str, cuda_major: int) -> Engine | MissingPeer:
-    """A peer of `CUDA_PEER_NAMES`, ready to be started.
-
-    Args:
-        array: What fastdist is called with; the peer is called with the same where it can be.
-        cuda_major: The version of CUDA that a missing package has to be for.
-    """
-    driver, modules = {
-        "torch": ("torch_nccl", ("torch",)),
-        "nccl4py": ("nccl4py", ("nccl.core", "cuda.core")),
-        "cupy": ("cupy", ("cupy",)),
-    }[name]
-    if not all(map(_is_installed, modules)):
-        return MissingPeer(name, cuda_install(name, cuda_major))
+def find_cuda_peer(name: str) -> Engine | MissingPeer:
+    """A peer of `CUDA_PEER_NAMES`, ready to be started."""
+    if importlib.util.find_spec("torch") is None:
+        return MissingPeer(name, "pip install torch")
     command = (sys.executable, *_WORKER)
-    return Engine(name, driver, command, {"OMP_NUM_THREADS": "1"}, per_rank=True, array=array)
-
-
-def cuda_install(name: str, cuda_major: int) -> str:
-    """The command that brings a peer of `CUDA_PEER_NAMES`."""
-    packages = {
-        "torch": "fastdist[torch]",
-        "nccl4py": f"nccl4py[cu{cuda_major}]",
-        "cupy": f"cupy-cuda{cuda_major}x nvidia-nccl-cu{cuda_major}",
-    }
-    return f"pip install {packages[name]}"
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
+    return Engine(name, "torch_nccl", command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
@@ -160,7 +131,7 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
 
 def _find_gloo() -> Engine | MissingPeer:
     if importlib.util.find_spec("torch") is None:
-        return MissingPeer("gloo", "pip install fastdist[torch]")
+        return MissingPeer("gloo", "pip install torch")
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return Engine("gloo", "gloo", (sys.executable, *_WORKER), environment, per_rank=True)
 

@@ -17,8 +17,6 @@ _COLORS = {
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",
     "torch": "#e07b39",
-    "nccl4py": "#76a713",
-    "cupy": "#2a9db0",
 }
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
@@ -30,11 +28,11 @@ def check_plot(path: Path) -> None:
     """Checks that `write_plot` can write such a file.
 
     Raises:
-        ImportError: matplotlib is not installed; the message names the extra.
+        ImportError: matplotlib is not installed; the message has the command that installs it.
         ValueError: matplotlib does not write files of this type.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install fastdist[bench]")
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase
 
     types = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -96,13 +94,13 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
         _draw_engine(report, axes, column, figure, other.engine)
     _draw_engine(report, axes, [row.ours for row in report.rows], figure, "fastdist")
     low, high = axes.get_ylim()
-    floor = [_floor(report, row, figure) for row in report.rows]
-    if any(floor):
-        sizes = [row.case.bytes for row in report.rows]
+    rows = [row for row in report.rows if row.has_floor]
+    floor = [_floor(report, row, figure) for row in rows]
+    if floor:
+        sizes = [row.case.bytes for row in rows]
         style = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6, "zorder": 1}
         axes.plot(sizes, floor, **style, label=_floor_name(report))
-    # What is below the engines is the floor of messages that never leave the caches.
-    axes.set_ylim(low, max(high, 1.5 * max(floor)))
+    axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})
     shown = sizes[:: -(-len(sizes) // _TICKS)]
     axes.set_xticks(shown, [format_size(size) for size in shown])
@@ -178,7 +176,7 @@ def _draw_bars(report: Report, axes: Any) -> None:
         height=0.65,
     )
     axes.bar_label(bars, fmt=_format_time, padding=4, color=_TEXT_COLOR)
-    if row.floor_us:
+    if row.has_floor:
         axes.axvline(row.floor_us, color=_FLOOR_COLOR, linestyle=(0, (4, 3)), linewidth=1.6)
         at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
         axes.annotate(f" {_floor_name(report)}", (row.floor_us, 1.0), **at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -26,10 +27,24 @@ _QUIT_S = 10.0
 _LAST_WORDS_S = 1.0
 _TERMINATE_S = 2.0
 _LOG_LINES = 25
+_PREFIX = re.compile(r"^\[ *\S+\] ")  # of each line that ranks of fastdist run print
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)\b")
 
 
 class EngineError(FastdistError):
-    """An engine's rank failed; the message has the engine, the rank and what it printed."""
+    """An engine failed.
+
+    The message has the engine and the reason in its first line, then the rank and its output.
+
+    Attributes:
+        engine: name of the engine.
+        reason: one line.
+    """
+
+    def __init__(self, message: str, engine: str, reason: str) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.reason = reason
 
 
 class EngineProcesses:
@@ -48,12 +63,12 @@ class EngineProcesses:
     def launch(self) -> None:
         """Starts the engine's processes; they connect to the socket."""
         engine = self.engine
-        arguments = ["--engine", engine.name, "--driver", engine.driver, "--array", engine.array]
+        arguments = ["--engine", engine.name, "--driver", engine.driver]
         command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
         with self._log.open("wb") as log:
             for environment in self._environments():
-                self._launched.append(
-                    subprocess.Popen(
+                try:
+                    process = subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -61,7 +76,9 @@ class EngineProcesses:
                         env=environment,
                         start_new_session=True,  # Ctrl-C is for the bench, which ends them
                     )
-                )
+                except OSError as error:
+                    self._fail(f"cannot run {command[0]}: {error.strerror}")
+                self._launched.append(process)
 
     def _environments(self) -> list[dict[str, str]]:
         inherited = {
@@ -84,10 +101,7 @@ class EngineProcesses:
         pid, _, _ = struct.unpack("3i", credentials)
         self._pids.append(pid)
         if rank in self._channels or not 0 <= rank < self._ranks:
-            raise EngineError(
-                f"{self.engine.name}: expected ranks 0 to {self._ranks - 1} once each, "
-                f"got another rank {rank}"
-            )
+            self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
@@ -100,7 +114,7 @@ class EngineProcesses:
             try:
                 channel.send(message)
             except ChannelClosedError:
-                self._fail(rank, "has ended")
+                self._fail_rank(rank, "has ended")
         return self.replies(timeout_s)
 
     def replies(self, timeout_s: float) -> list[Message]:
@@ -119,14 +133,14 @@ class EngineProcesses:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     missing = sorted(set(self._channels) - set(received))
-                    self._fail(missing[0], f"has not answered within {timeout_s:.0f} s")
+                    self._fail_rank(missing[0], f"has not answered within {timeout_s:.0f} s")
                 for key, _ in selector.select(left_s):
                     rank = int(key.data)
                     channel = self._channels[rank]
                     try:
                         channel.read()
                     except ChannelClosedError:
-                        self._fail(rank, "has ended")
+                        self._fail_rank(rank, "has ended")
                     self._take(rank, channel, received)
         return [received[rank] for rank in range(self._ranks)]
 
@@ -135,12 +149,28 @@ class EngineProcesses:
         if message is None:
             return
         if "error" in message:
-            raise EngineError(f"{self.engine.name}, rank {rank} failed:\n{message['error']}")
+            self._fail(f"rank {rank} raised", str(message["error"]))
         received[rank] = message
 
-    def _fail(self, rank: int, what: str) -> NoReturn:
+    def _fail_rank(self, rank: int, what: str) -> NoReturn:
         _wait_all(self._launched, _LAST_WORDS_S)  # launchers say why when they end
-        raise EngineError(f"{self.engine.name}, rank {rank} {what}.\n{self.output()}")
+        self._fail(f"rank {rank} {what}", self._output())
+
+    def fail_late(self, timeout_s: float) -> NoReturn:
+        """Raises EngineError because ranks have not connected in time."""
+        self._fail(
+            f"{len(self._channels)} of {self._ranks} ranks started within {timeout_s:.0f} s",
+            self._output(),
+        )
+
+    def _fail(self, what: str, output: str = "") -> NoReturn:
+        name = self.engine.name
+        reason = reason_in(output) or what
+        lines = [f"{name} {'failed' if self.version else 'failed to start'}: {reason}"]
+        if reason != what:
+            lines.append(f"{what}:")
+        lines += output.splitlines()[-_LOG_LINES:]
+        raise EngineError("\n".join(lines), name, reason)
 
     def require_alive(self) -> None:
         """Raises EngineError if a process has ended before its ranks have connected."""
@@ -148,16 +178,14 @@ class EngineProcesses:
             status = process.poll()
             if status is not None:
                 who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
-                raise EngineError(
-                    f"{self.engine.name}: {who} ended with status {status} before all "
-                    f"{self._ranks} ranks had started.\n{self.output()}"
+                what = (
+                    f"{who} ended with status {status} before all {self._ranks} ranks had started"
                 )
+                self._fail(what, self._output())
 
-    def output(self) -> str:
-        """The last lines that the engine's processes have printed."""
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        lines = text.splitlines()[-_LOG_LINES:]
-        return "It printed:\n" + "\n".join(lines) if lines else "It printed nothing."
+    def _output(self) -> str:
+        """The text that the engine's processes have printed."""
+        return self._log.read_text(errors="replace").strip() if self._log.exists() else ""
 
     def close(self) -> None:
         """Lets the ranks leave the engine; those that don't are killed."""
@@ -188,6 +216,18 @@ class EngineProcesses:
         self._channels.clear()
         self._pids.clear()
         self._launched.clear()
+
+
+def reason_in(output: str) -> str:
+    """The line of a program's output that says why it failed; empty if it printed nothing.
+
+    The last line that names an exception, else the first line with a word in it.
+    """
+    lines = [_PREFIX.sub("", line).strip() for line in output.splitlines()]
+    exceptions = [line for line in lines if _EXCEPTION.match(line)]
+    if exceptions:
+        return exceptions[-1]
+    return next((line for line in lines if re.search(r"\w", line)), "")
 
 
 def _runs_worker(pid: int, socket_path: Path) -> bool:

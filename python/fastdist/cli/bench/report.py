@@ -42,6 +42,8 @@ def heading(report: Report, title: str) -> list[str]:
     if report.placement is not None:
         lines.insert(2, f"# {report.placement}; CUDA {machine['cuda driver']}")
     lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
+    lines += [f"# {name} failed to start: {reason}" for name, reason in report.failed.items()]
+    lines += [f"# warning: {warning}" for warning in report.load_warnings]
     return [*lines, "#"]
 
 
@@ -75,7 +77,7 @@ def row_line(row: Row) -> str:
         f"{ours.algbw:.2f}" if moves else "-",
         f"{ours.busbw:.2f}" if moves else "-",
         "-" if ours.wrong is None else str(ours.wrong),
-        f"{row.floor_percent:.0f}" if row.floor_us else "-",
+        f"{row.floor_percent:.0f}" if row.has_floor else "-",
     )
     line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     line += _gpu_cells(ours)
@@ -125,7 +127,7 @@ def list_lines(row: Row) -> list[str]:
         line = way.engine.ljust(_WAY_WIDTH)
         line += "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
         ratio = row.times_as_fast(way)
-        line += (f"{100 * row.floor_us / way.p50_us:.0f}" if row.floor_us else "-").rjust(9)
+        line += (f"{100 * row.floor_us / way.p50_us:.0f}" if row.has_floor else "-").rjust(9)
         line += _gpu_cells(way)
         line += (f"{_three_digits(ratio)}x" if ratio and way is not ours else "").rjust(9)
         lines.append(line.rstrip())
@@ -156,6 +158,7 @@ def footing(report: Report) -> list[str]:
         lines.append("# graph: of a replay of a CUDA graph with the call; -: none")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
+    lines += [f"# warning: {warning}" for warning in report.call_warnings]
     return lines
 
 
@@ -166,7 +169,10 @@ def _floor_lines(report: Report) -> list[str]:
     )
     placement = report.placement
     if placement is None:
-        return [f"{copies}; floor: the share of the speed that this allows"]
+        lines = [f"{copies}; floor: the share of the speed that this allows"]
+        if any(row.fits_caches for row in report.rows):
+            lines.append("# floor -: the buffers of all ranks fit the caches")
+        return lines
     if placement.is_shared:
         return [
             f"# {placement.sharing}: the figures say nothing about GPUs that have a rank each",
@@ -228,7 +234,7 @@ def row_object(row: Row) -> dict[str, Any]:
         **asdict(row.case),
         **_figures(row.ours),
         "floor_us": round(row.floor_us, 3),
-        "floor_percent": round(row.floor_percent, 1),
+        "floor_percent": round(row.floor_percent, 1) if row.has_floor else None,
         "peers": peers,
     }
 
@@ -245,6 +251,9 @@ def report_object(report: Report) -> dict[str, Any]:
         "machine": report.machine,
         "engines": report.engines,
         "missing": report.missing,
+        "failed": report.failed,
+        "load": round(report.load, 2),
+        "warnings": report.load_warnings + report.call_warnings,
         "copy_gb_per_s": round(report.copy_gb_per_s, 2),
         "rows": [row_object(row) for row in report.rows],
     }

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.cases import DTYPE_BYTES, Case
+from fastdist.cli.bench.caveats import call_warnings, load_warnings
+from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.placement import Placement
 
 
@@ -54,12 +55,20 @@ class Row:
             for a barrier, and where their speed is not known.
         ours: fastdist.
         others: Peers, and other ways to reduce a list.
+        fits_caches: True if the caches hold the buffers of all ranks, so that the floor, which is
+            made of the memory's speed, does not apply.
     """
 
     case: Case
     floor_us: float
     ours: Measurement
     others: tuple[Measurement, ...]
+    fits_caches: bool = False
+
+    @property
+    def has_floor(self) -> bool:
+        """True if the floor is known and applies."""
+        return self.floor_us > 0 and not self.fits_caches
 
     @property
     def floor_percent(self) -> float:
@@ -88,6 +97,8 @@ class Report:
         missing: Peers that were asked for but are not installed, each with its pip command.
         placement: The ranks' GPUs; None on CPUs.
         copy_gb_per_s: What all ranks copying at once move (read and written), GB/s.
+        failed: Peers that failed to start, each with the reason.
+        load: The machine's load average before the run.
     """
 
     ranks: int
@@ -97,6 +108,22 @@ class Report:
     copy_gb_per_s: float = 0.0
     rows: list[Row] = field(default_factory=list)
     placement: Placement | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    load: float = 0.0
+
+    @property
+    def load_warnings(self) -> list[str]:
+        """A warning if the machine was busy before the run."""
+        return load_warnings(self.load, self.ranks)
+
+    @property
+    def call_warnings(self) -> list[str]:
+        """Warnings if the machine was busy during the run, or timed calls were few."""
+        return call_warnings(
+            [row.case.label for row in self.rows],
+            [row.ours.p99_us / row.ours.p50_us for row in self.rows],
+            [row.ours.iterations for row in self.rows],
+        )
 
     @property
     def wrong(self) -> int:
@@ -153,3 +180,14 @@ def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:
     """Microseconds that a case's least memory traffic takes at the copy bandwidth."""
     buffers = COLLECTIVES[case.collective].floor_buffers(world_size)
     return buffers * case.bytes / copy_gb_per_s / 1e3
+
+
+def buffer_bytes(case: Case, world_size: int) -> int:
+    """Bytes of all ranks' buffers together."""
+    if case.model:
+        return world_size * case.bytes
+    elements = sum(
+        sum(buffer_elements(case.collective, case.count, rank, world_size))
+        for rank in range(world_size)
+    )
+    return elements * DTYPE_BYTES[case.dtype]

@@ -8,6 +8,7 @@ bandwidth that the floor is made of is measured in the same rounds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import shutil
@@ -15,7 +16,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +24,14 @@ from types import TracebackType
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
-from fastdist.cli.bench.machine import largest_cache_bytes
+from fastdist.cli.bench.machine import largest_cache_bytes, total_cache_bytes
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.placement import Placement
 from fastdist.cli.bench.processes import EngineError, EngineProcesses
 from fastdist.cli.bench.results import (
     Measurement,
     Row,
+    buffer_bytes,
     floor_us,
     link_us,
     measurement,
@@ -96,7 +98,10 @@ class _Contender:
 class Session:
     """All engines' ranks, from start to end; use it in a `with` statement.
 
-    The first engine is fastdist.
+    The first engine is fastdist. Peers that fail to start are left out.
+
+    Attributes:
+        failures: errors of the peers that failed to start.
     """
 
     def __init__(
@@ -119,6 +124,8 @@ class Session:
             else _GPU_COPY_BYTES
         )
         self._copies_ns: list[int] = []
+        self._cache_bytes = total_cache_bytes() if placement is None else 0
+        self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:
         try:
@@ -140,38 +147,58 @@ class Session:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self._socket_path))
             listener.listen(self._ranks * len(self._engines))
-            for engine in self._engines:
-                engine.launch()
+            for engine in list(self._engines):
+                with self._may_fail(engine):
+                    engine.launch()
             self._accept(listener)
         cores = sorted(os.sched_getaffinity(0))
         bind = {"command": "bind", "cores": cores}
-        for engine in self._engines:
-            ready = engine.replies(_START_TIMEOUT_S)
-            engine.version = str(ready[0]["ready"])
-            if self._effort.bind and self._ranks <= len(cores):
-                engine.command(bind, self._effort.timeout_s)
+        for engine in list(self._engines):
+            with self._may_fail(engine):
+                ready = engine.replies(_START_TIMEOUT_S)
+                engine.version = str(ready[0]["ready"])
+                if self._effort.bind and self._ranks <= len(cores):
+                    engine.command(bind, self._effort.timeout_s)
+
+    @contextlib.contextmanager
+    def _may_fail(self, engine: EngineProcesses) -> Iterator[None]:
+        """Goes on without a peer that fails to start; raises if fastdist does."""
+        try:
+            yield
+        except EngineError as error:
+            if engine is self._engines[0]:
+                raise
+            engine.kill()
+            self._engines.remove(engine)
+            self.failures.append(error)
 
     def _accept(self, listener: socket.socket) -> None:
-        by_name = {engine.engine.name: engine for engine in self._engines}
         deadline = time.monotonic() + _START_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while missing := [engine for engine in self._engines if not engine.connected]:
                 for engine in missing:
-                    engine.require_alive()
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"{missing[0].engine.name}: not all {self._ranks} ranks have started "
-                        f"within {_START_TIMEOUT_S:.0f} s.\n{missing[0].output()}"
-                    )
+                    with self._may_fail(engine):
+                        engine.require_alive()
+                        if time.monotonic() > deadline:
+                            engine.fail_late(_START_TIMEOUT_S)
                 if selector.select(_POLL_S):
                     connection, _ = listener.accept()
-                    channel = Channel(connection)
-                    try:
-                        hello = channel.receive()
-                    except ChannelClosedError:
-                        continue  # its launcher says why
-                    by_name[str(hello["engine"])].adopt(int(hello["rank"]), connection, channel)
+                    self._adopt(connection)
+
+    def _adopt(self, connection: socket.socket) -> None:
+        """Gives the connection of a rank to its engine."""
+        channel = Channel(connection)
+        try:
+            hello = channel.receive()
+        except ChannelClosedError:
+            return  # its launcher says why
+        for engine in list(self._engines):
+            if engine.engine.name == hello["engine"]:
+                with self._may_fail(engine):
+                    engine.adopt(int(hello["rank"]), connection, channel)
+                return
+        channel.close()  # of an engine that has failed since
 
     def _end(self, kill: bool) -> None:
         try:
@@ -217,8 +244,9 @@ class Session:
         ]
         running = [contender for contender in contenders if self._prepare(contender, case)]
         if contenders[0].unsupported:
+            reason = contenders[0].unsupported
             raise EngineError(
-                f"fastdist {case.collective} of {case.label}: {contenders[0].unsupported}"
+                f"fastdist {case.collective} of {case.label}: {reason}", "fastdist", reason
             )
         copies_ns: list[int] = []
         for _ in range(self._effort.rounds):
@@ -234,7 +262,8 @@ class Session:
             engine.command({"command": "release"}, self._effort.timeout_s)
         self._copies_ns += copies_ns
         ours, *others = (self._measurement(contender, case) for contender in contenders)
-        return Row(case, self._floor_us(case, copies_ns), ours, tuple(others))
+        fits_caches = 0 < buffer_bytes(case, self._ranks) <= self._cache_bytes
+        return Row(case, self._floor_us(case, copies_ns), ours, tuple(others), fits_caches)
 
     def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
         if self._placement is not None and not self._placement.is_shared:

@@ -26,7 +26,7 @@ class TorchNcclDriver:
         major, minor, patch = torch.cuda.nccl.version()[:3]
         nccl_version = 10000 * major + 100 * minor + patch
         prepare_for_sharing(nccl_version, world_size)
-        self.gpu = open_gpu(rank, "torch")
+        self.gpu = open_gpu(rank)
         self._dist.init_process_group(
             "nccl",
             init_method=f"file://{store}",
@@ -79,6 +79,6 @@ class TorchNcclDriver:
         self._dist.destroy_process_group()
 
 
-def open_driver(folder: Path, array: str) -> Driver:
+def open_driver(folder: Path) -> Driver:
     """Joins the other ranks. Every rank must call."""
     return TorchNcclDriver(folder / "torch.store")

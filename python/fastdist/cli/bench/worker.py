@@ -1,6 +1,6 @@
 """What each rank of each engine runs: it does what the bench tells it over its channel.
 
-    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --array KIND --socket PATH
+    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --socket PATH
 
 Exits with 1 after it has sent the error that ended it, or when the bench has gone.
 """
@@ -127,7 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
     parser.add_argument("--engine", required=True)
     parser.add_argument("--driver", required=True)
-    parser.add_argument("--array", required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args(arguments)
     channel = Channel.connect(options.socket)
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launch = detect_launch()
         rank = 0 if launch is None else launch.rank
         channel.send({"engine": options.engine, "rank": rank})
-        _serve(channel, open_driver(options.driver, options.socket.parent, options.array))
+        _serve(channel, open_driver(options.driver, options.socket.parent))
     except ChannelClosedError:
         os._exit(1)  # at once: leaving the engine could wait for ranks that are gone too
     except BaseException:

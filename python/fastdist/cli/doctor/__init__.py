@@ -1,4 +1,4 @@
-"""`fastdist doctor`: what is built in here, what the machine gives, and what is missing."""
+"""`fastdist doctor`: shows the build, the machine and missing libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Adds the `doctor` command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="show what is built in, what this machine gives, and what is missing",
-        description="Shows what is built in, what this machine gives, which engine serves which "
-        "arrays, what could be installed, and whether a collective works. Exits with 1 when "
-        "something keeps collectives from working.",
+        help="show the build, the machine and missing libraries",
+        description="Shows the build, the machine's resources and limits, the engine for each kind "
+        "of array, libraries to install, and the result of a collective. Exits with 1 if "
+        "collectives do not work.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead")

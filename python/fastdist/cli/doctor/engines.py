@@ -1,4 +1,4 @@
-"""Which engine serves which arrays here, and a call through the one that is there."""
+"""The engine for each kind of array, and a trial call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 10.0
 
 
 def engines_section() -> Section:
-    """The engines of the design, and which of them this build has."""
+    """All engines, available or not."""
     return Section(
         "engines",
         (
@@ -35,7 +35,7 @@ def engines_section() -> Section:
 
 
 def arrays_section() -> Section:
-    """Kinds of arrays, and which engine takes them between the ranks of one machine."""
+    """The engine for each kind of array between the ranks of one machine."""
     why = why_unusable()
     return Section(
         "arrays",
@@ -53,10 +53,10 @@ def arrays_section() -> Section:
 
 
 def check_section() -> Section:
-    """An all_reduce between two threads of this process: does it work, and how fast is it?"""
+    """Result and latency of an all_reduce between two threads of this process."""
     try:
         latencies_us = _all_reduce_between_threads()
-    except Exception as error:  # whatever it is, it is what the report is for
+    except Exception as error:  # any failure belongs into the report
         text = f"failed: {type(error).__name__}: {error}"
         return Section("check", (Fact("all_reduce", False, text, State.BAD),))
     p50_us = statistics.median(latencies_us)
@@ -101,7 +101,7 @@ def _if_installed(library: str, key: str, label: str) -> Fact:
 
 
 def _all_reduce_between_threads() -> list[float]:
-    """Times of calls on rank 0 in µs, after the result was found right on every rank."""
+    """Returns the times of rank 0's calls in µs, after checking the result on every rank."""
     communicators = local_group(_RANKS, timeout=_TIMEOUT_S)
     try:
         with ThreadPoolExecutor(_RANKS) as threads:

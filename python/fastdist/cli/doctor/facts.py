@@ -1,4 +1,4 @@
-"""What the doctor finds out: facts, in sections, for people and for programs."""
+"""Facts of the doctor's report, in sections, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ JsonValue = str | int | float | bool | None
 
 
 class State(enum.Enum):
-    """What a fact means for whoever reads it."""
+    """The severity of a fact."""
 
     PLAIN = "plain"
     GOOD = "good"
-    ABSENT = "absent"  # not there, and everything else works without it
+    ABSENT = "absent"  # missing; everything else works without it
     BAD = "bad"  # keeps collectives from working
 
 
@@ -22,11 +22,11 @@ class Fact:
     """One line of the report.
 
     Attributes:
-        key: its name in JSON.
-        value: for programs; sizes in bytes, times as the key says.
-        text: for people.
-        state: what it means.
-        label: its name for people; the key with spaces for underscores if None.
+        key: name in JSON.
+        value: value in JSON; sizes in bytes, times in the unit of the key.
+        text: value in the text report.
+        state: severity.
+        label: name in the text report; the key with spaces for underscores if None.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Section:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """A size in the largest unit that leaves a figure of at least 1: "7.5 GiB"."""
+    """Formats a size in the largest unit in which it is at least 1: "7.5 GiB"."""
     size, unit = float(size_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""The libraries that fastdist works with, found without importing them."""
+"""The build, the libraries that fastdist uses, and the launcher; imports no library."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ _EXCHANGE_TABLE = "__dlpack_c_exchange_api__"
 @dataclass(frozen=True, slots=True)
 class _Library:
     distributions: tuple[str, ...]
-    install: str | None  # None: nothing in this version uses it yet
+    install: str | None  # None: no single command installs it
     purpose: str
 
 
 _LIBRARIES = {
     "numpy": _Library(("numpy",), "numpy", "required"),
-    "torch": _Library(("torch",), "'fastdist[torch]'", "torch tensors; gloo in fastdist bench"),
+    "torch": _Library(("torch",), "torch", "torch tensors; gloo in fastdist bench"),
     "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
     "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
-    # With its own torch, in an environment of its own: nothing to install here.
+    # Needs the torch of its version, in a separate environment.
     "torch_xla": _Library(("torch-xla",), None, "TPUs"),
-    "pyzmq": _Library(("pyzmq",), "'fastdist[ps]'", "parameter servers"),
-    "safetensors": _Library(("safetensors",), "'fastdist[ps]'", "their checkpoints"),
-    "cloudpickle": _Library(("cloudpickle",), "'fastdist[ps]'", "what a coordinator schedules"),
+    "pyzmq": _Library(("pyzmq",), "pyzmq", "parameter servers"),
+    "safetensors": _Library(("safetensors",), "safetensors", "checkpoints of parameter servers"),
+    "cloudpickle": _Library(
+        ("cloudpickle",), "cloudpickle", "functions that a coordinator schedules"
+    ),
     "prometheus_client": _Library(
-        ("prometheus-client",), "'fastdist[ps]'", "fastdist serve --metrics-port"
+        ("prometheus-client",), "prometheus-client", "fastdist serve --metrics-port"
     ),
     "rich": _Library(
         ("rich",),
-        "'fastdist[bench]'",
+        "rich",
         "a progress bar in fastdist bench; the page of fastdist serve",
     ),
-    "matplotlib": _Library(("matplotlib",), "'fastdist[bench]'", "fastdist bench --plot"),
+    "matplotlib": _Library(("matplotlib",), "matplotlib", "fastdist bench --plot"),
 }
 
 
 def build_section() -> Section:
-    """What was built, and for whom."""
+    """The version, the Python interpreter and the engines of this build."""
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     loops = _core.instruction_set()
     return Section(
@@ -66,7 +68,7 @@ def build_section() -> Section:
 
 
 def libraries_section() -> Section:
-    """Versions of what is installed, and how fast torch's tensors can be read."""
+    """Versions of installed libraries, and the speed of reading torch tensors."""
     facts = []
     for name, library in _LIBRARIES.items():
         version = _version(library)
@@ -78,7 +80,7 @@ def libraries_section() -> Section:
 
 
 def launcher_section() -> Section:
-    """Who started this process, and as which rank."""
+    """The launcher and the rank of this process."""
     try:
         launch = detect_launch()
     except ClusterConfigError as error:
@@ -109,7 +111,7 @@ def _shared_gpus(ranks: int) -> list[Fact]:
 
 
 def install_section() -> Section:
-    """The commands that bring what is missing, and what for."""
+    """The commands that install missing libraries, with their purposes."""
     purposes: dict[str, list[str]] = {}
     for library in _LIBRARIES.values():
         if library.install is not None and _version(library) is None:
@@ -123,7 +125,7 @@ def install_section() -> Section:
 
 
 def _cuda() -> Fact:
-    """What was built for GPUs, and why none would be used."""
+    """CUDA in this build, and the reason why no GPU is used."""
     why = _core.why_no_cuda()
     if not _core.cuda_is_built():
         return Fact("cuda", False, why, State.ABSENT)
@@ -145,7 +147,7 @@ def gpus_section() -> Section:
 
 
 def _nccl() -> list[Fact]:
-    """The libnccl that would be used, and what it offers; not looked for without CUDA."""
+    """The libnccl to use, and its optional functions; empty if this build has no CUDA."""
     if not _core.cuda_is_built():
         return []
     try:
@@ -163,7 +165,7 @@ def _nccl() -> list[Fact]:
 
 
 def version_of(name: str) -> str | None:
-    """The installed version of a library of the report; None: not installed."""
+    """Returns the installed version of a library of the report; None if not installed."""
     return _version(_LIBRARIES[name])
 
 
@@ -177,12 +179,12 @@ def _version(library: _Library) -> str | None:
 
 
 def _exchange_table() -> Fact:
-    """Whether torch tells where a tensor lies by a C call; its source says so without an import."""
+    """Support of torch for reading tensors by a C call, found in its source without an import."""
     spec = importlib.util.find_spec("torch")
     folders = [] if spec is None else spec.submodule_search_locations or []
     sources = [Path(folder) / "_tensor.py" for folder in folders]
     found = any(_EXCHANGE_TABLE in path.read_text() for path in sources if path.is_file())
     key = "torch_exchange_table"
     if found:
-        return Fact(key, True, "there: a tensor costs no more than a numpy array", State.GOOD)
+        return Fact(key, True, "available: a tensor costs no more than a numpy array", State.GOOD)
     return Fact(key, False, "not in this torch: each call takes microseconds more", State.ABSENT)

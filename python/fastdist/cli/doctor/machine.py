@@ -1,4 +1,4 @@
-"""Cores, memory and limits of this machine, as far as they matter to collectives."""
+"""Cores, memory and limits of this machine that matter to collectives."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """The control groups that this process is in, version 1 or 2.
+    """The control groups of this process, version 1 or 2.
 
-    A limit is the least of those that are set from the process's own group up to the root.
+    A limit is the minimum of the limits set from the process's group up to the root.
     """
 
     memberships: Path = Path("/proc/self/cgroup")
     mount: Path = Path("/sys/fs/cgroup")
 
     def cpu_limit(self) -> float | None:
-        """Cores' worth of time that this process may use; None: no limit."""
+        """Returns the processor time limit in cores; None without a limit."""
         limits = []
         for folder in self._folders("cpu"):
             quota, period = _words(folder / "cpu.max"), ["100000"]
@@ -41,7 +41,7 @@ class Cgroups:
         return min(limits, default=None)
 
     def memory_limit_bytes(self) -> int | None:
-        """Memory that this process's group may use; None: no limit."""
+        """Returns the memory limit of this process's group; None without a limit."""
         limits = []
         for folder in self._folders("memory"):
             words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -56,13 +56,13 @@ class Cgroups:
                 continue
             mount = self.mount / controllers
             if not controllers and (self.mount / "unified").is_dir():
-                mount = self.mount / "unified"  # where versions 1 and 2 are mounted together
+                mount = self.mount / "unified"  # versions 1 and 2 are both mounted
             folder = mount / path.lstrip("/")
             yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mount))
 
 
 def machine_section(cgroups: Cgroups | None = None) -> Section:
-    """The processor, and how much of it this process may use."""
+    """The processor, and this process's share of it."""
     quota = (cgroups or Cgroups()).cpu_limit()
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
@@ -78,7 +78,7 @@ def machine_section(cgroups: Cgroups | None = None) -> Section:
 
 
 def memory_section(cgroups: Cgroups | None = None) -> Section:
-    """Memory, and the limits that shared memory could run into."""
+    """Memory, and limits for shared memory."""
     limit = (cgroups or Cgroups()).memory_limit_bytes()
     total, available = _memory_bytes("MemTotal"), _memory_bytes("MemAvailable")
     memory = f"{format_bytes(total)}, {format_bytes(available)} available"
@@ -101,7 +101,7 @@ def _address_space(memory_bytes: int) -> Fact:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Fact("address_space_limit", None, "none")
-    # Each rank maps a window as large as the memory for every rank, most of it never touched.
+    # Each rank maps a window of the size of the memory for every rank; most pages stay untouched.
     needed = 2 * (1 << (memory_bytes - 1).bit_length())
     if limit >= needed:
         return Fact("address_space_limit", limit, format_bytes(limit))
@@ -131,7 +131,7 @@ def _memfd() -> Fact:
 
 
 def _huge_pages() -> str | None:
-    """What the kernel does about huge pages for shared memory; it marks its choice by brackets."""
+    """Returns the kernel's policy for huge pages of shared memory, which is in brackets."""
     chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
     return chosen[0].strip("[]") if chosen else None
 
@@ -156,7 +156,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; nothing where there is no such file."""
+    """Reads a file of the kernel; returns an empty string if there is no such file."""
     try:
         return path.read_text()
     except OSError:

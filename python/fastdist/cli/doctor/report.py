@@ -1,4 +1,4 @@
-"""The doctor's report: all sections, as text and as JSON."""
+"""Collects the sections of the doctor's report; writes text and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def examine() -> list[Section]:
-    """Finds everything out. Takes well under a second; nothing is left behind."""
+    """Collects all sections, in less than a second; leaves no files or processes behind."""
     return [
         build_section(),
         machine_section(),
@@ -43,7 +43,7 @@ def examine() -> list[Section]:
 
 
 def to_json(sections: Sequence[Section]) -> str:
-    """An object with one object per section, and whether all is well."""
+    """Formats one object per section, and `well`, which is false if a fact is bad."""
     report: dict[str, object] = {
         section.title.replace(" ", "_"): {fact.key: fact.value for fact in section.facts}
         for section in sections
@@ -53,7 +53,7 @@ def to_json(sections: Sequence[Section]) -> str:
 
 
 def to_text(sections: Sequence[Section], *, colour: bool) -> str:
-    """Aligned lines under titles; a section without facts is left out."""
+    """Formats aligned lines under titles; omits sections without facts."""
     shown = [section for section in sections if section.facts]
     width = max(len(_label(fact)) for section in shown for fact in section.facts)
     return "\n".join(line for section in shown for line in _lines(section, width, colour)) + "\n"

@@ -37,7 +37,7 @@ def served_metrics(stats: Stats, host: str, port: int) -> Iterator[str]:
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
     except ImportError:
-        raise ImportError("metrics need prometheus_client: pip install prometheus_client") from None
+        raise ImportError("metrics need prometheus_client: pip install prometheus-client") from None
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(_Collector(stats))

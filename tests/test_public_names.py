@@ -1,0 +1,41 @@
+"""The names that completion shows in `fastdist` and its public modules."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+MODULES = ("fastdist", "fastdist.cluster", "fastdist.ps")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_lists_the_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    pytest.importorskip("torch")
+    module = importlib.import_module(name)
+    assert [public for public in dir(module) if not hasattr(module, public)] == []
+
+
+def test_dir_shows_names_that_are_not_loaded_yet() -> None:
+    script = (
+        "import sys, fastdist as fd\n"
+        "assert {'MirroredStrategy', 'all_reduce', 'cluster', 'ps'} <= set(dir(fd)), dir(fd)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import fastdist
+
+    with pytest.raises(AttributeError, match="module 'fastdist' has no attribute 'all_redcue'"):
+        _ = fastdist.all_redcue  # type: ignore[attr-defined]

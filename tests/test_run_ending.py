@@ -42,7 +42,7 @@ class TestHowAJobEnds:
         assert done.stderr.decode().splitlines() == [
             "[0] bye",
             f"fastdist run: rank 0 of 2 failed first: killed by signal {int(number)} "
-            f"({number.name}); its last lines on stderr:",
+            f"({number.name}); its last lines:",
             "bye",
         ]
 

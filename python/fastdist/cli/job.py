@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from fastdist.cli.output import Stream
-from fastdist.cli.processes import signal_name
+from fastdist.replicas.processes import signal_name
 
 
 class Ending(enum.Enum):

@@ -6,20 +6,14 @@ keep a bounded number of bytes, and handle bytes of any encoding.
 """
 
 import os
-import re
 import select
 import time
+
+from fastdist.replicas.processes import last_words
 
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
-_LAST_LINES = 10
-
-_TRACEBACK = re.compile(rb"^(?:  \+ Exception Group )?Traceback \(most recent call last\):", re.M)
-_CHAINED = (
-    b"\n\nDuring handling of the above exception, another exception occurred:\n\n",
-    b"\n\nThe above exception was the direct cause of the following exception:\n\n",
-)
 
 
 class Sink:
@@ -122,15 +116,7 @@ class Stream:
 
     def last_words(self) -> tuple[str, bytes]:
         """The end of the stream, after its name: the last traceback, else the last few lines."""
-        tail = bytes(self._tail)
-        starts = [match.start() for match in _TRACEBACK.finditer(tail)]
-        if not starts:
-            lines = tail.splitlines(keepends=True)[-_LAST_LINES:]
-            return "last lines on stderr", b"".join(lines)
-        first = len(starts) - 1
-        while first > 0 and tail[: starts[first]].endswith(_CHAINED):
-            first -= 1
-        return "traceback", tail[starts[first] :]
+        return last_words(bytes(self._tail))
 
     def _forward(self, size: int) -> None:
         data = bytes(self._line[:size])

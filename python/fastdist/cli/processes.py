@@ -1,9 +1,8 @@
 """Signals and process groups for a launcher."""
 
-import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _PR_SET_PDEATHSIG = 1
@@ -30,20 +29,6 @@ def signal_pipe() -> Iterator[int]:
         os.close(write)
 
 
-def death_signal_setter() -> Callable[[], None]:
-    """Returns a function for `preexec_fn` that makes the child die with this process."""
-    prctl = ctypes.CDLL(None).prctl
-    arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        prctl(_PR_SET_PDEATHSIG, *arguments)
-        if os.getppid() != parent:  # the parent died before the call
-            os._exit(1)
-
-    return die_with_parent
-
-
 def live_groups() -> set[int]:
     """Returns the process groups with a running process."""
     groups = set()
@@ -55,11 +40,3 @@ def live_groups() -> set[int]:
             if state not in b"ZX":
                 groups.add(int(group))
     return groups
-
-
-def signal_name(number: int) -> str:
-    """Returns a signal's number and, if it has one, its name: "9 (SIGKILL)"."""
-    try:
-        return f"{number} ({signal.Signals(number).name})"
-    except ValueError:  # a real-time signal
-        return str(number)

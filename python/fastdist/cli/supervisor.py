@@ -13,7 +13,6 @@ itself is killed, the kernel kills the processes.
 """
 
 import os
-import re
 import selectors
 import signal
 import time
@@ -21,7 +20,8 @@ from collections.abc import Iterator
 
 from fastdist.cli.job import Ending, Job, Process, StartError, start
 from fastdist.cli.output import Sink, Stream
-from fastdist.cli.processes import death_signal_setter, live_groups, signal_pipe
+from fastdist.cli.processes import live_groups, signal_pipe
+from fastdist.replicas.processes import death_signal_setter, is_consequence
 
 _GRACE_S = 5.0
 _CAUSE_WAIT_S = 2.0
@@ -31,7 +31,6 @@ _PROMPT_S = 0.1
 _GROUP_POLL_S = 0.02
 _MOST_READS_AT_END = 32
 _COLOURS = (36, 33, 32, 35, 34, 31)
-_PEER_FAILURE = re.compile(rb"^[\w.]*PeerFailureError\b", re.M)
 
 
 def supervise(job: Job) -> int:
@@ -327,8 +326,7 @@ class _Supervisor:
 
 def _is_consequence(process: Process) -> bool:
     """Returns True if the process failed with PeerFailureError, because another rank had failed."""
-    words = process.stderr.last_words()[1]
-    return (process.status or 0) > 0 and _PEER_FAILURE.search(words) is not None
+    return is_consequence(process.status, process.stderr.last_words()[1])
 
 
 def _is_same_file(first_fd: int, second_fd: int) -> bool:

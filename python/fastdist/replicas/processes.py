@@ -44,8 +44,7 @@ class Child:
     @property
     def is_consequence(self) -> bool:
         """True if it failed because another replica had failed, by what it says itself."""
-        code = self.popen.returncode
-        return bool(code and code > 0 and _PEER_FAILURE.search(last_words(bytes(self.tail))[1]))
+        return is_consequence(self.popen.returncode, last_words(bytes(self.tail))[1])
 
     def describe(self) -> str:
         """How it ended, and its traceback or last lines."""
@@ -210,6 +209,11 @@ def last_words(tail: bytes) -> tuple[str, bytes]:
     while first > 0 and tail[: starts[first]].endswith(_CHAINED):
         first -= 1
     return "traceback", tail[starts[first] :]
+
+
+def is_consequence(code: int | None, words: bytes) -> bool:
+    """True if a process failed because another rank had failed, by its exit code and last words."""
+    return code is not None and code > 0 and _PEER_FAILURE.search(words) is not None
 
 
 def death_signal_setter() -> Callable[[], None]:

@@ -46,7 +46,7 @@ def test_optimizers_of_other_scopes(cluster: PsCluster) -> None:
 
     for optimizer in (outside, None):
         coordinator.schedule(train, (optimizer,))
-        with pytest.raises(FastdistError, match=r"SGD was not made in the scope.*\(2, 2\)"):
+        with pytest.raises(FastdistError, match=r"SGD .* not made in the scope.*\(2, 2\)"):
             coordinator.join()
     own = nn.Linear(2, 2)  # workers may train their own modules
     own_optimizer = sgd(own.parameters())
@@ -111,7 +111,7 @@ def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with pytest.raises(ValueError, match="is lazy"), strategy.scope():
         nn.LazyLinear(3)
-    with pytest.raises(ValueError, match=r"is of torch\.float64"), strategy.scope():
+    with pytest.raises(ValueError, match=r"has dtype torch\.float64"), strategy.scope():
         nn.Linear(2, 2).double()
     with pytest.raises(ValueError, match="max_norm"), strategy.scope():
         nn.Embedding(3, 3, max_norm=1.0)

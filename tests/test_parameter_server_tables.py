@@ -100,7 +100,7 @@ def test_ids_are_kept_as_long_as_gradients(cluster: PsCluster) -> None:
             optimizer.zero_grad()
             table(torch.arange(i, i + 3)).sum().backward()
             optimizer.step()
-        return len(table._rows._ids)
+        return len(table._table._ids)
 
     def keep() -> None:
         table(torch.tensor([1])).sum().backward()

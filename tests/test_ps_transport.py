@@ -461,8 +461,13 @@ def test_a_message_beyond_the_limit() -> None:
             assert (client.pull(0, dense, (2,)) == 1).all()
 
 
-def test_without_pyzmq() -> None:
-    code = "import sys; sys.modules['zmq'] = None; import fastdist.ps; fastdist.ps.Client"
+@pytest.mark.parametrize(
+    "use",
+    ["fd.ps.Client", "fd.ps.Server", "fd.ps.Keys", "fd.ParameterServerStrategy"],
+)
+def test_without_pyzmq(use: str) -> None:
+    code = "import sys; sys.modules['zmq'] = None; import fastdist as fd; "
+    code += f"fd.nn.Embedding(3, 2); {use}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "fastdist.ps needs pyzmq: pip install pyzmq" in done.stderr
 

@@ -49,12 +49,7 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'fastdist.ps' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f"fastdist.ps.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "zmq":
-            raise
-        raise ImportError("fastdist.ps needs pyzmq: pip install pyzmq", name="zmq") from None
+    return getattr(importlib.import_module(f"fastdist.ps.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Asynchronous training on workers, with variables on parameter servers."""
+"""Training on workers, with variables on parameter servers."""
 
 from __future__ import annotations
 

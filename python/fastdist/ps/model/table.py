@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
 from fastdist.errors import FastdistError
-from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.row_cache import RowCache
-from fastdist.ps.client.sharded import ShardedRows
 from fastdist.ps.wire.frames import Array
+
+if TYPE_CHECKING:  # `fastdist.nn` works without pyzmq, which clients need
+    from fastdist.ps.client.requests import Pending
+    from fastdist.ps.client.row_cache import RowCache
+    from fastdist.ps.client.sharded import ShardedRows
 
 _CHUNK_ROWS = 65536
 

@@ -6,9 +6,12 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import zmq
-
 from fastdist._config import KEYS_VARIABLE, settings
+
+try:
+    import zmq
+except ImportError:
+    raise ImportError("fastdist.ps needs pyzmq: pip install pyzmq", name="zmq") from None
 
 
 @dataclass(frozen=True, slots=True)

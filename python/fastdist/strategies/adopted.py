@@ -270,8 +270,8 @@ class AdoptedModules:
             self._central.note_versions()
         with self._steps.run():
             yield
-            if self._central is not None:
-                self._central.require_unchanged()
+        if self._central is not None:
+            self._central.require_unchanged()
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
         """Call with the component of a variable. Every replica must call.

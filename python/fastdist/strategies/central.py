@@ -107,7 +107,8 @@ class CentralParameters:
                 )
             require_allowed(own)
             own.__dict__["_opt_called"] = True  # which schedulers look for
-            self.require_unchanged()
+            if state.replica is not None:
+                self.require_unchanged()
             self._step(own, plain, replicas)
             self.note_versions()
             return None
@@ -118,28 +119,23 @@ class CentralParameters:
             optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state.clear())
 
     def note_versions(self) -> None:
-        """Remember the parameters as they are: a run begins, or a step has ended."""
+        """Remember the parameters as they are: what has changed them has done so once."""
         alive = [(ref, parameter) for ref, _ in self._versions if (parameter := ref()) is not None]
         self._versions = [(ref, parameter._version) for ref, parameter in alive]
 
     def require_unchanged(self) -> None:
-        """Check that `run` has changed no parameter but by optimizers.
+        """Check that `run` has changed no parameter in place but by optimizers.
 
         Raises:
-            FastdistError: it has, on this replica; the others have done the same to the one copy.
+            FastdistError: this replica has, and so have the others: all have changed the one copy.
         """
         for ref, version in self._versions:
             parameter = ref()
-            if (
-                state.replica is not None
-                and parameter is not None
-                and parameter._version != version
-            ):
+            if parameter is not None and parameter._version != version:
                 raise FastdistError(
                     f"a parameter of shape {tuple(parameter.shape)} was changed in place in run; "
                     "under CentralStorageStrategy all replicas have one copy of it, which each of "
-                    "them would change: change it outside run, in merge_call, or with "
-                    "strategy.update"
+                    "them has changed: use strategy.update(parameter, fn), which calls fn once"
                 )
 
     def update(
@@ -150,6 +146,7 @@ class CentralParameters:
         result = workers.broadcast_object(call(parameter) if self._is_owner else None)
         if not self._is_shared:
             broadcast_state(workers, [parameter])
+        self.note_versions()
         return result
 
     def _step(

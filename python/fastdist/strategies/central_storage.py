@@ -20,8 +20,11 @@ class CentralStorageStrategy(ReplicatedStrategy):
     gradients are reduced, and when all of them call `optimizer.step()` the first one's optimizer
     steps, once, where the parameters are. Replicas on the CPU map the memory of the parameters;
     replicas on other devices have copies, which get the new values after each step. Buffers are the
-    replicas' own, as under Mirrored. Change parameters by optimizers, outside `run`, in
-    `merge_call` or with `update`: what each replica did in `run`, it would do to the one copy.
+    replicas' own, as under Mirrored.
+
+    Every replica runs the program, so what it does to a parameter in place is done to the one copy
+    once for each replica. In `run` that is an error. Between runs, use `update`; what gives the same
+    however often it is done (`load_state_dict`, `clamp_`) is fine.
 
     Args:
         compute_devices: of the replicas; every GPU if None, else one CPU.

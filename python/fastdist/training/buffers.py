@@ -71,14 +71,16 @@ class BufferSync:
             weight: this replica's examples, or 1.
 
         Returns:
-            Shape [places]; to be added up over replicas, and given to `send`.
+            Shape [2, places], the second row 1 for written modules; to be added up over replicas,
+            and given to `send`.
         """
-        result = torch.zeros(self.places)
+        result = torch.zeros(2, self.places)
         self._note_written()
         self.restore()
         for buffered in self._modules:
             if buffered.is_written:
-                result[buffered.place] = weight
+                result[0, buffered.place] = weight
+                result[1, buffered.place] = 1.0
         return result
 
     def send(self, communicator: Communicator, weight: float, totals: torch.Tensor) -> Work | None:
@@ -89,7 +91,7 @@ class BufferSync:
             weight: as for `weights`.
             totals: the sum over replicas of what `weights` gave.
         """
-        total_of = totals.tolist()
+        total_of, writers_of = totals.tolist()
         parts: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
         with torch.no_grad():
             for buffered in self._modules:
@@ -98,6 +100,8 @@ class BufferSync:
                 buffered.is_written = False
                 if module is None or not total > 0.0:
                     continue
+                if writers_of[buffered.place] < communicator.world_size:
+                    _share_counts(communicator, module, own / total)
                 for buffer in _floating(module):
                     if id(buffer) in parts:
                         continue
@@ -148,6 +152,20 @@ def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that have buffers of their own, each once."""
     modules = {id(m): m for root in roots for m in root.modules() if m._buffers}
     return [module for module in modules.values() if not isinstance(module, Variable)]
+
+
+def _share_counts(communicator: Communicator, module: nn.Module, share: float) -> None:
+    """Give a replica that has not written a module the integers of those that have.
+
+    Every replica must call, each with its share in the mean.
+    """
+    for buffer in _materialized(module):
+        if not buffer.is_floating_point() and not buffer.is_complex():
+            mean = (
+                buffer.double() * share if share else torch.zeros_like(buffer, dtype=torch.double)
+            )
+            communicator.all_reduce(mean)
+            buffer.copy_(mean.round())
 
 
 def _stamps(module: nn.Module) -> list[tuple[weakref.ref[torch.Tensor], int]]:

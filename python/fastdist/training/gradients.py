@@ -379,9 +379,9 @@ class GradientSync:
             for i, arrived in enumerate(self._arrived):
                 if arrived or i in self._held:
                     used[self._parameters[i].place] = 1.0
-        both = torch.cat([used, self._buffer_sync.weights(self._own_examples())])
+        both = torch.cat([used, self._buffer_sync.weights(self._own_examples()).flatten()])
         self._questions.all_reduce(both)
-        used, written = both[: len(used)], both[len(used) :]
+        used, written = both[: len(used)], both[len(used) :].view(2, -1)
         if not asks:
             return None, written
         by_anyone = used.tolist()

@@ -170,7 +170,7 @@ def test_integers_beyond_float32(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(strategy)
     refused = pytest.raises(ValueError, match=r"seen is 16777217: .* exact up to 2\*\*24")
     with refused, strategy.scope():
-        Seen((1 << 24) + 1)
+        _model = Seen((1 << 24) + 1)
     with strategy.scope():
         model = Seen((1 << 24) - 1)
         norm = nn.BatchNorm1d(2)

@@ -110,11 +110,11 @@ def test_parameter_groups_added_late(cluster: PsCluster) -> None:
 def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     with pytest.raises(ValueError, match="is lazy"), strategy.scope():
-        nn.LazyLinear(3)
+        _model: nn.Module = nn.LazyLinear(3)
     with pytest.raises(ValueError, match=r"has dtype torch\.float64"), strategy.scope():
-        nn.Linear(2, 2).double()
+        _model = nn.Linear(2, 2).double()
     with pytest.raises(ValueError, match="max_norm"), strategy.scope():
-        nn.Embedding(3, 3, max_norm=1.0)
+        _model = nn.Embedding(3, 3, max_norm=1.0)
 
 
 @pytest.mark.parametrize("promise", [{"synchronous": True}, {"max_staleness": 1}])
@@ -126,7 +126,7 @@ def test_cached_rows_where_values_must_be_current(
         ValueError, match="cached rows may be some lookups old, but synchronous=True"
     )
     with refused, strategy.scope():
-        fd.nn.Embedding(None, 2, cached_rows=8)
+        _model = fd.nn.Embedding(None, 2, cached_rows=8)
 
 
 @pytest.mark.parametrize("missing", ["chief", "worker", "ps"])

@@ -28,7 +28,7 @@ class WorkerStrategy(Protocol):
 
     Attributes:
         client: of this task.
-        client_lock: all replicas of this task use the client.
+        client_lock: a client is for one thread at a time.
     """
 
     client: Client

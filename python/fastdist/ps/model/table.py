@@ -26,7 +26,7 @@ class ServedTable:
     Args:
         weight: the parameter that stands for the rows.
         rows: the table on the servers.
-        lock: of the client; replicas of one process share it, and this object.
+        lock: of the client; autograd may call from threads of its own.
         cache: of rows; None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.
     """

@@ -23,8 +23,8 @@ class CentralStorageStrategy(ReplicatedStrategy):
     replicas' own, as under Mirrored.
 
     Every replica runs the program, so what it does to a parameter in place is done to the one copy
-    once for each replica. In `run` that is an error. Between runs, use `update`; what gives the same
-    however often it is done (`load_state_dict`, `clamp_`) is fine.
+    once for each replica. In `run` that is an error. Between runs, use `update`; operations that
+    give the same however often they are done (`load_state_dict`, `clamp_`) are fine.
 
     Args:
         compute_devices: of the replicas; every GPU if None, else one CPU.

@@ -1,10 +1,10 @@
-"""Checks fastdist's speed and memory against the bars that it has to clear.
+"""Checks fastdist's speed and memory against the required figures, called bars.
 
     python benchmarks/bars.py [--only all_reduce list ...] [--time-s 1] [--peers-dir DIR]
 
-Prints a line per bar and writes all of them, with the figures that they are made of and facts
-about the machine, into benchmarks/results. Exits with 1 if a bar was missed. Every ratio is made
-of times that were measured side by side in one run; see README.md.
+Prints a line per bar and writes all bars, their figures and facts about the machine into
+benchmarks/results. Exits with 1 if a bar was missed. The times of a ratio are measured side by side
+in one run; see README.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OTHER_COLLECTIVES = (
     "all_to_all",
     "send_recv",
 )
-# All-reduce of two ranks: how many times as fast as the fastest MPI, and as gloo.
+# All-reduce of two ranks: minimum time of the fastest MPI, and of gloo, divided by fastdist's.
 _ALL_REDUCE_BARS = {
     "8": (1.5, 100),
     "1K": (1.5, 100),
@@ -61,7 +61,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One requirement and what was measured of it; `measured` is NaN where a peer is missing."""
+    """A requirement and its measured figure; `measured` is NaN if a peer is missing."""
 
     name: str
     measured: float
@@ -71,7 +71,7 @@ class Bar:
 
     @property
     def verdict(self) -> str:
-        """`pass`, `MISS`, or `skip` where there was nothing to compare with."""
+        """`pass`, `MISS`, or `skip` if the peer is missing."""
         if math.isnan(self.measured):
             return "skip"
         return "pass" if self.least <= self.measured <= self.most else "MISS"
@@ -83,7 +83,7 @@ class Bar:
 
 
 class Bench:
-    """Measures for the bars, and keeps what was measured."""
+    """Measures cases for the bars, and keeps the rows."""
 
     def __init__(self, peers_dir: Path, time_s: float) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -94,7 +94,7 @@ class Bench:
     def measure(
         self, ranks: int, peers: Sequence[str], cases: Sequence[Case]
     ) -> Iterator[tuple[Case, Row]]:
-        """Measures cases next to those of the peers that are installed."""
+        """Measures cases side by side with the installed peers."""
         found = [find_peer(name, ranks, self._peers_dir) for name in peers]
         for peer in found:
             if not isinstance(peer, Engine):
@@ -112,7 +112,7 @@ class Bench:
 
 
 def _times_as_fast(row: Row, engines: Sequence[str]) -> float:
-    """Against the fastest of these engines or ways; NaN where there is none."""
+    """Returns the time of the fastest of `engines` divided by fastdist's; NaN without figures."""
     ratios = [
         row.times_as_fast(other)
         for other in row.others
@@ -127,7 +127,7 @@ def _right(row: Row) -> Bar:
 
 
 def all_reduce(bench: Bench) -> Iterator[Bar]:
-    """Two ranks, one array, against everything and against the memory floor."""
+    """One array on two ranks, against gloo, MPI and the memory floor."""
     cases: list[Case] = []
     for array in ("numpy", "torch", "empty"):
         sizes = _FLOOR_SIZES if array == "empty" else tuple(_ALL_REDUCE_BARS)
@@ -170,7 +170,7 @@ def oversubscribed(bench: Bench) -> Iterator[Bar]:
 
 
 def other_collectives(bench: Bench) -> Iterator[Bar]:
-    """No slower than the fastest MPI."""
+    """The other collectives, against the fastest MPI."""
     cases: list[Case] = []
     for collective in _OTHER_COLLECTIVES:
         cases += array_cases(collective, (1 << 10, 1 << 20, 64 << 20), 2)
@@ -181,7 +181,7 @@ def other_collectives(bench: Bench) -> Iterator[Bar]:
 
 
 def _figures_of_ranks(script: str, ranks: int) -> list[dict[str, float]]:
-    """Runs a script of this folder; every rank prints one JSON object."""
+    """Runs a script of this folder; returns the JSON object that each rank prints."""
     launcher = [sys.executable, "-m", "fastdist", "run", "--no-prefix", "-n", str(ranks)]
     output = subprocess.run(
         [*launcher, str(_FOLDER / script)], stdout=subprocess.PIPE, text=True, check=True
@@ -190,7 +190,7 @@ def _figures_of_ranks(script: str, ranks: int) -> list[dict[str, float]]:
 
 
 def idle(bench: Bench) -> Iterator[Bar]:
-    """Processor time of ranks that wait for another."""
+    """Processor time of ranks that wait for a late rank."""
     for ranks in (2, 8):
         figures = _figures_of_ranks("idle_rank.py", ranks)
         share = max(figure["core_percent"] for figure in figures)
@@ -198,7 +198,7 @@ def idle(bench: Bench) -> Iterator[Bar]:
 
 
 def memory(bench: Bench) -> Iterator[Bar]:
-    """Memory beyond the caller's arrays, and what many calls add to it."""
+    """Memory beyond the caller's arrays, and its growth over many calls."""
     figures = _figures_of_ranks("memory_growth.py", 2)
     staging = sum(figure["staging_bytes"] for figure in figures) / len(figures) / _MIB
     growth = max(figure["growth_bytes"] for figure in figures) / _MIB
@@ -217,7 +217,7 @@ _SECTIONS: dict[str, Callable[[Bench], Iterator[Bar]]] = {
 
 
 def with_failure(section: str, bars: Iterator[Bar]) -> Iterator[Bar]:
-    """A section's bars; if it fails, the others still get their turn, and this one is missed."""
+    """Yields a section's bars; a failure is a missed bar and does not end the other sections."""
     try:
         yield from bars
     except (FastdistError, subprocess.CalledProcessError) as error:
@@ -244,7 +244,7 @@ def main() -> int:
 
 
 def printed(bars: Iterator[Bar]) -> Iterator[Bar]:
-    """The same bars, each printed when it is there."""
+    """Prints and yields each bar."""
     for bar in bars:
         print(bar, flush=True)
         yield bar
@@ -253,7 +253,7 @@ def printed(bars: Iterator[Bar]) -> Iterator[Bar]:
 def write_results(
     out: Path, facts: dict[str, Any], bars: Sequence[Bar], rows: Sequence[dict[str, Any]]
 ) -> int:
-    """Writes what was measured; 1 if a bar was missed, else 0."""
+    """Writes the results; returns 1 if a bar was missed, else 0."""
     missed = sum(bar.verdict == "MISS" for bar in bars)
     print(f"{len(bars)} bars, {missed} missed")
     out.parent.mkdir(exist_ok=True)
@@ -264,7 +264,7 @@ def write_results(
 
 
 def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has neither NaN nor infinity."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()

@@ -1,12 +1,12 @@
-"""Scheduled functions a second, and steps of a small model on parameter servers.
+"""Measures scheduled functions per second, and steps of small models on parameter servers.
 
     python benchmarks/coordinator.py [--workers 2] [--ps 1] [--seconds 3] [--json FILE]
 
-No-op functions: how many a second the coordinator hands out and gets back, at best of the rounds;
-and how long one takes there and back alone. Steps: an embedding of 100,000 rows of 64, an MLP of
-0.1 M parameters, Adagrad, 256 examples of 8 ids a step; and a model of 150 tensors of at most 4 KB.
-Both on one device by plain torch, and on the workers. Results are checked: every function has run,
-the loss falls.
+Empty functions: functions per second, in the best of the rounds, and the round-trip time of one
+function. Steps: an embedding of 100,000 rows of 64, an MLP of 0.1 M parameters, Adagrad, 256
+examples of 8 ids per step; and a model of 150 tensors of at most 4 KB. Both models run on one
+device with plain torch, and on the workers. Results are checked: every function has run, the loss
+falls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Small(nn.Module):
-    """75 layers, and 150 tensors."""
+    """A model of 75 layers with 150 tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What training by a strategy adds to a process's memory, beside plain torch.
+"""Measures the memory that training by a strategy adds to a process, next to plain torch.
 
     python benchmarks/gradient_memory.py
 
-Two ranks train the MLP of 20 million parameters, once each for itself and once together, every time
-in fresh processes. Prints one JSON object, in MiB; the peak is that of the rank with more.
+Two ranks train the MLP of 20 million parameters, once independently and once together, each time in
+new processes. Prints one JSON object, in MiB; the peak is the larger of the ranks' peaks.
 """
 
 from __future__ import annotations

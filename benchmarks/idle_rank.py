@@ -1,8 +1,8 @@
-"""How much of a core a rank takes while it waits for another that is late.
+"""Measures the processor time of a rank that waits for a late rank.
 
     fastdist run --no-prefix -n 2 benchmarks/idle_rank.py
 
-Rank 0 comes to a barrier seconds after the others; each prints `{"core_percent": ...}`.
+Rank 0 arrives at a barrier 5 s after the others; each rank prints `{"core_percent": ...}`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LATE_S = 5.0
 
 
 def main() -> None:
-    """Every rank runs this."""
+    """Runs on every rank."""
     comm = fastdist.init()
     comm.barrier()
     if comm.rank == 0:

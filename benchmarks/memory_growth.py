@@ -1,9 +1,9 @@
-"""Memory that fastdist takes beyond the caller's arrays, and whether calls add to it.
+"""Measures memory beyond the caller's arrays, and its growth over many calls.
 
     fastdist run --no-prefix -n 2 benchmarks/memory_growth.py
 
-Each rank prints `{"staging_bytes": ..., "growth_bytes": ...}`. Counted are private memory and this
-rank's share of what it has in common with other ranks, as the kernel does in `smaps_rollup`.
+Each rank prints `{"staging_bytes": ..., "growth_bytes": ...}`: private memory and this rank's share
+of the memory shared with other ranks (Pss), from the kernel's `smaps_rollup`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _memory_bytes() -> int:
 
 
 def _calls(comm: Any, arrays: list[np.ndarray[Any, Any]], number: int) -> None:
-    """All-reduces of several sizes, one of them a list, one asynchronous."""
+    """Calls all_reduce and broadcast on several sizes, on a list, and asynchronously."""
     for index in range(number // 4):
         array = arrays[index % len(arrays)]
         array.fill(1)
@@ -42,7 +42,7 @@ def _calls(comm: Any, arrays: list[np.ndarray[Any, Any]], number: int) -> None:
 
 
 def main() -> None:
-    """Every rank runs this."""
+    """Runs on every rank."""
     world_size = int(os.environ["WORLD_SIZE"])
     large = np.ones(_LARGE_ELEMENTS, np.float32)
     gathered = np.ones(world_size * _LARGE_ELEMENTS // 4, np.float32)

@@ -1,21 +1,22 @@
-"""A parameter server beside torch's rpc and TensorFlow's: one worker, one server, one machine.
+"""Measures a parameter server, side by side with torch's rpc and TensorFlow, on one machine.
 
     python benchmarks/parameter_server.py [--rpc-over-tcp] [--tensorflow PYTHON]
                                           [--hashed-rows 20000000] [--json]
 
-A request names 4096 rows of 64 float32 that are chosen afresh; an update sends gradients for
-the same rows. At once: a worker pulls the next rows while it pushes, or the rows of four tables
-with a request for each. The servers take turns,
-a few requests each, in one run. Rows per second are of the median request; p99 is of all. Results
-are checked against what was sent. Dense values, of 100 MB, are pulled into fresh memory, as rpc
-does it, and into the same again, as a worker does in each step. The ratio is to the faster peer.
+One worker and one server. A request names 4096 new random rows of 64 float32; an update sends
+gradients for the same rows. Concurrent requests: a worker pulls the next rows while it pushes, or
+pulls rows of four tables with a request for each. The servers take turns of a few requests in one
+run. Rows per second are for the median request; p99 is over all requests. Results are checked.
+Dense values of 100 MB are pulled into new memory, as with rpc, and into existing memory, as a
+worker does in each step. The ratio is to the faster peer.
 
-TensorFlow runs in a Python of its own (parameter_server_tensorflow.py), which --tensorflow names:
+TensorFlow runs in a Python environment of its own (parameter_server_tensorflow.py), given by
+--tensorflow:
 
     python -m venv tf && tf/bin/pip install tensorflow-cpu==2.20.0
 
-Left alone, rpc moves tensors between processes of one machine through memory that both can read;
---rpc-over-tcp has it take the way that fastdist takes, and between machines either would.
+By default, rpc moves tensors between processes of one machine through shared memory;
+--rpc-over-tcp makes rpc use TCP as fastdist does, and as both do between machines.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SGD = RuleSpec("SGD", {"lr": 0.5})
 spawn = multiprocessing.get_context("spawn")
 
 
-# --- the servers, each in a process of its own ---------------------------------------------------
+# --- servers, each in a process of its own --------------------------------------------------------
 
 
 def serve(pipe: Any) -> None:
@@ -125,11 +126,11 @@ def rpc_server(over_tcp: bool) -> Iterator[None]:
 
 
 class TensorFlow:
-    """The same requests in a process that has TensorFlow.
+    """The same requests in a process with TensorFlow.
 
     Args:
-        python: that runs it.
-        rows: of the table.
+        python: path of its Python.
+        rows: rows of the table.
     """
 
     def __init__(self, python: str, rows: int) -> None:
@@ -143,7 +144,7 @@ class TensorFlow:
         self.version = self._answer()
 
     def measure(self, what: str, requests: int) -> list[float]:
-        """The seconds of each of so many requests."""
+        """Returns the seconds of each request."""
         assert self._process.stdin is not None
         print(json.dumps([what, requests]), file=self._process.stdin, flush=True)
         times: list[float] = self._answer()
@@ -162,17 +163,17 @@ class TensorFlow:
         return json.loads(line)
 
 
-# --- what is measured ----------------------------------------------------------------------------
+# --- measurements --------------------------------------------------------------------------------
 
 
 class Work:
-    """Requests of one kind to all servers, on data that is made before each.
+    """Requests of one kind to all servers, on data made before each request.
 
     Args:
-        name: what they do.
-        ways: of each server, what makes one request.
-        data: arguments of a request.
-        amount: rows or bytes of a request.
+        name: name of the kind.
+        ways: function of each server that makes one request.
+        data: returns the arguments of a request.
+        amount: rows or bytes per request.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
 
 
 def hashed_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]:
-    """The same of a table of 64-bit ids, which the peers do not have."""
+    """The same requests for a table of 64-bit ids, which the peers lack."""
     table = client.create(0, RowsSpec("hashed", DIM, SGD))
     known = rng.integers(-(2**63), 2**63 - 1, rows)
     ones = np.ones((16384, DIM), np.float32)
@@ -317,7 +318,7 @@ def hashed_work(client: Client, rows: int, rng: np.random.Generator) -> list[Wor
 
 
 def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
-    """100 MB to and fro."""
+    """Pulls and pushes of 100 MB."""
     number = client.create(0, DenseSpec("dense", (DENSE,), SGD), np.zeros(DENSE, np.float32))
     rpc.rpc_sync("server", make, ("dense", (DENSE,)))
     gradient = rng.standard_normal(DENSE, np.float32)

@@ -1,11 +1,11 @@
-"""The requests of benchmarks/parameter_server.py through TensorFlow's ParameterServerStrategy.
+"""Runs the requests of parameter_server.py through TensorFlow's ParameterServerStrategy.
 
-Runs in a Python that has TensorFlow, which needs neither torch nor fastdist: parameter_server.py
-starts it, and asks for so many requests at a time by a line of JSON on its standard input. The
-answer is a line with their seconds. One worker, one server, each a process of its own, over gRPC.
+parameter_server.py starts this script in a Python environment with TensorFlow, which needs neither
+torch nor fastdist. A line of JSON on the standard input asks for a number of requests; the answer
+is a line with their seconds. One worker and one server, each a process of its own, over gRPC.
 
-Requests follow each other inside one scheduled function, which is the fastest that TensorFlow has:
-scheduling is not in their times, and neither is the way of ids and gradients to the worker.
+The requests follow each other inside one scheduled function, the fastest way in TensorFlow: their
+times exclude the scheduling and the transfer of ids and gradients to the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def serve(cluster: dict[str, list[str]], job: str) -> None:
 
 
 def start_cluster() -> tf.distribute.cluster_resolver.SimpleClusterResolver:
-    """Servers are spawned: of a forked process that has TensorFlow loaded they would hang."""
+    """Starts the servers by spawn; forked from a process with TensorFlow, they would hang."""
     ports = []
     for _ in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -94,7 +94,7 @@ class Peer:
         self.check()
 
     def check(self) -> None:
-        """Lookups see what updates have done."""
+        """Checks that lookups return updated rows."""
         ids = np.stack([np.arange(BATCH)] * 2)
         self.run("lookups and updates", ids, np.full((2, BATCH, DIM), 2.0, np.float32))
         assert self.run("lookups", ids, np.zeros(0, np.float32))[1] == -4
@@ -102,13 +102,13 @@ class Peer:
         assert self.run("dense pull", ids, np.zeros(0, np.float32))[1] == -4
 
     def run(self, what: str, ids: Any, gradients: Any) -> tuple[list[float], float]:
-        """The seconds of each request, and the last element of what the last one got."""
+        """Returns the seconds of each request, and the last element of the last result."""
         arguments = (tf.constant(ids), tf.constant(gradients))
         times, last = self.coordinator.schedule(self._functions[what], args=arguments).fetch()
         return [float(time) for time in times], float(last)
 
     def measure(self, what: str, requests: int) -> list[float]:
-        """The seconds of each of so many requests."""
+        """Returns the seconds of each request."""
         batch = AT_ONCE * BATCH if what == "lookups, 4 at once" else BATCH
         ids = self._rng.integers(0, self.rows, (requests, batch))
         gradients = np.zeros(0, np.float32)
@@ -120,7 +120,7 @@ class Peer:
 
 
 def timed(request: Callable[..., list[tf.Tensor]]) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
-    """A function that makes a request for each row of `ids`, one after another.
+    """Returns a function that makes a request for each row of `ids`, one after another.
 
     A request has ended when an element of all that it got has been read on the worker: a control
     dependency alone does not wait for values that come from a server.
@@ -154,7 +154,7 @@ def main() -> None:
         print(json.dumps(peer.measure(*json.loads(line))), flush=True)
     for process in multiprocessing.active_children():
         process.kill()
-    os._exit(0)  # what TensorFlow cleans up it would ask the servers for
+    os._exit(0)  # TensorFlow's cleanup would contact the servers
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Many clients on two parameter servers: whether each gets its share, and whether memory stays.
+"""Measures many clients on two parameter servers: fairness, and growth of memory.
 
     python benchmarks/ps_clients.py [--clients 64] [--seconds 600] [--json]
 
-Each client pulls 256 rows of 64 float32 and pushes gradients for them, over TCP on one machine, as
-fast as it is answered; eight of them share a process. The share of the slowest is its requests by
-the mean of all, after two seconds. Memory is that of a server's process, in use at the end beside
-when a tenth of the time had passed: then every row exists.
+Each client pulls 256 rows of 64 float32 and pushes gradients for them, over TCP on one machine, in
+a loop; eight clients share a process. The share of the slowest client is its number of requests
+divided by the mean over all clients, after two seconds. The memory of a server's process at the end
+is compared with its memory after a tenth of the time, when every row exists.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def measure(comm: fd.Communicator, ways: dict[str, Step], rounds: int, steps: in
 
 
 def overhead_us(strategy: fd.Strategy) -> float:
-    """Of `run` and `reduce` of a step that does nothing."""
+    """Returns the time of `run` and `reduce` for an empty step."""
     value = torch.tensor(1.0)
     times = []
     for _ in range(2000):

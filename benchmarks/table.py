@@ -1,14 +1,14 @@
-"""Times the table of a parameter server in one thread, next to numpy and torch.
+"""Measures the table of a parameter server in one thread, next to numpy and torch.
 
     python benchmarks/table.py                         everything: minutes, and 20 GB of memory
     python benchmarks/table.py --hashed-rows 2000000   less memory
     python benchmarks/table.py --only lookup           a section: lookup update fill dense
 
 A request is 4096 distinct random ids; rows are 64 float32. All ways take turns in one run, on the
-same requests. Times are the thread's processor time, so that what else the machine runs counts
-less, and p50 and the best are over all requests. `lookup` reads rows; `update` reads and updates
-them, as a worker's step does; `fill` makes a table from nothing; `dense` compares update rules with
-copying, by the bytes that each has to move.
+same requests. Times are the thread's processor time, to reduce the effect of other load; p50 and
+the best are over all requests. `lookup` reads rows; `update` reads and updates rows, as a worker's
+step does; `fill` fills an empty table; `dense` compares update rules with copies, by the bytes that
+each must move.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def requests(ids: Ids, count: int, seed: int) -> list[Ids]:
 
 
 def measure(ways: dict[str, tuple[Way, list[Ids]]], rounds: int) -> dict[str, dict[str, float]]:
-    """Million rows a second of each way."""
+    """Returns million rows per second of each way."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     cycles = {name: itertools.cycle(ids) for name, (_, ids) in ways.items()}
     for round_number in range(rounds + 1):
@@ -70,7 +70,7 @@ def table_of(rule: str, rows: int | None, **options: Any) -> _core.RowTable:
 
 
 def fill(table: _core.RowTable, ids: Ids) -> float:
-    """Million rows a second, by pushes of 65,536."""
+    """Returns million rows per second, by pushes of 65,536 rows."""
     gradients = np.zeros((65536, DIM), np.float32)
     begin = time.thread_time()
     for piece in np.split(ids, range(gradients.shape[0], ids.size, gradients.shape[0])):
@@ -168,12 +168,12 @@ def resident_bytes() -> int:
 
 
 def fill_from_empty(hashed_rows: int) -> dict[str, Any]:
-    """Half as many rows: with Adagrad's slots they are as large."""
+    """Fills a table with half as many rows, as large with Adagrad's slots."""
     ids = hashed_ids(hashed_rows // 2)
     rates, before = {}, 0
     table = None
     for initializer in (("constant", 0.0, 0.0), ("normal", 0.0, 1.0), ("uniform", -0.05, 0.05)):
-        table = None  # the one before gives its memory back
+        table = None  # frees the memory of the previous table
         before = resident_bytes()
         table = table_of("Adagrad", None, initializer=initializer)
         rates[initializer[0]] = fill(table, ids)
@@ -188,7 +188,7 @@ def fill_from_empty(hashed_rows: int) -> dict[str, Any]:
 
 
 def dense(rounds: int) -> dict[str, Any]:
-    """Steps on 100 MB; the bytes of values and slots count twice, those of the gradient once."""
+    """Measures steps on 100 MB; bytes of values and slots count twice, of gradients once."""
     count = 25_000_000
     gradient = np.random.default_rng(8).standard_normal(count, np.float32)
     out = np.empty_like(gradient)
@@ -231,7 +231,7 @@ def main() -> None:
         print(json.dumps(lookup(options.hashed_rows, options.rounds)), flush=True)
     if "update" in options.only:
         for rule in RULES:
-            # Adam's slots are twice the others', for as much memory.
+            # Adam's slots are twice as large, so that the memory is the same.
             rows = options.hashed_rows // (2 if rule == "Adam" else 1)
             print(json.dumps(update(rule, rows, options.rounds)), flush=True)
     if "fill" in options.only:

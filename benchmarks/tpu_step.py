@@ -1,13 +1,13 @@
-"""Times the digits step under TPUStrategy beside the same step written with torch_xla alone.
+"""Measures the digits step under TPUStrategy, next to the same step with torch_xla alone.
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 python benchmarks/tpu_step.py
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=1 python benchmarks/tpu_step.py
 
-Several devices: beside torch_xla's SPMD with manual sharding and one fused all-reduce, by hand. One
-device: beside plain torch_xla. Both are in one process, take turns in blocks of steps, and start
-from batches that are on the devices; a block ends when its last loss is there. Their weights must
-agree after the same steps. Prints one JSON object: milliseconds per step (p50 and p99 of the
-blocks), the ratio of the medians, and the bar: 1.1 on several devices, 1.05 on one.
+On several devices, the peer is torch_xla's SPMD with manual sharding and one fused all-reduce,
+written by hand; on one device, plain torch_xla. Both run in one process, take turns in blocks of
+steps, and start from batches on the devices; a block ends when its last loss is computed. The
+weights must agree after the same steps. Prints one JSON object: milliseconds per step (p50 and p99
+of the blocks), the ratio of the medians, and the bar: 1.1 on several devices, 1.05 on one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_strategy(uneven: bool) -> tuple[Step, nn.Module]:
-    """With `uneven`, for a dataset whose last batch is filled up: each step leaves filling out."""
+    """Returns steps by TPUStrategy; with `uneven`, the last batch is padded."""
     strategy = fd.TPUStrategy()
     with strategy.scope():
         model = network()
@@ -82,7 +82,7 @@ def by_strategy(uneven: bool) -> tuple[Step, nn.Module]:
 
 
 def by_hand() -> tuple[Step, nn.Module]:
-    """torch_xla's SPMD: parameters and the batch go into manual sharding, and come out of it."""
+    """Returns steps by torch_xla's SPMD, with parameters and batch in manual sharding."""
     count = xr.global_runtime_device_count()
     mesh = xs.Mesh(np.arange(count), (count,), ("data",))
     model = network().to("xla")
@@ -134,7 +134,7 @@ def by_hand() -> tuple[Step, nn.Module]:
 
 
 def by_torch_xla() -> tuple[Step, nn.Module]:
-    """One device, nothing but torch_xla."""
+    """Returns steps by torch_xla on one device."""
     model = network().to("xla")
     optimizer = make_optimizer(model)
     x, y = digits()
@@ -156,7 +156,7 @@ def by_torch_xla() -> tuple[Step, nn.Module]:
 
 
 def timed(step: Step, steps: int) -> float:
-    """Milliseconds per step of a block."""
+    """Returns the milliseconds per step of a block."""
     began = time.perf_counter()
     for _ in range(steps):
         loss = step()
@@ -171,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
 
     devices = xr.global_runtime_device_count()
-    first, model = by_strategy(uneven=False)  # it turns SPMD on, before the other makes tensors
+    first, model = by_strategy(uneven=False)  # first, since SPMD must be on before tensors are made
     filled, _ = by_strategy(uneven=True)
     other, reference = by_hand() if devices > 1 else by_torch_xla()
     ways = {"fastdist": first, "torch_xla": other, "fastdist, batches filled up": filled}

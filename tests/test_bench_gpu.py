@@ -342,9 +342,12 @@ def test_lists_show_host_and_graph_too() -> None:
 @pytest.mark.parametrize(
     ("placement", "expected"),
     [
-        (SHARED, "2 ranks share GPU 0: the figures say nothing about GPUs that have a rank each"),
+        (SHARED, "2 ranks share GPU 0: not comparable with one rank per GPU"),
         (APART, "each GPU sends 450 GB/s over 18 NVLinks"),
-        (replace(APART, link="", link_gb_per_s=0.0), "what connects the GPUs is not known"),
+        (
+            replace(APART, link="", link_gb_per_s=0.0),
+            "floor -: the links between the GPUs are unknown",
+        ),
     ],
 )
 def test_the_table_says_what_the_gpus_are(placement: Placement, expected: str) -> None:

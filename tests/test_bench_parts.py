@@ -347,7 +347,7 @@ def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
     assert text.row_line(row).split()[9] == "-"
     assert text.list_lines(row)[1].split()[6] == "-"
     assert text.row_object(row)["floor_percent"] is None
-    assert "# floor -: the buffers of all ranks fit the caches" in text.footing(report_of(row))
+    assert "# floor -: the caches hold the buffers of all ranks" in text.footing(report_of(row))
     assert "floor -" not in "".join(text.footing(report_of(row_of(10.0))))
 
 

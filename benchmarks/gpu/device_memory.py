@@ -25,7 +25,7 @@ _SIZES = (2, 1 << 10, 1 << 18)
 
 
 def used_bytes(comm: Any) -> int:
-    """Of the GPU, when all ranks have come here and their work is done. Every rank must call."""
+    """Returns the used memory of the GPU after the work of all ranks. Every rank must call."""
     torch.cuda.synchronize()
     comm.all_gather_object(None)  # the hosts meet
     free, total = torch.cuda.mem_get_info()

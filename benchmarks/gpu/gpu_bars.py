@@ -1,11 +1,10 @@
-"""Checks fastdist's speed and memory on GPUs against the bars that it has to clear.
+"""Checks fastdist's speed and memory on GPUs against the required figures, called bars.
 
     python benchmarks/gpu/gpu_bars.py [--only pack all_reduce list memory] [--time-s 1]
 
-Two ranks share the first GPU that this process may see. Prints a line per bar and writes all of
-them, with the figures that they are made of and facts about the machine, into benchmarks/results.
-Exits with 1 if a bar was missed, with 2 where there is no GPU. Every ratio is made of times that
-were measured side by side in one run; see README.md.
+Two ranks share the first visible GPU. Prints a line per bar and writes all bars, their figures and
+facts about the machine into benchmarks/results. Exits with 1 if a bar was missed, with 2 without a
+GPU. The times of a ratio are measured side by side in one run; see README.md.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MIB = 1 << 20
 
 
 class GpuBench:
-    """Measures for the bars, and keeps what was measured."""
+    """Measures cases for the bars, and keeps the rows."""
 
     def __init__(self, placement: Placement, time_s: float) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -50,7 +49,7 @@ class GpuBench:
         self._effort = Effort(time_s=time_s, bind=False, graph=True)
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
-        """Measures cases next to torch's NCCL, where torch is installed."""
+        """Measures cases side by side with torch's NCCL, if torch is installed."""
         peer = find_cuda_peer("torch")
         engines = [fastdist_engine(_RANKS, "cuda")]
         if isinstance(peer, Engine):
@@ -79,7 +78,7 @@ def pack(bench: GpuBench) -> Iterator[Bar]:
 
 
 def pack_bars(rows: Sequence[dict[str, Any]]) -> Iterator[Bar]:
-    """The bars of what `fastdist bench pack` has found."""
+    """Yields the bars for the rows of `fastdist bench pack`."""
     for row in rows:
         cast = f" as {row['compress']}" if row["compress"] else ""
         name = f"{row['direction']} {row['model']}{cast}"
@@ -116,7 +115,7 @@ def gradient_list(bench: GpuBench) -> Iterator[Bar]:
 
 
 def memory(bench: GpuBench) -> Iterator[Bar]:
-    """Device memory that calls add once, and what many calls add to it."""
+    """Device memory of the first calls, and its growth over many calls."""
     launcher = [sys.executable, "-m", "fastdist", "run", "--no-prefix", "-n", str(_RANKS)]
     output = subprocess.run(
         [*launcher, str(_FOLDER / "device_memory.py")],
@@ -130,9 +129,9 @@ def memory(bench: GpuBench) -> Iterator[Bar]:
 
 
 def memory_bars(figures: Sequence[dict[str, float]]) -> Iterator[Bar]:
-    """The bars of what the ranks of device_memory.py have printed.
+    """Yields the bars for the output of device_memory.py.
 
-    The figures are those of the whole GPU, which all ranks share: any rank's will do.
+    The figures are for the whole GPU, which all ranks share, so that any rank's figures count.
     """
     for figure in ("again", "growth"):
         name = {

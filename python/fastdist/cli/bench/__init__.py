@@ -1,4 +1,4 @@
-"""`fastdist bench OP`: how fast a collective is here, next to what else there is."""
+"""`fastdist bench OP`: measures a collective, side by side with other libraries."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, default_peers_
 PACK = "pack"
 
 _DESCRIPTION = """\
-Measures a collective between processes on this machine. Columns are those of nccl-tests:
+Measures a collective between processes on this machine. The columns are those of nccl-tests:
 p50 and p99 of the slowest rank's time, algbw = bytes / p50, busbw = algbw times the
-collective's bus factor, the number of wrong elements, and the share of the memory floor,
-which is the speed that copying the least possible bytes would have here. On GPUs p50 and p99
-are the time between two events on the GPU, host is the time until a call returns, graph that
-of a replay of a CUDA graph with the call; where each rank has a GPU of its own, floor is the
-share of the speed of what connects them.
+collective's bus factor, the number of wrong elements. floor is the measured speed as a
+percentage of the memory floor: the speed at which memory can copy the minimum number of bytes.
+It is not shown where the caches hold all buffers. On GPUs, p50 and p99 are times between two
+events on the GPU, host is the time until a call returns, and graph is the time of a replay of
+a CUDA graph with the call; where each rank has a GPU of its own, floor is a percentage of the
+speed of the links between GPUs.
 """
 
 
@@ -36,9 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "collective",
         metavar="OP",
         choices=(*COLLECTIVES, PACK),
-        help=f"{', '.join(COLLECTIVES)}; or {PACK}: lists into buckets and out again, on a GPU",
+        help=f"{', '.join(COLLECTIVES)}; or {PACK}: copies lists into and out of buckets on a GPU",
     )
-    what = parser.add_argument_group("what is measured")
+    what = parser.add_argument_group("cases")
     what.add_argument(
         "--sizes",
         default="8:64M",
@@ -46,43 +47,45 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a range 8:256M or a list 8,1K,64K, in bytes (default %(default)s)",
     )
     what.add_argument(
-        "--factor", type=int, default=4, help="from one size of a range to the next (default 4)"
+        "--factor", type=int, default=4, help="ratio of successive sizes of a range (default 4)"
     )
     what.add_argument(
         "--list",
         dest="model",
         choices=MODEL_NAMES,
-        help="instead of sizes: one fused all_reduce of this model's gradients; or what pack packs",
+        help="instead of sizes: this model's gradients, in one fused all_reduce or for pack",
     )
     what.add_argument(
         "--ranks",
         "-n",
         type=int,
-        help="processes (default: usable cores, or GPUs; at least 2)",
+        help="number of processes (default: usable cores, or GPUs; at least 2)",
     )
     what.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="float32")
     what.add_argument("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
     what.add_argument(
         "--device",
         choices=tuple(DEVICE_ARRAYS),
-        help="where arrays lie (default: cpu); ranks share GPUs where there are fewer of them",
+        help="device of the arrays (default: cpu); with fewer GPUs than ranks, ranks share GPUs",
     )
     what.add_argument(
         "--array",
         choices=ARRAYS,
-        help="what fastdist is called with (default: numpy, on GPUs torch); empty: comm.empty, "
+        help="arrays for fastdist's calls (default: numpy, on GPUs torch); empty: comm.empty, "
         "which needs no copy",
     )
-    _add_effort(parser.add_argument_group("how much"))
+    _add_effort(parser.add_argument_group("effort"))
     _add_output(parser)
     parser.set_defaults(handler=_bench)
 
 
 def _add_effort(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--iters", type=int, help="timed calls per case (default: as --time-s allows)"
+        "--iters", type=int, help="timed calls per case (default: as many as fit in --time-s)"
     )
-    group.add_argument("--warmup", type=int, default=5, help="calls before that (default 5)")
+    group.add_argument(
+        "--warmup", type=int, default=5, help="calls before the timed calls (default 5)"
+    )
     group.add_argument(
         "--time-s", type=float, default=1.0, help="seconds per case and engine (default 1)"
     )
@@ -96,7 +99,7 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         "--bind",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="keep each rank on a core of its own, where there are enough",
+        help="bind each rank to a core of its own, if there are enough cores",
     )
     group.add_argument(
         "--graph",
@@ -105,7 +108,10 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         help="on GPUs: also replay a CUDA graph that holds the call",
     )
     group.add_argument(
-        "--timeout-s", type=float, default=300.0, help="an engine silent for so long has failed"
+        "--timeout-s",
+        type=float,
+        default=300.0,
+        help="seconds to wait for an engine",
     )
 
 
@@ -115,26 +121,28 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--vs",
         metavar="PEERS",
         default="",
-        help=f"engines to measure side by side, out of {','.join(PEER_NAMES)}; mpi: every MPI; "
-        f"on GPUs out of {','.join(CUDA_PEER_NAMES)}",
+        help=f"peers to measure side by side: {','.join(PEER_NAMES)}; mpi: every MPI; on GPUs: "
+        f"{','.join(CUDA_PEER_NAMES)}",
     )
     group.add_argument(
         "--peers-dir",
         type=Path,
         default=default_peers_dir(),
-        help="where MPIs are installed, each in a folder of its own (default %(default)s)",
+        help="folder with a folder for each MPI (default %(default)s)",
     )
     group.add_argument(
-        "--json", metavar="FILE", help="write JSON; - writes it to stdout, the table to stderr"
+        "--json",
+        metavar="FILE",
+        help="write JSON; -: JSON to stdout, the table to stderr",
     )
-    group.add_argument("--csv", metavar="FILE", help="write CSV")
+    group.add_argument("--csv", metavar="FILE", help="write CSV to a file")
     group.add_argument(
-        "--plot", metavar="FILE", help="draw latency and bandwidth, e.g. into plot.png"
+        "--plot", metavar="FILE", help="draw latency and bandwidth into a file, such as plot.png"
     )
 
 
 def _bench(options: argparse.Namespace) -> int:
-    # numpy and more: only when it runs
+    # These import numpy.
     if options.collective == PACK:
         from fastdist.cli.bench.pack_command import run_pack
 

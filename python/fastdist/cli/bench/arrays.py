@@ -14,7 +14,7 @@ Array = Any  # a numpy array or a torch tensor
 
 
 class UnsupportedCaseError(Exception):
-    """This engine has no such operation, dtype or array."""
+    """The engine does not support the operation, dtype or array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class ArrayLibrary:
     """Makes, fills and reads one library's arrays.
 
     Attributes:
-        make: (shape, dtype name) to a new array with undefined contents.
-        flat: The array's own memory as one dimension.
-        filler: The bound method that sets every element to its argument.
-        write: Copies a numpy block into a flat array's part.
-        read: A flat array's part as numpy, float32 where numpy lacks the dtype.
-        copy_all: Copies the second list's arrays into those of the first.
+        make: Returns a new array of a shape and a dtype name, with undefined contents.
+        flat: Returns a one-dimensional view of an array.
+        filler: Returns a bound method that sets every element of an array to its argument.
+        write: Copies a numpy block into a part of a flat array.
+        read: Returns a part of a flat array as numpy; float32 if numpy lacks the dtype.
+        copy_all: Copies the arrays of the second list into the arrays of the first list.
     """
 
     make: Callable[[Sequence[int], str], Array]
@@ -54,7 +54,7 @@ def _copy_each(to: Sequence[Array], source: Sequence[Array]) -> None:
 
 
 def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> ArrayLibrary:
-    """numpy arrays, or what another allocator makes of them (`comm.empty`)."""
+    """numpy arrays, from `np.empty` or another allocator such as `comm.empty`."""
     return ArrayLibrary(
         make=make,
         flat=lambda array: array.reshape(-1),
@@ -68,7 +68,7 @@ def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> 
 def torch_arrays(
     device: str = "cpu", make: Callable[[Sequence[int], str], Array] | None = None
 ) -> ArrayLibrary:
-    """torch tensors on a device, or what another allocator makes of them (`comm.empty`)."""
+    """torch tensors on a device, from `torch.empty` or another allocator such as `comm.empty`."""
     torch: Any = importlib.import_module("torch")
 
     def empty(shape: Sequence[int], dtype: str) -> Array:

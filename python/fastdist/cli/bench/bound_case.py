@@ -1,4 +1,4 @@
-"""One engine's call of one case on one rank: its arrays, and the check of its results."""
+"""The call of one case by one engine on one rank, with its arrays and the check of results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fastdist.cli.bench.verify import (
 
 
 class BoundCase:
-    """Holds the arrays of a case and the call on them until it is dropped.
+    """The arrays of a case and the call on them.
 
     Attributes:
         call: The collective.
-        barrier: The engine's own.
-        arrays: How many are passed.
+        barrier: The engine's own barrier.
+        arrays: Number of arrays passed.
     """
 
     def __init__(self, driver: Driver, case: Case, variant: str) -> None:
@@ -59,20 +59,21 @@ class BoundCase:
         return passes, gets
 
     def fill_values(self, iterations: int) -> list[int]:
-        """What this rank writes before each of so many calls."""
+        """Returns the value that this rank writes before each call."""
         case, driver = self._case, self._driver
         return [
             fill_value(driver.rank, i, driver.world_size, case.redop) for i in range(iterations)
         ]
 
     def fill(self, value: float) -> None:
-        """Writes what is passed."""
+        """Sets every element of the passed arrays."""
         for fill in self._fillers:
             fill(value)
 
     def wrong_elements(self, last_iteration: int, calls: Sequence[Call]) -> int:
-        """Wrong elements of the last timed call, and of one more of each of these calls on data
-        that differs per element. Every rank must call.
+        """Counts wrong elements of the last timed call, and of one more run of each of `calls`.
+
+        The data of the additional runs differs per element. Every rank must call.
         """
         case, world_size = self._case, self._driver.world_size
         if case.collective == "barrier":
@@ -83,7 +84,8 @@ class BoundCase:
             for array, phase in with_phases(self._passes):
                 write_input(self._library, array, inputs, self._driver.rank, phase)
             for array in self._gets:
-                self._library.filler(array)(101)  # not in any result: what is left over is seen
+                # No right result has 101, so that elements that are not written count as wrong.
+                self._library.filler(array)(101)
             self.barrier()
             call()
             wrong += self._differing(inputs)
@@ -102,7 +104,7 @@ class BoundCase:
 
 
 def with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
-    """Each array with the number of elements before it, so that all of a list differ."""
+    """Pairs each array with the number of elements before it, so that all arrays differ."""
     result = []
     before = 0
     for array in arrays:

@@ -1,4 +1,4 @@
-"""Buckets for the engines that reduce one array at a time: gradients are copied in and out."""
+"""Buckets for engines that reduce one array at a time; gradients are copied in and out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdist.cli.bench.cases import DTYPE_BYTES
 
 @dataclass(slots=True)
 class Bucket:
-    """A flat array and the gradients that go through it, each with its part of the array."""
+    """A flat array, and its gradients with their parts of the array."""
 
     flat: Array = None
     arrays: list[Array] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Bucket:
 
 
 class Buckets:
-    """Splits a list as DDP does: a bucket is closed by the array that fills it."""
+    """Splits a list as DDP does: the array that fills a bucket closes it."""
 
     def __init__(
         self, library: ArrayLibrary, arrays: Sequence[Array], dtype: str, bucket_bytes: int

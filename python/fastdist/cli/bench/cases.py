@@ -1,4 +1,4 @@
-"""What to measure: message sizes, dtypes, and the cases that a command line asks for."""
+"""Message sizes, dtypes, and the cases of a command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPE_BYTES = {
 }
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
 ARRAYS = ("numpy", "torch", "empty")
-# On each device, the first is what is taken where nothing is said.
+# The first is the default of the device.
 DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8`, `64K`, `1M`, `2GiB` (powers of 1024).
+    """Parses a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024).
 
     Raises:
         ValueError: The text is not a positive size.
@@ -44,11 +44,12 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
-    """Sizes of a range `8:256M`, each `factor` times the one before and the end always included,
-    or of a list `8,1K,64K`.
+    """Parses a range `8:256M` or a list `8,1K,64K` of sizes.
+
+    In a range each size is `factor` times the previous size; the end is always included.
 
     Raises:
-        ValueError: A size is not one, the range runs backwards, or the factor is below 2.
+        ValueError: A size is malformed, the range is descending, or the factor is below 2.
     """
     if ":" not in text:
         return tuple(parse_size(part) for part in text.split(","))
@@ -66,7 +67,7 @@ def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest text that `parse_size` reads as this size."""
+    """Returns the shortest text that `parse_size` parses as this size."""
     for unit in ("G", "M", "K"):
         if size_bytes and size_bytes % _UNITS[unit] == 0:
             return f"{size_bytes // _UNITS[unit]}{unit}"
@@ -79,12 +80,12 @@ class Case:
 
     Attributes:
         collective: A key of `COLLECTIVES`.
-        bytes: The larger of a rank's two buffers; a list's total.
+        bytes: Size of the larger of a rank's two buffers; total size of a list.
         count: Elements of that buffer, or of one rank's block of it.
         dtype: A key of `DTYPE_BYTES`.
-        redop: The reduce op; empty for collectives without.
-        array: What fastdist is called with: `numpy`, `torch`, or `empty` (`comm.empty`).
-        model: A list of this model's gradients instead of one array; empty for one array.
+        redop: The reduce op; empty for collectives without a reduce op.
+        array: Arrays for fastdist's calls: `numpy`, `torch`, or `empty` (`comm.empty`).
+        model: Model whose gradients are the list; empty for one array.
     """
 
     collective: str
@@ -97,14 +98,14 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The size, or the model, as a person says it."""
+        """The size or the model, for messages."""
         return self.model or format_size(self.bytes)
 
 
 def array_case(
     collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str
 ) -> Case:
-    """A case of one array of about `size_bytes`, at least one element per rank or block."""
+    """Returns a case of one array of about `size_bytes`, at least one element per block."""
     spec = COLLECTIVES[collective]
     redop = redop if spec.reduces else ""
     if collective == "barrier":
@@ -116,7 +117,7 @@ def array_case(
 
 
 def list_case(model: str, dtype: str, redop: str, array: str) -> Case:
-    """A case of one fused all-reduce of all of a model's gradients."""
+    """Returns a case of one fused all-reduce of a model's gradients."""
     count = sum(math.prod(shape) for shape in gradient_shapes(model))
     return Case("all_reduce", count * DTYPE_BYTES[dtype], count, dtype, redop, array, model)
 
@@ -129,6 +130,6 @@ def array_cases(
     redop: str = "sum",
     array: str = "numpy",
 ) -> tuple[Case, ...]:
-    """One case per distinct size, in the order given; a barrier has one."""
+    """Returns one case per distinct size, in the given order; one case for a barrier."""
     cases = (array_case(collective, size, world_size, dtype, redop, array) for size in sizes_bytes)
     return tuple(dict.fromkeys(cases))

@@ -1,7 +1,6 @@
 """Messages between the bench and its ranks: one JSON object per line over a Unix socket.
 
-A rank that has nothing to do blocks in `receive`, so it takes no processor time from the engine
-that is being measured.
+An idle rank blocks in `receive` and takes no processor time from the engine that is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _READ_BYTES = 1 << 20
 
 
 class ChannelClosedError(Exception):
-    """The other end has gone."""
+    """The other end closed the connection or sent a malformed message."""
 
 
 class Channel:
@@ -30,20 +29,20 @@ class Channel:
 
     @classmethod
     def connect(cls, path: Path) -> Channel:
-        """Connects to the socket that listens at `path`."""
+        """Connects to the socket at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
         return cls(connection)
 
     def fileno(self) -> int:
-        """For `selectors`."""
+        """Returns the file descriptor, for `selectors`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
         """Sends one message.
 
         Raises:
-            ChannelClosedError: The other end has gone.
+            ChannelClosedError: The connection was closed.
         """
         try:
             self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
@@ -54,17 +53,17 @@ class Channel:
         """Waits for the next message.
 
         Raises:
-            ChannelClosedError: The other end has gone, or sent what is not a message.
+            ChannelClosedError: The connection was closed, or the message is malformed.
         """
         while (message := self.take()) is None:
             self.read()
         return message
 
     def take(self) -> Message | None:
-        """The next message of those that were read, or None; never waits.
+        """Returns the next complete message of the data read so far, or None; never waits.
 
         Raises:
-            ChannelClosedError: The other end sent what is not a message.
+            ChannelClosedError: The message is malformed.
         """
         line, newline, rest = self._pending.partition(b"\n")
         if not newline:
@@ -76,10 +75,10 @@ class Channel:
         return message
 
     def read(self) -> None:
-        """Reads once, waiting for at least a byte.
+        """Reads once; waits for at least one byte.
 
         Raises:
-            ChannelClosedError: The other end has gone, or sends without end.
+            ChannelClosedError: The connection was closed, or a message is too long.
         """
         try:
             data = self._socket.recv(_READ_BYTES)

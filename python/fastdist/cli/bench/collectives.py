@@ -1,7 +1,7 @@
-"""What is measured of each collective: buffers, bus bandwidth, and the least memory traffic.
+"""Buffers, bus factor and minimum memory traffic of each collective.
 
-N is the "bytes" column and n the world size. As in nccl-tests, N is the larger of a rank's two
-buffers, and where that buffer is made of n blocks, "count" is the elements of one block.
+N is the "bytes" column and n the world size. As in nccl-tests, N is the size of the larger of a
+rank's two buffers; if that buffer consists of n blocks, "count" is the elements of one block.
 
 ====================  ==================  ==================  ==============  ===================
 collective            a rank passes       a rank gets         bus factor      floor traffic, bytes
@@ -14,14 +14,14 @@ gather                N/n                 N on the root       (n-1)/n         2N
 scatter               N on the root       N/n                 (n-1)/n         2N
 reduce_scatter        N                   N/n                 (n-1)/n         (n+1)N
 all_to_all            N                   N                   (n-1)/n         2nN
-send_recv (ring)      N to the next       N from the last     1               2nN
+send_recv (ring)      N to the next       N from the previous 1               2nN
 barrier               nothing             nothing             -               -
 ====================  ==================  ==================  ==============  ===================
 
-Floor traffic: every byte that a rank passes is read once and every byte that a rank gets is
-written once, all on one memory system. The floor is that traffic at the speed at which n ranks
-copy at once, where a copy counts what it reads and what it writes. Buffers that fit the caches
-can be faster than that: above 100 % of the floor no memory was involved.
+Floor traffic: every byte that a rank passes is read once, and every byte that a rank gets is
+written once, all in one memory system. The floor is the time of this traffic at the speed of n
+ranks that copy at the same time, where a copy counts the bytes read and the bytes written. The
+floor does not apply to buffers in the caches, which are faster than memory.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Collective:
 
     Attributes:
         name: The method of `Communicator`; `send_recv` is a send to the next rank and a receive
-            from the last.
-        bus_factor: World size to busbw / algbw, nccl-tests' figure.
-        floor_buffers: World size to the floor traffic in units of N.
-        reduces: Takes a reduce op.
-        blocks: Its larger buffer is made of one block per rank.
-        in_place: Its result replaces its input.
+            from the previous rank.
+        bus_factor: Maps the world size to busbw / algbw, as in nccl-tests.
+        floor_buffers: Maps the world size to the floor traffic in units of N.
+        reduces: True if the collective takes a reduce op.
+        blocks: True if the larger buffer consists of one block per rank.
+        in_place: True if the result replaces the input.
     """
 
     name: str
@@ -82,7 +82,7 @@ ROOT = 0
 
 
 def buffer_elements(name: str, count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Elements that a rank passes and gets; 0 is no buffer of that kind, also in place."""
+    """Returns the elements that a rank passes and gets; 0 means no such buffer."""
     every = count * world_size
     at_root = rank == ROOT
     passes, gets = {

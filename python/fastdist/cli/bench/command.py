@@ -1,4 +1,4 @@
-"""Runs `fastdist bench` from its parsed options: engines, table, files."""
+"""Runs `fastdist bench OP`: starts the engines, prints the table, writes the files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run_command(options: argparse.Namespace) -> int:
     """Runs the bench.
 
     Returns:
-        0; 1 if an engine failed or fastdist's results were wrong; 2 for options that make no
-        sense or lack an extra; 130 when interrupted.
+        0; 1 if an engine failed or fastdist's results were wrong; 2 for invalid options or a
+        missing library; 130 if interrupted.
     """
     try:
         plan = make_plan(options)
@@ -118,7 +118,7 @@ def _write_files(options: argparse.Namespace, report: Report) -> None:
 
 @contextlib.contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the bench as Ctrl-C does, so that no rank is left behind."""
+    """Handles SIGTERM like Ctrl-C, so that no rank is left running."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What a rank must know of its engine, and the engines that there are."""
+"""Interface of an engine for a rank, and the table of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdist.cli.bench.gpu import Gpu
 
 Call = Callable[[], object]
 
-# Ways to reduce a list of gradients, by driver; the first is the one that ratios are made with.
+# Ways to reduce a list of gradients, by driver; ratios are made with the first way.
 LIST_VARIANTS = {
     "fastdist": ("list", "one array"),
     "gloo": ("25 MB buckets", "one by one", "coalesced"),
@@ -25,7 +25,7 @@ BUCKET_BYTES = 25 << 20
 
 
 class Driver(Protocol):
-    """One rank's side of an engine. `rank`, `world_size` and `version` are set when it is made."""
+    """One rank's side of an engine."""
 
     rank: int
     world_size: int
@@ -33,23 +33,23 @@ class Driver(Protocol):
 
     @property
     def gpu(self) -> Gpu | None:
-        """Where the calls run that are measured, in its stream's order; None: on the CPU."""
+        """The GPU on which the calls run, in the order of its stream; None for the CPU."""
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """The arrays this engine is called with when fastdist is called with arrays of `kind`."""
+        """Returns the arrays for this engine in a run where fastdist takes arrays of `kind`."""
 
     def barrier_call(self) -> Call:
-        """The engine's own barrier; on GPUs what lets their streams wait for each other."""
+        """Returns the engine's own barrier; on GPUs a call that makes their streams meet."""
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """The collective on these arrays; nothing but the call itself is left to be done.
+        """Binds arrays to the collective; the returned call does nothing else.
 
         Raises:
             UnsupportedCaseError: The engine lacks the operation, reduce op or dtype.
         """
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """An all-reduce in place of a list of arrays, in one of `LIST_VARIANTS`."""
+        """Binds a list of arrays to an all-reduce in place, in one of `LIST_VARIANTS`."""
 
     def close(self) -> None:
         """Leaves the engine. Every rank must call."""
@@ -59,7 +59,7 @@ def open_driver(kind: str, folder: Path) -> Driver:
     """Starts a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
     Args:
-        folder: Private to this run and the same for all ranks, for engines that meet in a file.
+        folder: Folder of this run, the same for all ranks, for engines that meet in a file.
     """
     module = importlib.import_module(f"fastdist.cli.bench.{kind}_driver")
     driver: Driver = module.open_driver(folder)
@@ -73,9 +73,9 @@ def ring_call(
     recv: Callable[[Array, int], object],
     buffers: tuple[Array, Array],
 ) -> Call:
-    """`send_recv` with an engine's blocking calls: to the next rank, from the last.
+    """Returns `send_recv` by blocking calls: to the next rank, from the previous rank.
 
-    Even ranks send first and odd ones receive first, so that no call waits for itself.
+    Even ranks send first and odd ranks receive first, to avoid a deadlock.
     """
     passes, gets = buffers
     to, source = (rank + 1) % world_size, (rank - 1) % world_size

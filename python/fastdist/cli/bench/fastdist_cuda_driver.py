@@ -39,7 +39,7 @@ class FastdistCudaDriver:
         return self.gpu.arrays
 
     def _registered(self, shape: Sequence[int], dtype: str) -> Array:
-        """A tensor in memory of `comm.empty`. Every rank must call."""
+        """Returns a tensor from `comm.empty`. Every rank must call."""
         torch: Any = importlib.import_module("torch")
         device = f"cuda:{self.gpu.device}"
         return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)

@@ -21,7 +21,7 @@ from fastdist.cli.bench.driver import Call, Driver, ring_call
 
 
 class FastdistCalls:
-    """Binds arrays, wherever they lie, to calls of a communicator."""
+    """Binds arrays on any device to calls of a communicator."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -29,7 +29,7 @@ class FastdistCalls:
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         """See `Driver`."""
         comm = self._comm
-        # The default reduce op is left out, as users leave it out.
+        # The default reduce op is omitted, as users do.
         redop = () if case.redop in ("", "sum") else (case.redop,)
         if case.collective == "barrier":
             barrier: Call = comm.barrier

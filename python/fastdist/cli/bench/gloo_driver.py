@@ -1,4 +1,4 @@
-"""Drives torch.distributed's Gloo, with torch tensors whatever fastdist is called with."""
+"""Drives torch.distributed's Gloo, always with torch tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU as an array library drives it: what a measurement on GPUs needs besides arrays."""
+"""Interface of a GPU for measurements, and the assignment of GPUs to ranks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ Call = Callable[[], object]
 
 
 class Gpu(Protocol):
-    """The GPU of this rank, and a stream that is its library's current one."""
+    """The GPU of this rank, and the current stream of its array library."""
 
     device: int
     arrays: ArrayLibrary
     stream: int  # its handle
 
     def event(self) -> Event:
-        """A new event that keeps the time."""
+        """Makes an event that records the time."""
 
     def record(self, event: Event) -> None:
-        """Enqueues it."""
+        """Enqueues an event."""
 
     def is_over(self, event: Event) -> bool:
-        """The stream has come to it."""
+        """Returns True if the stream has reached the event."""
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Between two events that the stream has come to."""
+        """Returns the time between two events that the stream has reached."""
 
     def synchronize(self) -> None:
-        """The host waits for everything that was enqueued."""
+        """Makes the host wait for all enqueued work."""
 
     def copy_call(self, nbytes: int) -> Call:
-        """Enqueues a copy between two buffers of its own."""
+        """Returns a call that enqueues a copy between two new buffers."""
 
     def capture(self, call: Call) -> Call:
-        """Makes a graph of what a call enqueues; returns what enqueues the graph."""
+        """Captures a call in a graph; returns a call that enqueues the graph."""
 
 
 def open_gpu(rank: int) -> Gpu:
@@ -55,20 +55,20 @@ def open_gpu(rank: int) -> Gpu:
 
 
 def gpu_of_rank(rank: int) -> int:
-    """Ranks take GPUs in turn; where there are more ranks than GPUs, some share one."""
+    """Returns the GPU of a rank: ranks take GPUs in turn, and share GPUs if there are too few."""
     return rank % len(_core.cuda_devices())
 
 
 def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
-    """Lets a peer's NCCL run several ranks on one GPU, by the settings that fastdist uses itself.
+    """Lets a peer's NCCL run several ranks on one GPU, with the settings of fastdist's engine.
 
     Args:
-        nccl_version: As `ncclGetVersion` returns it, of the library that the peer has loaded.
+        nccl_version: Result of `ncclGetVersion` of the peer's library.
     """
     if world_size > len(_core.cuda_devices()):
         allow_sharing(nccl_version)
 
 
 def nccl_version_text(version: int) -> str:
-    """`21805` as people write it: 2.18.5."""
+    """Formats `21805` as 2.18.5."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

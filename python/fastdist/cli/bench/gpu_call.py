@@ -1,11 +1,11 @@
 """The timed loops around one engine's call of one case on one rank's GPU.
 
-A call on a GPU enqueues work and returns. Its three times are taken apart from each other:
+A call on a GPU enqueues work and returns. Three times are measured separately:
 
-- of the work, between two events. The stream is kept busy until all calls of a batch are enqueued,
-  so that the time between two events never is one in which the GPU waits for the host;
-- of the host, until the call returns, with the stream busy all the while;
-- of a replay of a graph that holds the call, between two events again.
+- the time of the work, between two events. The stream is kept busy until all calls of a batch are
+  enqueued, so that the GPU never waits for the host between the two events;
+- the time of the host, until the call returns, with the stream busy throughout;
+- the time of a replay of a graph with the call, between two events.
 
 Before each timed call this rank writes its data, and the streams of all ranks wait for each other.
 """
@@ -21,16 +21,16 @@ from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.gpu import Gpu
 from fastdist.cli.bench.measured_call import Times
 
-# Together with what they fill, calls of a batch stay below what a device's queue holds.
+# The calls of a batch, with the fills of their arrays, fit into the queue of a device.
 _MOST_IN_BATCH = 32
 _LEAD_BYTES = 64 << 20
 _FIRST_LEAD_NS = 1_000_000
 _MOST_LEAD_NS = 50_000_000
-_MOST_LEAD_COPIES = 500  # they take places in the device's queue, too
+_MOST_LEAD_COPIES = 500  # copies also take places in the device's queue
 
 
 class Lead:
-    """Copies that keep a stream busy while the host enqueues what comes behind them."""
+    """Copies that keep a stream busy while the host enqueues the calls of a batch."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._copy = gpu.copy_call(_LEAD_BYTES)
@@ -44,13 +44,13 @@ class Lead:
         self._copy_ns = max(1, gpu.elapsed_ns(start, end) // 4)
 
     def enqueue(self, least_ns: int) -> None:
-        """Keeps the stream busy for at least so long, within reason."""
+        """Keeps the stream busy for at least `least_ns`, with a limited number of copies."""
         for _ in range(min(_MOST_LEAD_COPIES, -(-least_ns // self._copy_ns))):
             self._copy()
 
 
 class Batches:
-    """Times what calls enqueue on one GPU, some calls at once."""
+    """Times calls on one GPU, in batches."""
 
     def __init__(self, gpu: Gpu, lead: Lead, most: int) -> None:
         self._gpu = gpu
@@ -61,7 +61,7 @@ class Batches:
         self._behind = gpu.event()
 
     def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
-        """Nanoseconds that each call's work takes; one call of `prepare` goes before each."""
+        """Returns the time of each call's work in ns; a call of `prepare` precedes each call."""
         times_ns: list[int] = []
         gpu = self._gpu
         for first in range(0, len(prepare), self._most):
@@ -77,7 +77,7 @@ class Batches:
         return times_ns
 
     def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
-        """Nanoseconds until each call returns; `prepare` goes before each batch."""
+        """Returns the time until each call returns in ns; `prepare` precedes each batch."""
         times_ns: list[int] = []
         while len(times_ns) < number:
             began = self._begin()
@@ -96,9 +96,9 @@ class Batches:
         return began
 
     def _end(self, began: int) -> None:
-        """Waits for the batch. The next one's lead is as long as this one's needed to be."""
+        """Waits for the batch; makes the next lead longer if this lead was too short."""
         took_ns = perf_counter_ns() - began
-        if self._gpu.is_over(self._behind):  # too short
+        if self._gpu.is_over(self._behind):
             self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))
         self._gpu.synchronize()
 
@@ -116,7 +116,7 @@ class GpuCall:
         self._batches = Batches(gpu, lead, most)
         self._bound.fill(1)
         self._bound.barrier()
-        self._bound.call()  # engines connect now: that cannot be captured
+        self._bound.call()  # engines connect in the first call, which cannot be captured
         gpu.synchronize()
         self._replay: Call | None = None
         self.no_graph = ""
@@ -151,7 +151,7 @@ class GpuCall:
         graph_ns: list[int] = []
         if graph and self._replay is not None:
             graph_ns = self._batches.work_ns(prepared, self._replay)
-        # Last, so that what is checked are these calls' results.
+        # Last, so that the results of these calls are checked.
         times_ns = self._batches.work_ns(prepared, bound.call)
         return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
 

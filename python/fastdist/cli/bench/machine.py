@@ -1,4 +1,4 @@
-"""Facts about this machine that a figure means nothing without."""
+"""Facts about this machine, to interpret the figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -31,16 +31,16 @@ def _processor() -> str:
 
 
 def largest_cache_bytes() -> int:
-    """Size of the last-level cache as far as the kernel tells; 0 where it doesn't."""
+    """Returns the size of the largest cache of core 0; 0 if the kernel does not tell."""
     sizes = [parse_size(path.read_text()) for path in _CPUS.glob("cpu0/cache/index*/size")]
     return max(sizes, default=0)
 
 
 def total_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Total size of the last-level caches of the usable cores; 0 if the kernel does not tell.
+    """Returns the total size of the usable cores' last-level caches; 0 if unknown.
 
     Args:
-        cpus: folder of the kernel with a folder for each core.
+        cpus: The kernel's folder with a folder for each core.
     """
     sizes: dict[str, int] = {}
     for core in os.sched_getaffinity(0):
@@ -56,7 +56,7 @@ def total_cache_bytes(cpus: Path = _CPUS) -> int:
 
 
 def machine_facts() -> dict[str, str]:
-    """Processor, memory, kernel and versions, by name."""
+    """Returns processor, memory, kernel and versions, by name."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
         "processor": _processor(),
@@ -74,7 +74,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """GPUs, the driver's CUDA and the one inside this build, by name."""
+    """Returns the GPUs, and the versions of CUDA of the driver and of this build, by name."""
     devices = _core.cuda_devices()
     versions = (_core.cuda_driver_version(), _core.cuda_runtime_version())
     driver, runtime = (f"{version // 1000}.{version // 10 % 100}" for version in versions)

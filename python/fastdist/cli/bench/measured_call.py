@@ -16,13 +16,13 @@ _SPREAD_NS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What one rank has measured of some calls, in nanoseconds.
+    """Times of one rank's calls in nanoseconds.
 
     Attributes:
-        times_ns: Of each call; on a GPU, of what it has enqueued.
-        wall_ns: Of everything, including what is around the calls.
-        host_ns: Of each call on a GPU, until it returned.
-        graph_ns: Of each replay of a graph with the call.
+        times_ns: Time of each call; on a GPU, time of the enqueued work.
+        wall_ns: Time of the whole loop.
+        host_ns: On a GPU: time until each call returned.
+        graph_ns: Time of each replay of a graph with the call.
     """
 
     times_ns: list[int]
@@ -32,25 +32,26 @@ class Times:
 
 
 class Measured(Protocol):
-    """A case that is bound to arrays and can be timed, on a CPU or on a GPU.
+    """A case bound to arrays, on a CPU or on a GPU.
 
-    `no_graph` says why the call was not captured; empty where it was, or where nobody asked.
+    `no_graph` is the reason why the call was not captured in a graph; empty if it was captured or
+    no graph was requested.
     """
 
     no_graph: str
 
     def time(self, iterations: int, graph: bool) -> Times:
-        """Runs the call so often, and its graph. Every rank must call."""
+        """Times `iterations` calls, and with `graph` as many replays. Every rank must call."""
 
     def wrong_elements(self, graph: bool) -> int:
-        """Wrong elements of the last timed call, and of one more on data that differs per element.
+        """Counts wrong elements of the last timed call, and of another call.
 
-        Every rank must call.
+        The data of the other call differs per element. Every rank must call.
         """
 
 
 class MeasuredCall:
-    """Times calls that are over when they return."""
+    """Times calls that have ended when they return."""
 
     def __init__(self, driver: Driver, case: Case, variant: str) -> None:
         self._bound = BoundCase(driver, case, variant)
@@ -76,8 +77,8 @@ class MeasuredCall:
 def _spread_ranks() -> None:
     """Keeps this rank's core busy until the scheduler has given each rank a core of its own.
 
-    A message wakes ranks on the core that it came from; where they then wait for each other in a
-    loop, a call lasts as long as the scheduler's turns, which says nothing about the engine.
+    A message wakes ranks on the core of its sender. If they waited for each other there, the calls
+    would show the scheduler's time slices and not the speed of the engine.
     """
     end = perf_counter_ns() + _SPREAD_NS
     while perf_counter_ns() < end:
@@ -89,7 +90,7 @@ def _timed_loop(
 ) -> list[int]:
     times_ns = []
     for value in values:
-        fill(value)  # the data is where a computation would have left it: with this rank
+        fill(value)  # leaves the data in this rank's cache, as a computation does
         barrier()
         began = perf_counter_ns()
         call()

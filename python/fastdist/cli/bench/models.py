@@ -1,7 +1,8 @@
-"""Gradient shapes of models that people train, for fused lists of realistic tensors.
+"""Gradient shapes of real models, for fused lists of realistic tensors.
 
-Made from the architectures' hyperparameters, so that neither the models nor their libraries are
-needed; the number of tensors and of parameters is checked against the originals by a test.
+The shapes follow from the hyperparameters of the architectures, so that neither the models nor
+their libraries are needed. A test compares the numbers of tensors and parameters with the
+originals.
 """
 
 from __future__ import annotations
@@ -71,5 +72,5 @@ MODEL_NAMES = tuple(_MODELS)
 
 
 def gradient_shapes(model: str) -> tuple[Shape, ...]:
-    """Shapes of a model's gradients, one per parameter tensor, in the model's order."""
+    """Returns the shapes of a model's gradients, in the order of its parameters."""
     return tuple(_MODELS[model]())

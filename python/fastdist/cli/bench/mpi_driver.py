@@ -1,6 +1,6 @@
-"""Drives an MPI through mpi4py, with numpy arrays whatever fastdist is called with.
+"""Drives an MPI through mpi4py, always with numpy arrays.
 
-A user of torch tensors would call it on `tensor.numpy()`, made once.
+For torch tensors, users of mpi4py would pass `tensor.numpy()`, made once.
 """
 
 from __future__ import annotations

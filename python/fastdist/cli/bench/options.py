@@ -1,4 +1,4 @@
-"""What a command line asks for: cases, effort, engines, GPUs; checked before anything starts."""
+"""Checks the options before the run, and makes cases, effort and engines of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MOST_ITERATIONS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run that can begin.
+    """A checked run.
 
     Attributes:
         ranks: World size.
-        cases: What is measured.
-        effort: How long.
-        engines: fastdist, and the peers that are installed.
-        missing: The peers that are not.
+        cases: The cases to measure.
+        effort: The time to spend.
+        engines: fastdist, and the installed peers.
+        missing: The peers that are not installed.
         placement: The ranks' GPUs; None on CPUs.
     """
 
@@ -48,7 +48,12 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Raises ValueError for options that make no sense, ImportError for a missing extra."""
+    """Makes a plan of the options.
+
+    Raises:
+        ValueError: Options are invalid.
+        ImportError: A library is missing.
+    """
     cases, effort = _cases(options), _effort(options)
     engines, missing = _engines(options)
     placement = _placement(options)
@@ -70,7 +75,7 @@ def _default_ranks(device: str) -> int:
 
 
 def _array(options: argparse.Namespace) -> str:
-    """What fastdist is called with."""
+    """Returns the kind of arrays for fastdist's calls."""
     possible = DEVICE_ARRAYS[options.device]
     array: str = possible[0] if options.array is None else options.array
     if array not in possible:
@@ -82,11 +87,11 @@ def _array(options: argparse.Namespace) -> str:
 
 
 def _placement(options: argparse.Namespace) -> Placement | None:
-    """The ranks' GPUs, where the run is on GPUs."""
+    """Returns the ranks' GPUs; None on CPUs."""
     if options.device == "cpu":
         return None
     if options.collective == "barrier":
-        raise ValueError("barrier is for --device cpu: on GPUs it is the host that waits")
+        raise ValueError("barrier is for --device cpu: on GPUs, the host waits")
     if options.array == "empty" and options.collective in ("gather", "scatter"):
         raise ValueError(
             "--array empty: every rank must call comm.empty for GPUs, and only the root of a "
@@ -159,10 +164,11 @@ def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[Mis
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Finds out before the run what could not be written after it.
+    """Checks before the run that its files can be written.
 
     Raises:
-        ImportError, ValueError: An extra is missing, or a file cannot be written.
+        ImportError: matplotlib is missing.
+        ValueError: A file cannot be written.
     """
     if options.plot:
         check_plot(Path(options.plot))
@@ -171,12 +177,10 @@ def check_files(options: argparse.Namespace) -> None:
             continue
         folder = Path(name).absolute().parent
         if not os.access(folder, os.W_OK):
-            raise ValueError(
-                f"cannot write {name}: {folder} is not a folder that can be written to"
-            )
+            raise ValueError(f"cannot write {name}: {folder} is not a writable folder")
 
 
 def written_lines(options: argparse.Namespace) -> list[str]:
-    """A line for each file that the options ask for."""
+    """Returns a line for each file of the run."""
     names = (options.json, options.csv, options.plot)
     return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

@@ -1,10 +1,10 @@
-"""Measures the kernels that move a list's arrays into buckets and out of them, on one GPU.
+"""Measures the kernels that copy a list's arrays into and out of buckets, on one GPU.
 
-fastdist's kernels take turns with torch's ways: `flatten_dense_tensors`, and out again
+fastdist's kernels take turns with two ways of torch: `flatten_dense_tensors` and
 `unflatten_dense_tensors` with a copy per tensor; and `_foreach_copy_` between the tensors and views
-of one flat tensor. Speeds are bytes read and written per time, and shares of what a plain copy of a
-large buffer reads and writes, measured in the same rounds. Before each call the arrays are written,
-and then so much else that the GPU's cache holds nothing of them.
+of one flat tensor. Speeds are bytes read and written per time, also as a percentage of the speed of
+a plain copy of a large buffer in the same rounds. Before each call the arrays are written, and then
+enough other memory to remove them from the GPU's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST_COPY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackCase:
-    """A list, and what its numbers are cast to on the way; empty: nothing."""
+    """A list of gradients, and the format that packing casts it to; empty: no cast."""
 
     model: str
     dtype: str
@@ -43,25 +43,25 @@ class PackCase:
 
     @property
     def label(self) -> str:
-        """As a person says it."""
+        """Model, dtype and format, for messages."""
         cast = f" as {self.compress}" if self.compress else ""
         return f"{self.model} {self.dtype}{cast}"
 
     @property
     def elements(self) -> int:
-        """Of all arrays."""
+        """Elements of all arrays."""
         return sum(map(math.prod, gradient_shapes(self.model)))
 
     @property
     def traffic_bytes(self) -> int:
-        """Read and written by packing or unpacking."""
+        """Bytes that packing or unpacking reads and writes."""
         wire = WIRE_DTYPES.get(self.compress, self.dtype)
         return self.elements * (DTYPE_BYTES[self.dtype] + DTYPE_BYTES[wire])
 
 
 @dataclass(slots=True)
 class Way:
-    """One way to do one case in one direction, and its times."""
+    """One implementation of one case in one direction, and its times."""
 
     name: str
     direction: str
@@ -72,18 +72,19 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class PackRow:
-    """What was found of one way.
+    """Figures of one way.
 
     Attributes:
-        case: What was moved.
-        way: `fastdist`, or a way of torch's.
+        case: The case.
+        way: `fastdist`, or a way of torch.
         direction: One of `DIRECTIONS`.
-        p50_us, p99_us: Time on the GPU.
-        gb_per_s: Bytes read and written in that time.
-        copy_percent: That speed's share of a plain copy's.
-        times_as_fast: How many times as fast as this way fastdist is.
-        iterations: How many calls were timed.
-        wrong: Elements that the way in and out again has changed.
+        p50_us: Median time on the GPU.
+        p99_us: 99th percentile of the times.
+        gb_per_s: Bytes read and written per median time.
+        copy_percent: Speed as a percentage of a plain copy's speed.
+        times_as_fast: Time of this way divided by fastdist's time.
+        iterations: Number of timed calls.
+        wrong: Elements changed by packing and unpacking.
     """
 
     case: PackCase
@@ -99,12 +100,13 @@ class PackRow:
 
 
 class PackBench:
-    """Times packing and unpacking on one GPU, one case after the other.
+    """Times packing and unpacking on one GPU.
 
     Args:
-        torch_ways: Measure torch's ways, too; the GPU must be torch's.
-        bucket_bytes: A list goes through as many buckets of this size as it takes.
-        rounds: Turns that each way takes, four calls each.
+        gpu: The GPU.
+        torch_ways: Also measure torch's ways; the arrays must be torch tensors.
+        bucket_bytes: Size of the buckets.
+        rounds: Number of turns of each way, with four calls each.
     """
 
     def __init__(self, gpu: Gpu, torch_ways: bool, bucket_bytes: int, rounds: int) -> None:
@@ -117,7 +119,7 @@ class PackBench:
         self.copy_gb_per_s = 0.0
 
     def measure(self, case: PackCase) -> list[PackRow]:
-        """Every way in both directions, in turns."""
+        """Measures every way in both directions, in turns."""
         make, stream = self._gpu.arrays.make, self._gpu.stream
         arrays = [make(shape, case.dtype) for shape in gradient_shapes(case.model)]
         packed = _core.PackedList(
@@ -136,7 +138,7 @@ class PackBench:
         def fill() -> None:
             for filler in fillers:
                 filler(1)
-            self._flush()  # no way finds its data in the cache, nor does the copy
+            self._flush()  # removes the data from the cache, for all ways and the copy
 
         for number in range(self._rounds + 1):
             for way in (copy, *ways):
@@ -150,7 +152,7 @@ class PackBench:
         return [pack_row(case, way, ways[i % 2], speed) for i, way in enumerate(ways)]
 
     def _changed(self, arrays: Sequence[Array], case: PackCase, into: Call, out: Call) -> int:
-        """Elements that are others after they were packed, overwritten and unpacked."""
+        """Counts elements that change when the list is packed, overwritten and unpacked."""
         library = self._gpu.arrays
         inputs = patterned_inputs(1, case.dtype, "")
         phased = list(with_phases(arrays))
@@ -166,7 +168,7 @@ class PackBench:
 
 
 def torch_ways(arrays: Sequence[Array], case: PackCase) -> list[Way]:
-    """torch's ways with tensors of any device: each into one flat tensor, and out of it again."""
+    """Returns torch's ways to copy tensors of any device into a flat tensor and back."""
     torch: Any = importlib.import_module("torch")
     flattening: Any = importlib.import_module("torch._utils")
     wire = getattr(torch, WIRE_DTYPES.get(case.compress, case.dtype))
@@ -193,7 +195,7 @@ def torch_ways(arrays: Sequence[Array], case: PackCase) -> list[Way]:
 
 
 def pack_row(case: PackCase, way: Way, ours: Way, copy_gb_per_s: float) -> PackRow:
-    """Figures of a way from its times, those of ours in the same direction, and a copy's speed."""
+    """Computes the figures of a way from its times, fastdist's times and a copy's speed."""
     p50_ns = statistics.median(way.times_ns)
     speed = case.traffic_bytes / p50_ns
     return PackRow(

@@ -1,4 +1,4 @@
-"""Runs `fastdist bench pack` from its parsed options: cases, table, files."""
+"""Runs `fastdist bench pack`: prints the table, writes the files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WAY_WIDTH = 44
 
 
 def run_pack(options: argparse.Namespace) -> int:
-    """Runs the bench; an exit status as that of `run_command`."""
+    """Runs the bench; returns an exit code as `run_command` does."""
     try:
         cases = pack_cases(options)
         check_files(options)
@@ -55,7 +55,7 @@ def run_pack(options: argparse.Namespace) -> int:
     rows: list[PackRow] = []
     try:
         with shown_progress(file, len(cases)) as progress:
-            progress.line("# fastdist bench pack: gradients into buckets and out of them")
+            progress.line("# fastdist bench pack: copies gradients into and out of buckets")
             progress.line(f"# {placement}; CUDA {machine['cuda driver']}")
             progress.line(heading())
             for case in cases:
@@ -78,21 +78,18 @@ def run_pack(options: argparse.Namespace) -> int:
 
 
 def pack_cases(options: argparse.Namespace) -> list[PackCase]:
-    """Each list as it is and, where its dtype allows, cast to bfloat16 on the way.
+    """Returns each list without a cast and, if its dtype allows, cast to bfloat16.
 
     Raises:
-        ValueError: An option is for collectives only, or not for this.
+        ValueError: An option is invalid for pack.
     """
     for name in ("ranks", "plot"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is for collectives, not for pack")
     if options.device == "cpu":
-        raise ValueError("pack is for GPUs: the engine for CPUs has no buckets")
+        raise ValueError("pack is for GPUs: the host engine has no buckets")
     if options.vs not in ("", "torch"):
-        raise ValueError(
-            f"expected --vs torch, whose ways to flatten lists pack is compared with, "
-            f"got {options.vs!r}"
-        )
+        raise ValueError(f"expected --vs torch, which also flattens lists, got {options.vs!r}")
     if options.array not in (None, "torch"):
         raise ValueError(f"expected --array torch, got {options.array!r}")
     if options.iters is not None and options.iters < 1:
@@ -116,13 +113,13 @@ def pack_warnings(rows: Sequence[PackRow]) -> list[str]:
 
 
 def heading() -> str:
-    """The names of the columns."""
+    """Returns the line of column names."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     return "# list, way and direction".ljust(_WAY_WIDTH) + names
 
 
 def row_line(row: PackRow) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     is_ours = row.way == "fastdist"
     cells = (
         f"{row.p50_us:.1f}",
@@ -158,7 +155,7 @@ def _write_files(
 
 
 def row_object(row: PackRow) -> dict[str, Any]:
-    """A row as JSON and CSV can hold it."""
+    """Converts a row for JSON and CSV."""
     fields = asdict(row)
     case = fields.pop("case")
     figures = {

@@ -1,7 +1,7 @@
-"""The engines that can be measured: which there are, how each is found and how it is started.
+"""Finds the engines that can be measured, and the command that starts each engine.
 
-The wheels of Open MPI, MPICH and Intel MPI overwrite each other and mpi4py in one environment, so
-each of them is looked for in a prefix of its own, `<peers directory>/<name>`, and then in the
+The wheels of Open MPI, MPICH and Intel MPI overwrite each other and mpi4py in one environment. Each
+MPI is therefore looked up in a prefix of its own, `<peers directory>/<name>`, and then in the
 current environment.
 """
 
@@ -26,11 +26,12 @@ class Engine:
     """An engine that can be started.
 
     Attributes:
-        name: As the user says it.
-        driver: The key of `LIST_VARIANTS` that drives it.
-        command: What starts its ranks; the worker's arguments are added.
-        environment: Variables beyond the current ones.
-        per_rank: One process per rank is started, with RANK and WORLD_SIZE set, not a launcher.
+        name: Name on the command line.
+        driver: Key of `LIST_VARIANTS`.
+        command: Command that starts the ranks; the worker's arguments are appended.
+        environment: Additional environment variables.
+        per_rank: Run the command once per rank with RANK and WORLD_SIZE set; else the command is
+            a launcher.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class MissingPeer:
-    """A peer that is not installed, and the command that brings it."""
+    """A peer that is not installed, and the command that installs it."""
 
     name: str
     install: str
@@ -54,7 +55,7 @@ class MissingPeer:
 @dataclass(frozen=True, slots=True)
 class _Mpi:
     package: str
-    signature: str  # in what its `mpiexec --version` prints
+    signature: str  # part of the output of its `mpiexec --version`
     prefix_variable: str
 
 
@@ -69,13 +70,13 @@ CUDA_PEER_NAMES = ("torch",)
 
 
 def default_peers_dir() -> Path:
-    """Where MPIs are looked for: `fastdist/peers` in the user's cache directory."""
+    """Returns the folder of MPIs: `fastdist/peers` in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "fastdist" / "peers"
 
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
-    """Names of a comma list; `mpi` stands for every MPI.
+    """Parses a comma-separated list of peers; `mpi` stands for every MPI.
 
     Raises:
         ValueError: A name is not a peer on this device.
@@ -98,14 +99,14 @@ def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
 
 
 def fastdist_engine(ranks: int, device: str = "cpu") -> Engine:
-    """fastdist through its own launcher."""
+    """Returns fastdist, started by its own launcher."""
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     driver = "fastdist" if device == "cpu" else "fastdist_cuda"
     return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
 
 
 def find_cuda_peer(name: str) -> Engine | MissingPeer:
-    """A peer of `CUDA_PEER_NAMES`, ready to be started."""
+    """Finds a peer of `CUDA_PEER_NAMES`."""
     if importlib.util.find_spec("torch") is None:
         return MissingPeer(name, "pip install torch")
     command = (sys.executable, *_WORKER)
@@ -113,7 +114,7 @@ def find_cuda_peer(name: str) -> Engine | MissingPeer:
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
-    """A peer of `PEER_NAMES`, ready to be started with so many ranks."""
+    """Finds a peer of `PEER_NAMES` for a number of ranks."""
     if name == "gloo":
         return _find_gloo()
     mpi = _MPIS[name]
@@ -137,7 +138,7 @@ def _find_gloo() -> Engine | MissingPeer:
 
 
 def _site_packages(prefix: Path) -> Path | None:
-    """Where pip has put this Python's mpi4py under a prefix."""
+    """Returns the folder with this Python's mpi4py under a prefix."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for pattern in (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages"):
         for folder in prefix.glob(pattern):

@@ -1,4 +1,4 @@
-"""Which GPUs the ranks have, and what connects them."""
+"""The GPUs of the ranks, and the links between GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdist.cli.bench.gpu import gpu_of_rank
 
 _QUERY_TIMEOUT_S = 30
 _NVLINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
-# GB/s of a lane in one direction, by generation, its encoding taken off.
+# GB/s of a lane in one direction, by generation, without the encoding overhead.
 _PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
@@ -21,10 +21,10 @@ class Placement:
     """The GPUs of a run on one machine.
 
     Attributes:
-        names: Of all GPUs that there are.
-        of_rank: Each rank's GPU.
-        link: What connects a GPU with others, for people; empty where that is not known.
-        link_gb_per_s: Its speed in one direction; 0 where that is not known.
+        names: Names of all GPUs.
+        of_rank: GPU of each rank.
+        link: Kind of the links between GPUs, for messages; empty if unknown.
+        link_gb_per_s: Speed of a GPU's links in one direction; 0 if unknown.
     """
 
     names: tuple[str, ...]
@@ -34,12 +34,12 @@ class Placement:
 
     @property
     def is_shared(self) -> bool:
-        """Some ranks have the same GPU."""
+        """True if two ranks have the same GPU."""
         return len(set(self.of_rank)) < len(self.of_rank)
 
     @property
     def sharing(self) -> str:
-        """`2 ranks share GPU 0`, for every shared GPU; empty where each rank has its own."""
+        """`2 ranks share GPU 0`, for every shared GPU; empty if each rank has its own GPU."""
         counts = {gpu: self.of_rank.count(gpu) for gpu in sorted(set(self.of_rank))}
         return ", ".join(f"{n} ranks share GPU {gpu}" for gpu, n in counts.items() if n > 1)
 
@@ -50,10 +50,10 @@ class Placement:
 
 
 def place_ranks(ranks: int) -> Placement:
-    """The GPUs that ranks of a run take.
+    """Returns the GPUs of the ranks of a run.
 
     Raises:
-        ValueError: There is no GPU; the message says why.
+        ValueError: No GPU can be used; the message has the reason.
     """
     devices = _core.cuda_devices()
     if not devices:
@@ -64,7 +64,7 @@ def place_ranks(ranks: int) -> Placement:
 
 
 def _link(gpu: int) -> tuple[str, float]:
-    # nvidia-smi numbers all GPUs, this process perhaps only those that it may see: it asks by name.
+    # nvidia-smi numbers all GPUs, this process only its visible GPUs; UUIDs are unambiguous.
     uuid = _core.cuda_devices()[gpu].uuid
     nvlinks = _nvidia_smi("nvlink", "--status", "-i", uuid)
     speed = nvlink_gb_per_s(nvlinks)
@@ -75,12 +75,12 @@ def _link(gpu: int) -> tuple[str, float]:
 
 
 def nvlink_gb_per_s(status: str) -> float:
-    """All links of a GPU together, of what `nvidia-smi nvlink --status` prints; 0: it has none."""
+    """Returns the sum of a GPU's links in the output of `nvidia-smi nvlink --status`."""
     return sum(map(float, _NVLINK.findall(status)))
 
 
 def pcie_link(line: str) -> tuple[str, float]:
-    """A PCIe link's name and speed in GB/s, of `5, 16`: generation and lanes."""
+    """Returns the name and speed in GB/s of a PCIe link given as `5, 16`: generation, lanes."""
     match = re.fullmatch(r"\s*(\d+), *(\d+)\s*", line)
     if match is None or int(match[1]) not in _PCIE_LANE_GB_PER_S:
         return "", 0.0

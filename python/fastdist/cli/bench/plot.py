@@ -1,4 +1,4 @@
-"""A report as a picture: latency and bus bandwidth over message size; one case as bars."""
+"""Draws a report: latency and bus bandwidth over message size; a single case as bars."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def write_plot(report: Report, path: Path) -> None:
     """Draws a report into a file of any type that matplotlib writes.
 
     Raises:
-        ImportError, ValueError: As `check_plot`.
+        ImportError: See `check_plot`.
+        ValueError: See `check_plot`.
     """
     check_plot(path)
     from matplotlib.figure import Figure
@@ -132,7 +133,7 @@ def _draw_engine(
 
 def _floor(report: Report, row: Row, figure: str) -> float:
     least_us = row.floor_us
-    if not _is_link(report):  # of all rows' copies, not of this row's: a straight line
+    if not _is_link(report):  # by the copies of all rows: a straight line
         least_us = floor_us(row.case, report.ranks, report.copy_gb_per_s)
     if figure == "p50_us" or not least_us:
         return least_us

@@ -1,4 +1,4 @@
-"""One engine's ranks as processes: started, told what to do, and ended without leaving any."""
+"""Runs the ranks of one engine as processes, and ends all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdist.cli.bench.peers import Engine
 from fastdist.cluster.launch import JOB_VARIABLE
 from fastdist.errors import FastdistError
 
-# What a launcher of the bench itself may have set: its ranks' own launchers say it anew.
+# Set by a launcher around the bench; the ranks' own launchers set them again.
 _LAUNCH_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
 )
@@ -48,7 +48,7 @@ class EngineError(FastdistError):
 
 
 class EngineProcesses:
-    """The ranks of one engine and the channel to each; owns its processes."""
+    """The processes of one engine's ranks, and the channel to each rank."""
 
     def __init__(self, engine: Engine, ranks: int, socket_path: Path) -> None:
         self.engine = engine
@@ -92,11 +92,11 @@ class EngineProcesses:
 
     @property
     def connected(self) -> bool:
-        """Every rank has a channel."""
+        """True if every rank has a channel."""
         return len(self._channels) == self._ranks
 
     def adopt(self, rank: int, connection: socket.socket, channel: Channel) -> None:
-        """Takes the channel of a rank that has connected."""
+        """Takes over the channel of a connected rank."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("3i", credentials)
         self._pids.append(pid)
@@ -105,7 +105,7 @@ class EngineProcesses:
         self._channels[rank] = channel
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
-        """Sends a message to every rank and waits for all replies, in the order of ranks.
+        """Sends a message to every rank; returns the replies in the order of ranks.
 
         Raises:
             EngineError: A rank failed, ended, or has not answered in time.
@@ -118,7 +118,7 @@ class EngineProcesses:
         return self.replies(timeout_s)
 
     def replies(self, timeout_s: float) -> list[Message]:
-        """Waits for one message of every rank.
+        """Waits for one message from every rank.
 
         Raises:
             EngineError: A rank failed, ended, or has not answered in time.
@@ -153,7 +153,7 @@ class EngineProcesses:
         received[rank] = message
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
-        _wait_all(self._launched, _LAST_WORDS_S)  # launchers say why when they end
+        _wait_all(self._launched, _LAST_WORDS_S)  # launchers print the reason when they end
         self._fail(f"rank {rank} {what}", self._output())
 
     def fail_late(self, timeout_s: float) -> NoReturn:
@@ -184,11 +184,11 @@ class EngineProcesses:
                 self._fail(what, self._output())
 
     def _output(self) -> str:
-        """The text that the engine's processes have printed."""
+        """Returns the output of the engine's processes."""
         return self._log.read_text(errors="replace").strip() if self._log.exists() else ""
 
     def close(self) -> None:
-        """Lets the ranks leave the engine; those that don't are killed."""
+        """Lets the ranks leave the engine; kills ranks that do not end."""
         try:
             for channel in self._channels.values():
                 channel.send({"command": "quit"})
@@ -198,7 +198,7 @@ class EngineProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """Ends what still runs, at once."""
+        """Ends the remaining processes at once."""
         for process in self._launched:
             if process.poll() is None:
                 process.terminate()
@@ -219,7 +219,7 @@ class EngineProcesses:
 
 
 def reason_in(output: str) -> str:
-    """The line of a program's output that says why it failed; empty if it printed nothing.
+    """Returns the line of a failed program's output with the reason; empty without output.
 
     The last line that names an exception, else the first line with a word in it.
     """
@@ -231,7 +231,7 @@ def reason_in(output: str) -> str:
 
 
 def _runs_worker(pid: int, socket_path: Path) -> bool:
-    """The process is still a rank of this run: its number was not given to another."""
+    """Returns True if the process is a rank of this run and its number was not reused."""
     try:
         return str(socket_path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

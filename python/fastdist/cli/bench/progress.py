@@ -1,6 +1,6 @@
-"""Shows that the bench goes on: a bar on a terminal where rich is installed, nothing elsewhere.
+"""Shows the progress of the bench: a bar on a terminal if rich is installed.
 
-The bar is drawn between measurements only, never by a thread that would take a core from them.
+The bar is drawn between measurements only, never by a thread that takes a core from them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol, TextIO
 
 
 class Progress(Protocol):
-    """Where the table's lines and the steps between them go."""
+    """Output of the table's lines and of the progress between them."""
 
     def line(self, text: str) -> None:
         """Prints a line."""
 
     def begin(self, label: str) -> None:
-        """What is measured from now on."""
+        """Starts the measurement with this label."""
 
     def step(self) -> None:
-        """One of all steps is done."""
+        """Counts a finished step."""
 
 
 class _PlainProgress:
@@ -69,9 +69,9 @@ class _BarProgress:
 
 @contextmanager
 def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
-    """A bar of so many steps under the lines, if `file` is a terminal.
+    """Shows a bar of `steps` steps below the lines, if `file` is a terminal.
 
-    Without rich a terminal gets a line per size on stderr instead.
+    Without rich, a terminal gets a line per size on stderr instead.
     """
     if not file.isatty():
         yield _PlainProgress(file, None)

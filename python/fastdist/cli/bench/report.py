@@ -1,4 +1,4 @@
-"""A report as a table that grows line by line, as JSON, and as CSV."""
+"""Formats a report as a table, line by line, as JSON, and as CSV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLUMNS = (
     ("floor", 6),
 )
 _UNITS = ("", "", "", "", "us", "us", "GB/s", "GB/s", "", "%")
-# On GPUs they stand behind the others.
+# Additional columns on GPUs.
 _GPU_COLUMNS = (("host", 9), ("graph", 10))
 _PEER_WIDTH = 10
 _RATIO_WIDTH = 7
@@ -31,7 +31,7 @@ _WAY_WIDTH = 26
 
 
 def heading(report: Report, title: str) -> list[str]:
-    """What is above the table: machine, engines, and what the columns mean."""
+    """Returns the lines above the table: machine, engines, warnings."""
     machine = report.machine
     lines = [
         f"# fastdist bench {title}, {report.ranks} ranks",
@@ -48,7 +48,7 @@ def heading(report: Report, title: str) -> list[str]:
 
 
 def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
-    """The two lines of column names and units; peers stand at the right."""
+    """Returns the two lines of column names and units; peers are on the right."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     units = "".join(unit.rjust(width) for unit, (_, width) in zip(_UNITS, _COLUMNS, strict=True))
     host = ""
@@ -64,7 +64,7 @@ def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """One line of the table."""
+    """Formats one line of the table."""
     case, ours = row.case, row.ours
     moves = case.bytes > 0
     cells = (
@@ -93,7 +93,7 @@ def row_line(row: Row) -> str:
 
 
 def _gpu_cells(measured: Measurement) -> str:
-    """The host's time and a graph's; nothing on CPUs."""
+    """Formats the times of the host and of a graph; empty on CPUs."""
     if measured.host_us is None:
         return ""
     times = (measured.host_us, measured.graph_us)
@@ -103,7 +103,7 @@ def _gpu_cells(measured: Measurement) -> str:
 
 
 def list_lines(row: Row) -> list[str]:
-    """A table of the ways to reduce one list, a line each."""
+    """Formats a table of the ways to reduce one list, one line per way."""
     ours = row.ours
     columns = (("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7))
     names = "# engine and way".ljust(_WAY_WIDTH)
@@ -135,7 +135,7 @@ def list_lines(row: Row) -> list[str]:
 
 
 def row_notes(row: Row) -> Iterator[str]:
-    """What a line cannot say: why a peer has no figures, and whose results are wrong."""
+    """Yields reasons for missing figures, and engines with wrong results."""
     for measured in (row.ours, *row.others):
         if measured.no_graph:
             yield f"# {measured.engine}: {measured.no_graph}"
@@ -147,15 +147,13 @@ def row_notes(row: Row) -> Iterator[str]:
 
 
 def footing(report: Report) -> list[str]:
-    """What is below the table."""
+    """Returns the lines below the table: floor, units, warnings."""
     lines = ["#", *_floor_lines(report)]
     if any(row.others for row in report.rows):
-        lines.append("# ratio: how many times as fast as the peer fastdist is")
+        lines.append("# ratio: the peer's time divided by fastdist's")
     if report.placement is not None:
-        lines.append(
-            "# p50, p99: of the work on the GPU, between events; host: until a call returns"
-        )
-        lines.append("# graph: of a replay of a CUDA graph with the call; -: none")
+        lines.append("# p50, p99: work on the GPU, between events; host: time until a call returns")
+        lines.append("# graph: replay of a CUDA graph with the call; -: no graph")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
     lines += [f"# warning: {warning}" for warning in report.call_warnings]
@@ -169,21 +167,21 @@ def _floor_lines(report: Report) -> list[str]:
     )
     placement = report.placement
     if placement is None:
-        lines = [f"{copies}; floor: the share of the speed that this allows"]
+        lines = [f"{copies}; floor: % of the speed at this bandwidth"]
         if any(row.fits_caches for row in report.rows):
-            lines.append("# floor -: the buffers of all ranks fit the caches")
+            lines.append("# floor -: the caches hold the buffers of all ranks")
         return lines
     if placement.is_shared:
         return [
-            f"# {placement.sharing}: the figures say nothing about GPUs that have a rank each",
-            f"{copies}; floor: the share of the speed that this allows",
+            f"# {placement.sharing}: not comparable with one rank per GPU",
+            f"{copies}; floor: % of the speed at this bandwidth",
         ]
     if not placement.link_gb_per_s:
-        return [copies, "# what connects the GPUs is not known: no share of its speed"]
+        return [copies, "# floor -: the links between the GPUs are unknown"]
     return [
         copies,
-        f"# each GPU sends {placement.link_gb_per_s:.0f} GB/s over {placement.link}; floor: the "
-        "share of that which busbw has",
+        f"# each GPU sends {placement.link_gb_per_s:.0f} GB/s over {placement.link}; floor: busbw "
+        "as % of that",
     ]
 
 
@@ -220,7 +218,7 @@ def _figures(measured: Measurement) -> dict[str, Any]:
 
 
 def row_object(row: Row) -> dict[str, Any]:
-    """A row as JSON can hold it."""
+    """Converts a row for JSON."""
     peers: dict[str, Any] = {}
     for other in row.others:
         ratio = row.times_as_fast(other)
@@ -240,7 +238,7 @@ def row_object(row: Row) -> dict[str, Any]:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """A report as JSON can hold it; `peers` has every peer and every other way to reduce a list."""
+    """Converts a report for JSON; `peers` has every peer and every other way to reduce a list."""
     placement = report.placement
     on_gpus = {}
     if placement is not None:
@@ -266,7 +264,7 @@ def write_json(report: Report, file: TextIO) -> None:
 
 
 def write_csv(report: Report, file: TextIO) -> None:
-    """Writes a line per case; each peer has a column for its p50, its ratio, its host's time."""
+    """Writes a line per case, with columns for the p50, ratio and host time of each peer."""
     lines = []
     for row in map(row_object, report.rows):
         peers = row.pop("peers")

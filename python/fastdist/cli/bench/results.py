@@ -1,4 +1,4 @@
-"""What a run of the bench has found, and how figures follow from times."""
+"""Results of a run of the bench, and the computation of figures from times."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ class Measurement:
 
     Attributes:
         engine: The engine, or `engine: variant` for one of several ways to reduce a list.
-        p50_us: Median over iterations of the slowest rank's time, microseconds.
-        p99_us: Their 99th percentile.
+        p50_us: Median over iterations of the slowest rank's time, in microseconds.
+        p99_us: 99th percentile of the same times.
         algbw: bytes / p50, GB/s.
         busbw: algbw times the collective's bus factor, GB/s.
-        iterations: How many were timed.
-        wrong: Wrong elements over all ranks; None where nothing was checked.
-        unsupported: Why there are no figures (they are 0 then); empty where there are.
-        host_us: On GPUs: median time until the call returns, of the slowest rank; else None.
-        host_p99_us: Their 99th percentile.
-        graph_us: On GPUs: median time of a replay of a graph with the call; None where there is
-            none.
-        no_graph: Why the call could not be captured.
+        iterations: Number of timed calls.
+        wrong: Wrong elements over all ranks; None if nothing was checked.
+        unsupported: Reason for missing figures, which are then 0; else empty.
+        host_us: On GPUs: median time until the call returns, on the slowest rank; else None.
+        host_p99_us: 99th percentile of the same times.
+        graph_us: On GPUs: median time of a replay of a graph with the call; None without a graph.
+        no_graph: Reason why the call could not be captured in a graph.
     """
 
     engine: str
@@ -51,12 +50,13 @@ class Row:
     """All engines' figures for one case.
 
     Attributes:
-        floor_us: The least time that its memory traffic takes, or the links between GPUs need; 0
-            for a barrier, and where their speed is not known.
-        ours: fastdist.
-        others: Peers, and other ways to reduce a list.
-        fits_caches: True if the caches hold the buffers of all ranks, so that the floor, which is
-            made of the memory's speed, does not apply.
+        case: The case.
+        floor_us: Minimum time of the memory traffic, or of the traffic on the links between GPUs;
+            0 for a barrier, and if the speed is unknown.
+        ours: Figures of fastdist.
+        others: Figures of peers, and of other ways to reduce a list.
+        fits_caches: True if the caches hold the buffers of all ranks; the floor, which follows from
+            the speed of the memory, does not apply then.
     """
 
     case: Case
@@ -72,15 +72,15 @@ class Row:
 
     @property
     def floor_percent(self) -> float:
-        """How much of the floor's speed fastdist reaches."""
+        """fastdist's speed as a percentage of the floor's."""
         return 100 * self.floor_us / self.ours.p50_us
 
     def times_as_fast(self, other: Measurement) -> float | None:
-        """How many times as fast as another fastdist is; None where the other has no figures."""
+        """Returns another engine's time divided by fastdist's; None without figures."""
         return other.p50_us / self.ours.p50_us if other.p50_us else None
 
     def host_times_as_fast(self, other: Measurement) -> float | None:
-        """The same of the host's time per call; None on CPUs too."""
+        """Returns the same ratio of the host's times; None on CPUs."""
         if other.host_us is None or not self.ours.host_us:
             return None
         return other.host_us / self.ours.host_us
@@ -94,11 +94,12 @@ class Report:
         ranks: World size.
         machine: Facts by name.
         engines: Version by engine.
-        missing: Peers that were asked for but are not installed, each with its pip command.
+        missing: Requested peers that are not installed, each with its pip command.
+        copy_gb_per_s: GB/s that all ranks read and write when they copy at the same time.
+        rows: A row per case.
         placement: The ranks' GPUs; None on CPUs.
-        copy_gb_per_s: What all ranks copying at once move (read and written), GB/s.
         failed: Peers that failed to start, each with the reason.
-        load: The machine's load average before the run.
+        load: Load average of the machine before the run.
     """
 
     ranks: int
@@ -127,17 +128,17 @@ class Report:
 
     @property
     def wrong(self) -> int:
-        """fastdist's wrong elements over all rows."""
+        """Number of fastdist's wrong elements over all rows."""
         return sum(row.ours.wrong or 0 for row in self.rows)
 
 
 def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
-    """Per iteration the longest of the ranks' times."""
+    """Returns the longest of the ranks' times for each iteration."""
     return [max(ranks) for ranks in zip(*times_ns, strict=True)]
 
 
 def p99_ns(times_ns: Sequence[int]) -> int:
-    """Their 99th percentile."""
+    """Returns the 99th percentile."""
     ordered = sorted(times_ns)
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
@@ -145,7 +146,7 @@ def p99_ns(times_ns: Sequence[int]) -> int:
 def measurement(
     engine: str, case: Case, world_size: int, times_ns: Sequence[int], wrong: int | None
 ) -> Measurement:
-    """Figures of one engine from the slowest rank's times."""
+    """Computes the figures of one engine from the slowest rank's times."""
     p50_ns = statistics.median(times_ns)
     return Measurement(
         engine=engine,
@@ -159,31 +160,32 @@ def measurement(
 
 
 def busbw(case: Case, world_size: int, time_ns: float) -> float:
-    """nccl-tests' bus bandwidth of a call that takes so long, GB/s."""
+    """Returns the bus bandwidth of a call as in nccl-tests, in GB/s."""
     return case.bytes / time_ns * COLLECTIVES[case.collective].bus_factor(world_size)
 
 
 def median_us(times_ns: Sequence[int]) -> float | None:
-    """Microseconds; None of nothing."""
+    """Returns the median in microseconds; None without times."""
     return statistics.median(times_ns) / 1e3 if times_ns else None
 
 
 def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
-    """Microseconds that a case takes where its bus bandwidth is that of a GPU's links; 0 where
-    that is not known.
+    """Returns the time of a case in µs if its bus bandwidth is that of a GPU's links.
+
+    Returns 0 if the speed of the links is unknown.
     """
     factor = COLLECTIVES[case.collective].bus_factor(world_size)
     return factor * case.bytes / link_gb_per_s / 1e3 if link_gb_per_s else 0.0
 
 
 def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:
-    """Microseconds that a case's least memory traffic takes at the copy bandwidth."""
+    """Returns the time in µs of a case's minimum memory traffic at the copy bandwidth."""
     buffers = COLLECTIVES[case.collective].floor_buffers(world_size)
     return buffers * case.bytes / copy_gb_per_s / 1e3
 
 
 def buffer_bytes(case: Case, world_size: int) -> int:
-    """Bytes of all ranks' buffers together."""
+    """Returns the total size of all ranks' buffers."""
     if case.model:
         return world_size * case.bytes
     elements = sum(

@@ -1,9 +1,9 @@
 """Runs cases on all engines side by side.
 
 Every engine's ranks are started once and stay alive, blocked on their channel while another engine
-is measured. A case is measured in rounds, and in every round all engines take their turn, one
-right after the other, so that whatever else the machine does slows all of them alike; the copy
-bandwidth that the floor is made of is measured in the same rounds.
+is measured. A case is measured in rounds. In every round all engines take turns, so that other load
+of the machine slows all engines alike. The copy bandwidth for the floor is measured in the same
+rounds.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ _MOST_ITERATIONS = 20_000  # per round
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured per case and engine.
+    """The effort per case and engine.
 
     Attributes:
-        time_s: Seconds to spend, where `iterations` is not given.
-        iterations: Timed calls in all; None: as many as fit in `time_s`.
-        warmup: Calls before that are not counted.
-        rounds: Turns that each engine takes.
+        time_s: Seconds to spend, if `iterations` is None.
+        iterations: Number of timed calls; None: as many as fit in `time_s`.
+        warmup: Number of calls before the timed calls.
+        rounds: Number of turns of each engine.
         check: Verify results.
-        bind: Keep each rank on a core of its own, where there are enough.
-        timeout_s: An engine that doesn't answer for so long has failed.
-        graph: On GPUs: also replay a graph that holds the call.
+        bind: Bind each rank to a core of its own, if there are enough cores.
+        timeout_s: Seconds to wait for an answer of an engine.
+        graph: On GPUs: also replay a graph with the call.
     """
 
     time_s: float = 1.0
@@ -111,7 +111,7 @@ class Session:
         effort: Effort,
         placement: Placement | None = None,
     ) -> None:
-        """`placement`: the GPUs of the ranks, for engines that call with arrays there."""
+        """`placement`: GPUs of the ranks; None for arrays on CPUs."""
         self._effort = effort
         self._placement = placement
         self._ranks = ranks
@@ -162,7 +162,7 @@ class Session:
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineProcesses) -> Iterator[None]:
-        """Goes on without a peer that fails to start; raises if fastdist does."""
+        """Removes a peer that fails to start; raises if fastdist fails."""
         try:
             yield
         except EngineError as error:
@@ -192,13 +192,13 @@ class Session:
         try:
             hello = channel.receive()
         except ChannelClosedError:
-            return  # its launcher says why
+            return  # its launcher reports the error
         for engine in list(self._engines):
             if engine.engine.name == hello["engine"]:
                 with self._may_fail(engine):
                     engine.adopt(int(hello["rank"]), connection, channel)
                 return
-        channel.close()  # of an engine that has failed since
+        channel.close()  # the engine has failed since
 
     def _end(self, kill: bool) -> None:
         try:
@@ -215,12 +215,12 @@ class Session:
 
     @property
     def versions(self) -> dict[str, str]:
-        """What each engine says it is, by name."""
+        """The version of each engine, by name."""
         return {engine.engine.name: engine.version for engine in self._engines}
 
     @property
     def copy_gb_per_s(self) -> float:
-        """Bytes read and written per second by all ranks copying at once, so far."""
+        """GB/s that all ranks read and write when they copy at the same time, so far."""
         return self._bandwidth(self._copies_ns)
 
     def _bandwidth(self, copies_ns: Sequence[int]) -> float:
@@ -235,7 +235,7 @@ class Session:
             on_round: Called after each of `Effort.rounds` rounds.
 
         Raises:
-            EngineError: A rank failed, or fastdist lacks what the case asks for.
+            EngineError: A rank failed, or fastdist does not support the case.
         """
         contenders = [
             _Contender(engine, variant)
@@ -289,7 +289,7 @@ class Session:
         return True
 
     def _iterations(self, contender: _Contender) -> int:
-        """Warms up, and returns the number of iterations per round."""
+        """Warms up; returns the number of iterations per round."""
         effort = self._effort
         self._timed(contender, max(1, effort.warmup))
         if effort.iterations is not None:
@@ -303,7 +303,7 @@ class Session:
         return min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
 
     def _time(self, contender: _Contender) -> None:
-        # The first calls of a turn find the caches as the engine before has left them.
+        # Before the first calls of a turn, the caches hold the data of another engine.
         settle = min(self._effort.warmup, contender.iterations)
         replies = self._timed(contender, settle + contender.iterations)
         for name, times_ns in (

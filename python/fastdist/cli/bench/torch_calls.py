@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed, whatever backend its default process group has."""
+"""The collectives of torch.distributed, with any backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TorchCalls:
         return getattr(self._dist.ReduceOp, names.get(case.redop, case.redop.upper()))
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """All of them but `send_recv`."""
+        """Binds tensors to a collective other than `send_recv`."""
         dist = self._dist
         if case.collective in ("gather", "scatter"):
             return self._rooted(case, passes, gets)
@@ -54,7 +54,7 @@ class TorchCalls:
         return partial(self._dist.scatter, gets, blocks, ROOT)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array], overlap: bool) -> Call:
-        """`overlap`: buckets are copied while others are reduced, as DDP does."""
+        """Binds a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
         all_reduce, redop = self._dist.all_reduce, self._redop(case)
         if variant == "coalesced":
             return partial(self._dist.all_reduce_coalesced, list(arrays), redop)

@@ -10,7 +10,7 @@ from fastdist.cli.bench.gpu import Call, Event, Gpu
 
 
 class TorchGpu:
-    """One GPU and a stream of torch's, both current in this thread from now on."""
+    """One GPU and a torch stream, both made current in this thread."""
 
     def __init__(self, device: int) -> None:
         torch: Any = importlib.import_module("torch")
@@ -58,7 +58,7 @@ class TorchGpu:
     def capture(self, call: Call) -> Call:
         """See `Gpu`."""
         graph = self._cuda.CUDAGraph()
-        # Threads that watch communicators may look at their events meanwhile.
+        # Threads that watch communicators may query their events during the capture.
         with self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             call()
         replay: Call = graph.replay

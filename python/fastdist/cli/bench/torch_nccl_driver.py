@@ -58,7 +58,7 @@ class TorchNcclDriver:
         return self._calls.bind(case, passes, gets)
 
     def _ring(self, passes: Array | None, gets: Array | None) -> Call:
-        """Sends and receives as one, which is what torch advises."""
+        """Sends and receives in one batch, as torch recommends."""
         dist = self._dist
         to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]

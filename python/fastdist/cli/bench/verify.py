@@ -1,9 +1,9 @@
-"""What a collective should have given, and how many elements it got wrong.
+"""Expected results of collectives, and the number of wrong elements.
 
-Rank r's input is a random sequence of small integers that repeats every `_PERIOD` elements, a
-prime, so that a block that ends up in another place, or comes from another rank, does not fit.
-Sums of them are exact in every dtype for dozens of ranks. Because inputs repeat, so do results,
-and the expected result of any size is read out of one short table.
+Rank r's input is a random sequence of small integers with period `_PERIOD`, a prime, so that a
+block in the wrong place, or from the wrong rank, differs from the expected result. Sums of the
+integers are exact in every dtype for dozens of ranks. Results are periodic too, so that one short
+table holds the expected result of any size.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _REDUCE = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What every rank passes.
+    """The inputs of all ranks.
 
     Attributes:
         ranks: One table per rank.
-        reduced: The reduction of them all.
-        tolerance: The largest relative error of a right result.
+        reduced: Reduction of all tables.
+        tolerance: Largest relative error of a right result.
     """
 
     ranks: tuple[Table, ...]
@@ -67,7 +67,7 @@ def _reduced(ranks: tuple[Table, ...], redop: str) -> Table:
 
 
 def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
-    """Inputs that differ per rank and per element."""
+    """Returns inputs that differ per rank and per element."""
     if redop == "prod":  # at most one rank has a 2, so that no world's product overflows
         owner = np.random.default_rng(0).integers(0, world_size + 1, _PERIOD)
         periods = [1 + (owner == rank) for rank in range(world_size)]
@@ -79,20 +79,20 @@ def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
 
 
 def fill_value(rank: int, iteration: int, world_size: int, redop: str) -> int:
-    """What a rank fills its input with before a timed call: another value in every call."""
+    """Returns the value of a rank's input in a timed call; values differ from call to call."""
     if redop == "prod":
         return 1 + ((rank + iteration) % (world_size + 1) == 0)
     return 1 + (rank + iteration) % 4
 
 
 def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> Inputs:
-    """The inputs of a timed call."""
+    """Returns the inputs of a timed call."""
     values = [fill_value(rank, iteration, world_size, redop) for rank in range(world_size)]
     return _inputs([np.full(_PERIOD + _BLOCK, value) for value in values], dtype, redop)
 
 
 def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
-    """(start, stop, part of a table) for the blocks of a sequence that begins at `phase`."""
+    """Yields (start, stop, part of a table) for the blocks of a sequence from `phase` on."""
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         offset = (phase + start) % _PERIOD
@@ -102,7 +102,7 @@ def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
 def write_input(
     library: ArrayLibrary, array: Array, inputs: Inputs, rank: int, phase: int = 0
 ) -> None:
-    """Fills an array with this rank's input; `phase` is where in the sequence it begins."""
+    """Fills an array with this rank's input, from position `phase` of the sequence on."""
     flat = library.flat(array)
     for start, _, part in _blocks(len(flat), phase):
         library.write(flat, start, inputs.ranks[rank][part])
@@ -111,7 +111,7 @@ def write_input(
 def _pieces(
     collective: str, rank: int, inputs: Inputs, length: int
 ) -> Iterator[tuple[int, Table, int]]:
-    """A rank's expected result as (elements, table, phase) one after the other."""
+    """Yields the pieces of a rank's expected result as (elements, table, phase)."""
     world_size = len(inputs.ranks)
     block = length // world_size
     if collective in ("all_reduce", "reduce"):
@@ -140,7 +140,7 @@ def count_wrong(
     inputs: Inputs,
     phase: int = 0,
 ) -> int:
-    """Elements of a rank's result that are not what the collective should have given."""
+    """Counts the wrong elements of a rank's result."""
     flat = library.flat(array)
     wrong = 0
     begin = 0

@@ -1,8 +1,8 @@
-"""What each rank of each engine runs: it does what the bench tells it over its channel.
+"""The program of each rank of each engine; it executes the commands of the bench.
 
     python -m fastdist.cli.bench.worker --engine NAME --driver KIND --socket PATH
 
-Exits with 1 after it has sent the error that ended it, or when the bench has gone.
+Exits with 1 after an error, which it sends to the bench, or if the bench has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMANDS = frozenset(("bind", "prepare", "time", "check", "release", "copy"))
 
 
 class Worker:
-    """Answers the bench's messages, one method per command."""
+    """Executes the commands of the bench, one method per command."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -40,12 +40,12 @@ class Worker:
         self._gpu_copy: tuple[int, Call] | None = None
 
     def bind(self, message: Message) -> Message:
-        """Keeps this rank's thread, not those that the engine has started, on one core."""
+        """Binds this rank's thread to one core, but not the threads of the engine."""
         os.sched_setaffinity(0, {message["cores"][self._driver.rank]})
         return {}
 
     def prepare(self, message: Message) -> Message:
-        """Makes the arrays of a case and calls once, which shows what the engine cannot do."""
+        """Makes the arrays of a case and calls once, to find out whether the engine supports it."""
         variant = str(message["variant"])
         try:
             call = self._measured(Case(**message["case"]), variant, bool(message["graph"]))
@@ -78,10 +78,10 @@ class Worker:
         return {}
 
     def copy(self, message: Message) -> Message:
-        """Times copies of a buffer while every rank copies, for the floor."""
+        """Times copies of a buffer on all ranks at the same time, for the floor."""
         if self._driver.gpu is not None:
             return {"times_ns": self._copies_on_gpu(message["bytes"], message["iterations"])}
-        from fastdist import _core  # not in peers' ranks
+        from fastdist import _core  # not loaded in peers' ranks
 
         elements = message["bytes"] // 8
         if self._copy_buffers is None or self._copy_buffers[0].size != elements:
@@ -106,7 +106,7 @@ class Worker:
         return Batches(gpu, lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
 
     def answer(self, message: Message) -> Message:
-        """Does what a message says."""
+        """Executes a command."""
         command = message["command"]
         if command not in _COMMANDS:
             raise ValueError(f"unknown command {command!r}")
@@ -123,7 +123,7 @@ def _serve(channel: Channel, driver: Driver) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one rank until the bench says `quit`; an exit status."""
+    """Runs one rank until the command `quit`; returns an exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
     parser.add_argument("--engine", required=True)
     parser.add_argument("--driver", required=True)
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         channel.send({"engine": options.engine, "rank": rank})
         _serve(channel, open_driver(options.driver, options.socket.parent))
     except ChannelClosedError:
-        os._exit(1)  # at once: leaving the engine could wait for ranks that are gone too
+        os._exit(1)  # leaving the engine could wait for ranks that have ended
     except BaseException:
         channel.send({"error": traceback.format_exc()})
         os._exit(1)

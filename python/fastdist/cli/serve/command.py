@@ -82,7 +82,7 @@ def _open_server(address: str, key_file: str | None) -> Server:
     keys = _keys(key_file)  # first: raises an ImportError with a hint if pyzmq is missing
     from zmq import ZMQError
 
-    keys = _keys(key_file)
+    from fastdist.ps import Server
 
     try:
         return Server(address, keys=keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import selectors
 import signal
 import socket
@@ -177,11 +178,20 @@ class EngineProcesses:
         for index, process in enumerate(self._launched):
             status = process.poll()
             if status is not None:
+                self._raise_sent_error()
                 who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
                 what = (
                     f"{who} ended with status {status} before all {self._ranks} ranks had started"
                 )
                 self._fail(what, self._output())
+
+    def _raise_sent_error(self) -> None:
+        """Raises EngineError if a rank has sent an error."""
+        for rank, channel in self._channels.items():
+            with contextlib.suppress(ChannelClosedError):
+                while select.select([channel], [], [], 0)[0]:
+                    channel.read()
+            self._take(rank, channel, {})
 
     def _output(self) -> str:
         """Returns the output of the engine's processes."""

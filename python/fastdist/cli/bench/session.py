@@ -177,14 +177,16 @@ class Session:
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             while missing := [engine for engine in self._engines if not engine.connected]:
+                # Connections first: a rank that has ended may have sent its error.
+                if selector.select(_POLL_S):
+                    connection, _ = listener.accept()
+                    self._adopt(connection)
+                    continue
                 for engine in missing:
                     with self._may_fail(engine):
                         engine.require_alive()
                         if time.monotonic() > deadline:
                             engine.fail_late(_START_TIMEOUT_S)
-                if selector.select(_POLL_S):
-                    connection, _ = listener.accept()
-                    self._adopt(connection)
 
     def _adopt(self, connection: socket.socket) -> None:
         """Gives the connection of a rank to its engine."""

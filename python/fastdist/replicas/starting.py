@@ -30,6 +30,7 @@ from fastdist.errors import ClusterConfigError, PeerFailureError
 from fastdist.replicas.processes import Child, Children
 
 _END_S = 30.0  # the others may take longer than the first
+_PEER_END_S = 10.0  # one of them has failed, and still ends
 _FAILED_END_S = 3.0
 _STOP_S = 2.0
 
@@ -153,7 +154,10 @@ class _Started:
             return
         has_failed = self._error is not None
         with contextlib.suppress(KeyboardInterrupt):
-            all_ended = self._children.wait(_FAILED_END_S if has_failed else _END_S)
+            waits_s = _FAILED_END_S if has_failed else _END_S
+            if isinstance(self._error, PeerFailureError):
+                waits_s = _PEER_END_S
+            all_ended = self._children.wait(waits_s)
             if not all_ended and not has_failed:
                 late = [child.name for child in self._children.children if not child.has_ended]
                 _say(f"stops {', '.join(late)}, still running after {_END_S:g} s")

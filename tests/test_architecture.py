@@ -69,14 +69,16 @@ LAUNCH_VARIABLES = {"FASTDIST_JOB": ("cluster", "cli"), "FASTDIST_REPLICAS": ("c
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
 HEAVY_MODULES = ("torch", "cupy", "ml_dtypes", "jax", "tensorflow", "matplotlib", "rich")
-# `import fastdist` is to take less than 150 ms; numpy takes about half of that.
-IMPORT_S = 0.075
+# `import fastdist` takes less than 150 ms with numpy, which takes about half of that. Compared with
+# numpy in the same process, it can be told on a busy machine too.
 IMPORT_SCRIPT = """
 import json, sys, time
+began_s = time.thread_time()
 import numpy
+numpy_s = time.thread_time() - began_s
 began_s = time.thread_time()
 import fastdist
-print(json.dumps([time.thread_time() - began_s, sorted(sys.modules)]))
+print(json.dumps([(time.thread_time() - began_s) / numpy_s, sorted(sys.modules)]))
 """
 
 
@@ -292,7 +294,7 @@ def test_import_is_light() -> None:
         )
         runs.append(json.loads(result.stdout))
     assert [name for name in HEAVY_MODULES if name in runs[0][1]] == []
-    assert min(seconds for seconds, _ in runs) < IMPORT_S
+    assert min(of_numpy for of_numpy, _ in runs) < 1.0
 
 
 def test_names_of_files_say_what_is_inside() -> None:

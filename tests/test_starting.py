@@ -62,12 +62,11 @@ class Programs:
         (self.folder / "package" / "__init__.py").write_text("")
         for path in ("train.py", "package/train.py"):
             (self.folder / path).write_text(text)
-        environ = {k: v for k, v in self.launcher.environ.items() if k != "PYTEST_CURRENT_TEST"}
         pipe = subprocess.PIPE
         return subprocess.Popen(
             [sys.executable, *words],
             cwd=self.folder,
-            env=environ | {"OMP_NUM_THREADS": "1"},
+            env=self.launcher.environ | {"OMP_NUM_THREADS": "1"},
             text=True,
             **{"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options},
         )

@@ -87,7 +87,7 @@ def _why_not_again() -> str:
     """Why the running program cannot be started again; empty if it can."""
     if multiprocessing.parent_process() is not None:
         return "this is a process of multiprocessing"
-    if "PYTEST_CURRENT_TEST" in os.environ:
+    if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
         return "this is a test of pytest"
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:

@@ -256,6 +256,7 @@ def _run(arguments: list[str], path: list[str]) -> None:
     Args:
         path: entries of `sys.path` after the first.
     """
+    sys.orig_argv = [sys.executable, "-W", "error", *arguments]
     kind, *rest = arguments
     if kind == "-m":
         name, *sys.argv[1:] = rest

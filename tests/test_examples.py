@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fastdist.cli.tasks import Task, rank_tasks, role_tasks
-from fastdist.cluster.ports import reserve_port
+from fastdist.cluster.ports import reserved_ports
 from fork_server import python
 
 ROOT = Path(__file__).parent.parent
@@ -51,18 +51,16 @@ class Start:
             return self._launch(*roles, script, *options)
         from fastdist.ps import Keys
 
-        held = [reserve_port() for _ in range(1 + workers + servers)]
         keys = {"FASTDIST_PS_KEYS": Keys.make().to_json()}
-        tasks = role_tasks(workers, servers, False, [port for _, port in held], keys, {})
-        chief, *others = self._fork(tasks, script, *options)
-        try:
-            return self._wait_for([chief])[0]
-        finally:
-            for task in others:
-                task.kill()
-                task.communicate()
-            for holder, _ in held:
-                holder.close()
+        with reserved_ports(1 + workers + servers) as ports:
+            tasks = role_tasks(workers, servers, False, ports, keys, {})
+            chief, *others = self._fork(tasks, script, *options)
+            try:
+                return self._wait_for([chief])[0]
+            finally:
+                for task in others:
+                    task.kill()
+                    task.communicate()
 
     def tf_config(self, cluster: dict[str, list[str]], script: str, *options: str) -> list[str]:
         """What each worker of a cluster prints."""
@@ -92,6 +90,7 @@ class Start:
 
     def _options(self, environment: Any) -> dict[str, Any]:
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment  # replicas share few cores
+        env.pop("PYTEST_CURRENT_TEST", None)  # strategies start no replicas in a test
         pipe = subprocess.PIPE
         return {"env": env, "cwd": ROOT, "stdout": pipe, "stderr": pipe, "text": True}
 
@@ -200,13 +199,11 @@ def test_multi_worker_by_tf_config(start: Start, tmp_path: Path) -> None:
     for name, value in torch.load(path).items():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=2e-3)
 
-    held = [reserve_port() for _ in range(2)]
-    cluster = {"worker": [f"127.0.0.1:{port}" for _, port in held]}
-    devices = ("cpu",) if start.is_forked else ("cpu:0", "cpu:1")  # a fork cannot start itself
+    devices = ("cpu",) if start.is_forked else ("cpu:0", "cpu:1")  # replicas take a while to start
     options = ("--epochs", str(start.epochs), "--devices", *devices)
-    outputs = start.tf_config(cluster, script, *options)
-    for holder, _ in held:
-        holder.close()
+    with reserved_ports(2) as ports:
+        cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+        outputs = start.tf_config(cluster, script, *options)
     assert outputs[1] == ""  # only the chief speaks
     same_loss, same_accuracy = numbers(start, outputs[0])
     assert same_loss == pytest.approx(loss, abs=2e-4)

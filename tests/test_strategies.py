@@ -209,6 +209,25 @@ class TestCentralStorage(Contract):
 
         strategies.run(case)
 
+    def test_parameters_of_another_dtype(self, strategies: Any) -> None:
+        def case(strategy: fd.Strategy) -> None:
+            with strategy.scope():
+                model = torch.nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.double()  # other memory
+
+            def step() -> None:
+                optimizer.zero_grad()
+                model(torch.ones(1, 2, dtype=torch.double)).sum().backward()
+                optimizer.step()
+
+            before = model.weight.detach().clone()
+            strategy.run(step)
+            assert torch.allclose(model.weight, before - 0.1)
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
 
 class TestCentralStorageApart(Contract):
     sizes = (2,)
@@ -227,7 +246,7 @@ def test_the_parameters_of_central_storage_are_one_memory() -> None:
             model = torch.nn.Linear(1 << 12, 1 << 10, bias=False)  # 16 MiB
 
         def touch() -> float:
-            return float(model.weight.sum())
+            return float(model.weight.detach().sum())
 
         strategy.run(touch)
         fd.init().barrier()
@@ -270,11 +289,6 @@ class TestProgramsCentral(ProgramsContract):
 class TestModulesMirrored(StrategyModules):
     sizes = (2,)
     make = staticmethod(TestMirrored.make)
-
-
-class TestModulesCentral(StrategyModules):
-    sizes = (2,)
-    make = staticmethod(TestCentralStorage.make)
 
 
 class TestCompiled(CompiledModules):

@@ -262,6 +262,8 @@ class AdoptedModules:
             self._compare(changed)
         if changed or not all(model.is_alive for model in self._models):
             self.connect(self._communicators)
+        if self._central is not None and self.workers is not None:
+            self._central.take_parameters(self.workers, self._central.moved())
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:

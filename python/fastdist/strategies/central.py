@@ -45,6 +45,12 @@ class CentralParameters:
         self._is_shared = is_shared
         self._copies: dict[int, torch.Tensor] = {}  # the owner's, by id of the parameter
         self._versions: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        self._addresses: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id
+
+    def moved(self) -> list[nn.Parameter]:
+        """The parameters whose memory users have replaced, by `module.double()`, say."""
+        known = [(ref(), address) for ref, address in self._addresses.values()]
+        return [p for p, address in known if p is not None and p.data_ptr() != address]
 
     def take_parameters(self, workers: Communicator, parameters: Sequence[nn.Parameter]) -> None:
         """Give all replicas the owner's values. Every replica must call."""
@@ -55,7 +61,10 @@ class CentralParameters:
             self._share(workers, ready)
         else:
             broadcast_state(workers, ready)
-        self._versions += [(weakref.ref(parameter), parameter._version) for parameter in ready]
+        for parameter in ready:
+            ref = weakref.ref(parameter)
+            self._addresses[id(parameter)] = ref, parameter.data_ptr()
+            self._versions.append((ref, parameter._version))
 
     def _share(self, workers: Communicator, ready: Sequence[nn.Parameter]) -> None:
         """Make the parameters views of memory of the owner."""
@@ -120,8 +129,8 @@ class CentralParameters:
 
     def note_versions(self) -> None:
         """Remember the parameters as they are: what has changed them has done so once."""
-        alive = [(ref, parameter) for ref, _ in self._versions if (parameter := ref()) is not None]
-        self._versions = [(ref, parameter._version) for ref, parameter in alive]
+        alive = {ref: parameter for ref, _ in self._versions if (parameter := ref()) is not None}
+        self._versions = [(ref, parameter._version) for ref, parameter in alive.items()]
 
     def require_unchanged(self) -> None:
         """Check that `run` has changed no parameter in place but by optimizers.
@@ -179,7 +188,7 @@ class CentralParameters:
         away = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
         for parameter, data, grad in away:
             copy = self._copies.get(id(parameter))
-            if copy is None:
+            if copy is None or copy.dtype != data.dtype or copy.shape != data.shape:
                 copy = self._copies[id(parameter)] = data.to(self._home, copy=True)
             else:
                 copy.copy_(data)

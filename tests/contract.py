@@ -17,7 +17,6 @@ import pytest
 from contract_errors import (
     check_bad_arguments,
     check_mismatch,
-    check_mismatch_of_phases,
     check_mismatch_of_send,
     check_wrong_on_one_rank,
     check_wrong_on_one_rank_for_good,
@@ -497,7 +496,6 @@ class CommunicatorContract:
     def test_mismatch(self, ranks: Any) -> None:
         if ranks.size > 1:
             ranks.run(check_mismatch)
-            ranks.run(check_mismatch_of_phases)
             ranks.run(check_mismatch_of_send)
 
     def test_async(self, ranks: Any) -> None:

@@ -231,18 +231,6 @@ def check_mismatch(comm: Communicator) -> None:
         assert (x == comm.world_size - 1).all()
 
 
-def check_mismatch_of_phases(comm: Communicator) -> None:
-    """The same call on all ranks, but one rank is in a later phase."""
-    x = np.ones(4, np.float32)
-    for phase in (0, 1, 30, 100):
-        comm.engine.set_phase(phase + (comm.rank == 0))
-        with pytest.raises(CollectiveMismatchError, match=r"rank 0: all_reduce.* in phase \d+"):
-            comm.all_reduce(x)
-        assert (x == 1).all()
-        comm.engine.set_phase(phase + 1)
-        assert (comm.all_reduce(x.copy()) == comm.world_size).all()
-
-
 def check_mismatch_of_send(comm: Communicator) -> None:
     if comm.rank == 0:
         with pytest.raises(

@@ -69,10 +69,6 @@ void bind_host(py::module_& m) {
       .def_property_readonly("machine", [](Host& h) { return h.communicator().machine(); })
       .def_property_readonly("members", [](Host& h) { return h.communicator().members(); })
       .def_property_readonly("tuning", [](Host& h) { return h.communicator().tuning(); })
-      .def("set_phase",
-           [](Host& h, int phase) {
-             h.communicator().set_phase(static_cast<std::uint8_t>(phase % kPhases));
-           })
       .def("close", [](Host& h) { h.communicator().close(); })
       .def("empty", &empty)
       .def("calls", &host_calls);

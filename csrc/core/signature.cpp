@@ -10,7 +10,6 @@ Signature unpack_signature(std::uint64_t packed, std::uint64_t count, std::uint6
   s.on_gpu = (packed >> 7 & 1) != 0;
   s.dtype = static_cast<DType>(packed >> 8 & 0xFF);
   s.reduce_op = static_cast<ReduceOp>(packed >> 16 & 0x7);
-  s.phase = static_cast<std::uint8_t>(packed >> 19 & (kPhases - 1));
   s.root = static_cast<std::int16_t>(packed >> 24 & 0xFFFF);
   s.order = static_cast<std::uint16_t>(packed >> 40 & 0xFFFF);
   if (packed >> 56 != 0) s.compress = static_cast<DType>((packed >> 56) - 1);

@@ -11,8 +11,6 @@
 
 namespace fastdist {
 
-inline constexpr int kPhases = 32;
-
 struct Signature {
   Op op = Op::kBarrier;
   DType dtype = DType::kUInt8;
@@ -22,14 +20,12 @@ struct Signature {
   std::uint64_t count = 0;  // elements of this rank's argument
   std::uint64_t list = 0;   // 0 for one array; otherwise a hash of all arrays' counts and dtypes
   std::optional<DType> compress = {};  // the dtype that all_reduce sends instead of `dtype`
-  std::uint8_t phase = 0;              // see HostCommunicator::set_phase
   bool on_gpu = false;
 
   // Packs all fields but count and list into one word.
   [[nodiscard]] std::uint64_t packed() const noexcept {
     return static_cast<std::uint64_t>(op) | static_cast<std::uint64_t>(on_gpu) << 7 |
            static_cast<std::uint64_t>(dtype) << 8 | static_cast<std::uint64_t>(reduce_op) << 16 |
-           static_cast<std::uint64_t>(phase % kPhases) << 19 |
            static_cast<std::uint64_t>(static_cast<std::uint16_t>(root)) << 24 |
            static_cast<std::uint64_t>(order) << 40 |
            (compress ? static_cast<std::uint64_t>(*compress) + 1 : 0) << 56;

@@ -142,8 +142,7 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   check_usable();
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
-  Signature announced = options.whole != nullptr ? *options.whole : signature;
-  announced.phase = phase_.load(std::memory_order_relaxed);
+  const Signature& announced = options.whole != nullptr ? *options.whole : signature;
   wait_ = {&options, announced, &me().control->bell, {}};
   Header& header = header_of(rank_);
   header.signature.store(announced.packed(), std::memory_order_relaxed);
@@ -216,7 +215,6 @@ void HostCommunicator::throw_mismatch() {
                         ", seen from rank " + std::to_string(rank_) + " of " +
                         std::to_string(size()) + "):";
   std::vector<int> ranks;
-  const bool out_of_phase = phases_differ();
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, peer(p).control->site.call, sequence_);
     const Header& h = header_of(p);
@@ -228,19 +226,10 @@ void HostCommunicator::throw_mismatch() {
       ranks.push_back(p);
     }
     message += "\n  rank " + std::to_string(p) + ": " + describe(theirs);
-    if (out_of_phase) message += " in phase " + std::to_string(theirs.phase);
     const char* text = peer(p).control->site.text.data();
     if (*text != '\0') message += std::string(" at ") + text;
   }
   throw Error(ErrorCode::kMismatch, message, std::move(ranks));
-}
-
-bool HostCommunicator::phases_differ() noexcept {
-  for (int p = 0; p < size(); ++p) {
-    const std::uint64_t packed = header_of(p).signature.load(std::memory_order_relaxed);
-    if (unpack_signature(packed, 0, 0).phase != wait_.signature.phase) return true;
-  }
-  return false;
 }
 
 // An exchange rather than a store: it is ordered before the loads of the bells, and it drains

@@ -50,10 +50,6 @@ class HostCommunicator final : public Communicator {
 
   // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   void check_usable() const;
-  // Sets the phase of the caller's program for calls that begin from now on; phases repeat after
-  // kPhases. Calls of different phases do not match, so ranks that make the same calls in every
-  // phase detect a rank that has left a phase early.
-  void set_phase(std::uint8_t phase) noexcept { phase_.store(phase, std::memory_order_relaxed); }
   // Returns a rank that has died or failed. Thread-safe.
   [[nodiscard]] std::optional<int> find_lost() const noexcept;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
@@ -107,7 +103,6 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] Header& announce(const Signature& signature, const CallOptions& options);
   void exchange(Header& header);
   [[noreturn]] void throw_mismatch();
-  [[nodiscard]] bool phases_differ() noexcept;
   void publish(Counter& counter, std::uint64_t value) noexcept;
   void await(int p, const Counter& counter, std::uint64_t value);
   void await_slowly(int p, const Counter& counter, std::uint64_t value, Wait& wait);
@@ -199,7 +194,6 @@ class HostCommunicator final : public Communicator {
   mutable std::atomic<std::uint64_t> mapped_bytes_{0};
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
-  std::atomic<std::uint8_t> phase_{0};
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the current collective
   std::vector<const std::byte*> sources_;       // of the current collective, per rank

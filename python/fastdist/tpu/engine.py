@@ -84,9 +84,6 @@ class SpmdEngine(Engine):
         del ranks, timeout_s
         raise UnsupportedError("shrink does not work between XLA devices; restart the job")
 
-    def set_phase(self, phase: int) -> None:
-        """Do nothing: a trace orders its calls already."""
-
     def close(self) -> None:
         """Do nothing: the engine holds no resources."""
 

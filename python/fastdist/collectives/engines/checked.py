@@ -22,7 +22,6 @@ from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.queues import CallQueue
 from fastdist.collectives.engines.signature import (
     OPS,
-    PHASES,
     RECORD_BYTES,
     REDUCE_OPS,
     Signature,
@@ -82,7 +81,6 @@ class CheckedEngine(Engine):
         self.rank = rank
         self.size = size
         self._sequence = 0
-        self._phase = 0
         self._last: list[Signature | None] = [None] * size  # the last call of each rank
         self._unusable = ""  # the reason, once the engine is closed or lost
         self._state = threading.Lock()
@@ -136,10 +134,6 @@ class CheckedEngine(Engine):
         return all(data[0] for data in flags)
 
     @final
-    def set_phase(self, phase: int) -> None:
-        """Number the phase of the calls that follow."""
-        self._phase = phase
-
     @final
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
         """Raise UnsupportedError: the excluded ranks may be those that connect the machines."""
@@ -457,7 +451,6 @@ class CheckedEngine(Engine):
             CollectiveMismatchError: the signatures differ; raised on every rank.
         """
         self._sequence += 1
-        signature = replace(signature, phase=self._phase % PHASES)
         self._last[self.rank] = signature
         own = signature.pack(self._sequence) + payload.ljust(_PAYLOAD_BYTES, b"\0")
         shared = self._all_gather_records(own, timeout_s)

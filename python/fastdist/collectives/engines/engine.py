@@ -71,13 +71,5 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def set_phase(self, phase: int) -> None:
-        """Number the phase of the calls that follow; a call matches only calls of its phase.
-
-        Args:
-            phase: phase of the caller's program, counted from 0.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Leave. Ranks that still wait for this rank get `PeerFailureError`."""

@@ -124,10 +124,6 @@ class HostEngine(Engine):
     def _key_of(self, ranks: Sequence[int]) -> str:
         return f"{self._key}/{self._groups}:{','.join(map(str, ranks))}"
 
-    def set_phase(self, phase: int) -> None:
-        """Number the phase of the calls that follow."""
-        self._host.set_phase(phase)
-
     def close(self) -> None:
         """Leave; peers that wait for this rank get `PeerFailureError`."""
         self._host.close()

@@ -32,9 +32,8 @@ _REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
 
 _COMPRESSIONS = (None, "fp16", "bf16", "fp8")
 _WIRES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
-# sequence, op, dtype, reduce op, compression, phase, on a GPU, root, order, count, list
-_RECORD = struct.Struct("<QBBBBB?iIQQ")
-PHASES = 256
+# sequence, op, dtype, reduce op, compression, on a GPU, root, order, count, list
+_RECORD = struct.Struct("<QBBBB?iIQQ")
 RECORD_BYTES = _RECORD.size
 SITE_BYTES = 256
 
@@ -52,7 +51,6 @@ class Signature:
         count: the number of elements of this rank's argument.
         list_hash: 0 for one array; for a list, a hash of every array's count, dtype and order.
         compress: compression of all_reduce.
-        phase: phase of the caller's program, modulo `PHASES`; see `Engine.set_phase`.
         on_gpu: True if the arrays are on a GPU.
     """
 
@@ -64,7 +62,6 @@ class Signature:
     count: int = 0
     list_hash: int = 0
     compress: str | None = None
-    phase: int = 0
     on_gpu: bool = False
 
     @classmethod
@@ -104,7 +101,6 @@ class Signature:
             DTYPES.index(self.dtype),
             REDUCE_OPS.index(self.reduce_op),
             _COMPRESSIONS.index(self.compress),
-            self.phase,
             self.on_gpu,
             self.root,
             self.order,
@@ -116,7 +112,7 @@ class Signature:
     def unpack(cls, record: bytes) -> tuple[int, Signature]:
         """Decode the sequence number and the signature of a record."""
         fields = _RECORD.unpack(record)
-        sequence, op, dtype, reduce_op, compress, phase, on_gpu, root, order, count, words = fields
+        sequence, op, dtype, reduce_op, compress, on_gpu, root, order, count, words = fields
         return sequence, cls(
             _COMPARED[op],
             DTYPES[dtype],
@@ -126,7 +122,6 @@ class Signature:
             count,
             words,
             _COMPRESSIONS[compress],
-            phase,
             on_gpu,
         )
 
@@ -158,11 +153,8 @@ def mismatch(rank: int, records: Sequence[bytes], sites: Sequence[str]) -> Colle
     """Make the error that shows the call of each rank and its line of source."""
     sequence, _ = Signature.unpack(records[rank])
     signatures = [Signature.unpack(record)[1] for record in records]
-    out_of_phase = len({signature.phase for signature in signatures}) > 1
     lines = [
-        f"\n  rank {r}: {signature}"
-        + (f" in phase {signature.phase}" if out_of_phase else "")
-        + (f" at {site}" if site else "")
+        f"\n  rank {r}: {signature}" + (f" at {site}" if site else "")
         for r, (signature, site) in enumerate(zip(signatures, sites, strict=True))
     ]
     others = tuple(r for r, record in enumerate(records) if record != records[rank])

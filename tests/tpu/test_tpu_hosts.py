@@ -13,7 +13,7 @@ import fastdist as fd
 import pytest
 import torch
 from strategy_pieces import adam, require_close
-from tpu_pieces import N, normed, on_devices, train_on_dataset
+from tpu_pieces import N, mirrored, normed, on_devices, train_on_dataset
 
 pytestmark = [*on_devices, pytest.mark.skipif(N != 4, reason="needs CPU_NUM_DEVICES=4")]
 
@@ -78,9 +78,12 @@ def test_trains_as_on_one_device(hosts: list[dict[str, Any]], name: str, size: i
     assert [seen["compiled"] for seen in hosts] == [1, 1]
 
 
+def batch_norm_of_replicas(strategy: fd.Strategy) -> Any:
+    return train_on_dataset(strategy, normed, 1, global_batch_size=600)
+
+
 def test_batch_norm(hosts: list[dict[str, Any]]) -> None:
-    replicas = fd.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    wanted, _ = train_on_dataset(replicas, normed, 1, global_batch_size=600)
+    wanted, _ = mirrored(batch_norm_of_replicas, replicas=4)
     for seen in hosts:
         require_close(seen["normed"][0], wanted, 4e-5)
 

@@ -12,7 +12,7 @@ from fastdist import TPUStrategy
 from fastdist.errors import UnsupportedError
 from strategy_pieces import adam, digits, plain, require_close, sgd, train
 from torch import nn
-from tpu_pieces import N, normed, on_devices, traced_id, train_on_dataset, values_of
+from tpu_pieces import N, mirrored, normed, on_devices, traced_id, train_on_dataset, values_of
 
 pytestmark = on_devices
 
@@ -107,12 +107,15 @@ def test_batches_made_by_hand(strategy: TPUStrategy) -> None:
     require_close([p.cpu() for p in train(strategy, sgd, epochs=3)], plain(sgd, epochs=3), 4e-5)
 
 
+def batch_norm_of_replicas(strategy: fd.Strategy, size: int) -> Any:
+    return train_on_dataset(strategy, normed, 1, global_batch_size=size)
+
+
 @pytest.mark.parametrize("size", [100, 600])
 def test_batch_norm_is_that_of_each_replica(size: int) -> None:
     """Each replica normalizes its examples; running statistics are the mean over replicas."""
-    devices = [f"cpu:{i}" for i in range(N)]
     got, _ = train_on_dataset(TPUStrategy(), normed, 1, global_batch_size=size)
-    wanted, _ = train_on_dataset(fd.MirroredStrategy(devices), normed, 1, global_batch_size=size)
+    wanted, _ = mirrored(batch_norm_of_replicas, size)
     require_close(got, wanted, 4e-5)
 
 

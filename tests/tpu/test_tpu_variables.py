@@ -11,7 +11,17 @@ import torch
 from fastdist import PerReplica, TPUStrategy, VariableAggregation
 from fastdist.errors import FastdistError
 from torch import nn
-from tpu_pieces import FIRST, MEAN, ON_READ, SUM, N, on_devices, traced_id, values_of
+from tpu_pieces import (
+    FIRST,
+    MEAN,
+    ON_READ,
+    SUM,
+    N,
+    mirrored,
+    on_devices,
+    traced_id,
+    values_of,
+)
 
 pytestmark = on_devices
 
@@ -97,6 +107,24 @@ class Counter(nn.Module):
         return out
 
 
+def step_from_a_checkpoint(strategy: fd.Strategy, saved: Any, states: Any) -> Any:
+    with strategy.scope():
+        model = Counter()
+        optimizer = torch.optim.Adam(model.parameters())
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(states)
+    seen = int(model.seen.value)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return seen, parameters, model.state_dict(), optimizer.state_dict()
+
+
 def test_checkpoints_move_between_strategies(strategy: TPUStrategy) -> None:
     with strategy.scope():
         model = Counter()
@@ -114,27 +142,16 @@ def test_checkpoints_move_between_strategies(strategy: TPUStrategy) -> None:
     assert saved["loss.value"] == (N - 1) / 2
     states = optimizer.state_dict()
 
-    other = fd.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-    with other.scope():
-        twin = Counter()
-        twin_optimizer = torch.optim.Adam(twin.parameters())
-    twin.load_state_dict(saved)
-    twin_optimizer.load_state_dict(copy.deepcopy(states))
-    assert twin.seen.value == 3 * N
-    twin_x = torch.ones(3, 2)
-
-    def twin_step() -> None:
-        twin_optimizer.zero_grad()
-        twin(twin_x).sum().backward()
-        twin_optimizer.step()
-
-    other.run(twin_step)
+    seen, parameters, values, others_states = mirrored(
+        step_from_a_checkpoint, saved, copy.deepcopy(states), replicas=3
+    )
+    assert seen == 3 * N
     strategy.run(step)
-    for one, same in zip(model.parameters(), twin.parameters(), strict=True):
+    for one, same in zip(model.parameters(), parameters, strict=True):
         torch.testing.assert_close(one.detach().cpu(), same.detach(), rtol=0, atol=1e-6)
 
-    model.load_state_dict(twin.state_dict())
-    optimizer.load_state_dict(twin_optimizer.state_dict())
+    model.load_state_dict(values)
+    optimizer.load_state_dict(others_states)
     assert model.seen.value == 3 * N + 9
     strategy.run(step)
     assert model.seen.value == 6 * N + 9

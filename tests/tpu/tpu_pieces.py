@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,6 +38,16 @@ def values_of(strategy: TPUStrategy, fn: Any, *args: Any) -> list[Any]:
     results = strategy.local_results(strategy.run(fn, args))
     made = [r.tolist() if isinstance(r, torch.Tensor) else r for r in results]
     return made if len(made) == N else made * N
+
+
+def mirrored(case: Callable[..., Any], *args: Any, replicas: int = N) -> Any:
+    """Return the result of `case(strategy, *args)` with replicas on the CPU, in processes."""
+
+    def run() -> Any:
+        torch.set_num_threads(1)
+        return case(fd.MirroredStrategy(), *args)
+
+    return fd.launch(run, replicas=replicas)
 
 
 def train_on_dataset(strategy: fd.Strategy, make: Any, epochs: int, **options: Any) -> Any:

@@ -269,7 +269,7 @@ def test_devices_that_are_not_there() -> None:
             make([])
         with pytest.raises(TypeError, match="must be a list, such as"):
             make("cpu:0")
-        with pytest.raises(ValueError, match="'nonsense' is not a device of torch"):
+        with pytest.raises(ValueError, match="'nonsense' is not a torch device"):
             make(["nonsense"])
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):

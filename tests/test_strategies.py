@@ -300,7 +300,10 @@ class TestCompiled(CompiledModules):
     ("options", "message"),
     [
         ({"implementation": "ring"}, 'implementation must be one of "auto", "all_reduce"'),
-        ({"implementation": "reduce_to_one_device", "compress": "fp16"}, "compress does not work with"),
+        (
+            {"implementation": "reduce_to_one_device", "compress": "fp16"},
+            "compress does not work with",
+        ),
         ({"compress": "zip"}, 'compress must be None, "fp16"'),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"timeout_s": -1}, "timeout_s must be positive, got -1"),

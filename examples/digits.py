@@ -15,7 +15,7 @@ Split = tuple[torch.Tensor, torch.Tensor]
 
 
 def load() -> tuple[Split, Split]:
-    """Load images (n, 64) from 0 to 1 and labels (n,): four fifths for training, a fifth held out."""
+    """Load images (n, 64) from 0 to 1 and labels (n,), a fifth of them held out."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     held = torch.arange(len(x)) % 5 == 0

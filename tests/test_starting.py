@@ -290,5 +290,5 @@ def test_a_test_is_not_started_again() -> None:
     import fastdist
 
     assert "PYTEST_CURRENT_TEST" in os.environ
-    with pytest.raises(fastdist.errors.ClusterConfigError, match=r"a test of pytest.*launch\(fn"):
+    with pytest.raises(fastdist.errors.ClusterConfigError, match=r"a pytest test.*launch\(fn"):
         fastdist.MirroredStrategy(["cpu:0", "cpu:1"])

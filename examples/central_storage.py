@@ -1,4 +1,4 @@
-"""Trains a network of which all replicas share one copy, with the optimizer's state.
+"""Trains a network whose replicas share one copy of the parameters and the optimizer's state.
 
 Three replicas, each a process that the strategy starts:
 
@@ -8,8 +8,8 @@ The same with a copy for each replica, for comparison:
 
     python examples/central_storage.py --strategy mirrored --devices cpu:0 cpu:1 cpu:2
 
-Needs torch and scikit-learn. Loss and accuracy are the same; parameters and the state of the
-optimizer are in memory once.
+Needs torch and scikit-learn. Both commands give the same loss and accuracy; under central storage,
+parameters and the optimizer's state are in memory only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 
 def states(strategy: fd.Strategy, optimizer: torch.optim.Optimizer) -> int:
-    """The number of replicas that keep the optimizer's state."""
+    """Count the replicas that keep the optimizer's state."""
     return int(strategy.reduce("sum", strategy.run(lambda: int(bool(optimizer.state)))))
 
 

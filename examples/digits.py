@@ -15,7 +15,7 @@ Split = tuple[torch.Tensor, torch.Tensor]
 
 
 def load() -> tuple[Split, Split]:
-    """Load images (n, 64) from 0 to 1 and labels (n,): four fifths to train on, one held out."""
+    """Load images (n, 64) from 0 to 1 and labels (n,), a fifth of them held out."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     held = torch.arange(len(x)) % 5 == 0
@@ -23,7 +23,7 @@ def load() -> tuple[Split, Split]:
 
 
 def parser(description: str, strategy: str) -> argparse.ArgumentParser:
-    """Make a parser with the arguments that all examples have.
+    """Make a parser with the arguments common to all examples.
 
     Args:
         description: the text of --help.
@@ -31,7 +31,7 @@ def parser(description: str, strategy: str) -> argparse.ArgumentParser:
     """
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--strategy", choices=sorted(STRATEGIES), default=strategy)
-    made.add_argument("--devices", nargs="*", help="of the replicas; default: all GPUs, else a CPU")
+    made.add_argument("--devices", nargs="*", help="of the replicas; default: GPUs, or else a CPU")
     made.add_argument("--epochs", type=int, default=20)
     made.add_argument("--global-batch-size", type=int, default=128)
     return made
@@ -48,7 +48,7 @@ STRATEGIES = {
 
 
 def make_strategy(options: argparse.Namespace) -> fd.Strategy:
-    """Make the strategy: the one line that differs between them."""
+    """Make the strategy that --strategy names."""
     return STRATEGIES[options.strategy](options.devices)
 
 

@@ -11,7 +11,7 @@ Two replicas, each a process; the strategy starts the second one, or a launcher 
     fastdist run -n 2 examples/mirrored.py
     torchrun --nproc-per-node 2 examples/mirrored.py
 
-Needs torch and scikit-learn. Accuracy and loss are the same each time.
+Needs torch and scikit-learn. All commands give the same loss and accuracy.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ On one machine, two workers:
     fastdist run -n 2 examples/multi_worker.py
     torchrun --nproc-per-node 2 examples/multi_worker.py
 
-On several machines, the same command on each, with its own task in TF_CONFIG:
+On several machines, run the same command on each machine, with its own task in TF_CONFIG:
 
     export TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]},
                        "task": {"type": "worker", "index": 0}}'

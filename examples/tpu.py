@@ -1,4 +1,4 @@
-"""Trains on the cores of a TPU, or on virtual devices of a CPU; the script is that of any strategy.
+"""Trains on the cores of a TPU, or on virtual devices of a CPU; works with any strategy.
 
 On a TPU VM; or anywhere, with torch_xla, on four virtual devices:
 
@@ -10,8 +10,8 @@ Without torch_xla, on two processes:
     python examples/tpu.py --strategy mirrored --devices cpu:0 cpu:1
     fastdist run -n 2 examples/tpu.py --strategy mirrored
 
-Needs torch and scikit-learn. Loss and accuracy are the same. Under TPUStrategy it also prints how
-many programs were compiled.
+Needs torch and scikit-learn. All commands give the same loss and accuracy. Under TPUStrategy the
+script also prints the number of compiled programs.
 """
 
 from __future__ import annotations

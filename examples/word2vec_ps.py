@@ -1,6 +1,6 @@
 """Learns word vectors from the sources of Python's own standard library, on parameter servers.
 
-A chief, four workers and two servers on this machine; workers step in their own time, or together:
+A chief, four workers and two servers on this machine, with asynchronous or synchronous steps:
 
     fastdist run --workers 4 --ps 2 examples/word2vec_ps.py
     fastdist run --workers 4 --ps 2 examples/word2vec_ps.py --mode sync
@@ -10,11 +10,11 @@ One process, no servers:
     python examples/word2vec_ps.py --mode single
 
 Needs torch, pyzmq, cloudpickle and safetensors. Skip-gram with negative sampling (Mikolov et al.,
-NIPS 2013). A hash of a word names its row in the tables: no worker knows the words of the others,
-no list of all words exists, and servers keep rows of the words that have come up. A worker pulls
-the rows of a batch alone.
+NIPS 2013). The hash of a word is the id of its row in the tables, so workers need no list of all
+words, and servers keep only the rows of words that have occurred. A worker pulls only the rows of
+its batch.
 
-All modes see as many pairs of words, and are measured on the same files, which none is trained on.
+All modes train on the same number of pairs of words, and are measured on the same held-out files.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Text:
     def batch(self, size: int) -> Batch:
         """Draw ids of words, of a neighbour of each, and of random words for all of them."""
         draw = self._random
-        reach = draw.integers(1, WINDOW + 1, size)  # near words come up more often
+        reach = draw.integers(1, WINDOW + 1, size)  # so near words are drawn more often
         step = draw.integers(1, reach + 1) * draw.choice((-1, 1), size)
         at = draw.integers(WINDOW, len(self._text) - WINDOW, size)
         negatives = np.searchsorted(self._noise, draw.random(SHARED))

@@ -253,7 +253,9 @@ class StrategyContract:
                 given.run(lambda: None)
 
             if n > 1:
-                with pytest.raises(RuntimeError, match="run was called while the strategy runs"):
+                with pytest.raises(
+                    RuntimeError, match="run was called while the strategy is running"
+                ):
                     strategy.run(lambda: fd.get_replica_context().merge_call(run_again))
 
         strategies.run(case)

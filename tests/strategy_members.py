@@ -292,7 +292,7 @@ class MembersContract:
             free = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
             strategy.run(free.step)
             if strategy.num_replicas_in_sync > 1:
-                with pytest.raises(ValueError, match="made outside the scope, so each replica"):
+                with pytest.raises(ValueError, match="made outside the scope, so every replica"):
                     strategy.run(free.step)
 
             def of_its_own() -> None:

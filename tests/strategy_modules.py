@@ -42,7 +42,7 @@ class StrategyModules:
                 optimizer.step()
 
             model.first.weight.register_post_accumulate_grad_hook(apply)
-            with pytest.raises(FastdistError, match=r"SGD.step\(\) was called in the middle of"):
+            with pytest.raises(FastdistError, match=r"SGD.step\(\) was called during backward"):
                 simple(strategy, model, optimizer)
 
         strategies.run(case)

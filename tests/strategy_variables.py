@@ -126,7 +126,7 @@ class VariableContract:
             assert means.value == (n - 1) / 2
             assert first.value == 0
             if n > 1:
-                with pytest.raises(ValueError, match="has no one value outside run"):
+                with pytest.raises(ValueError, match="has no single value outside run"):
                     _ = none.value
             locals_ = [int(value) for value in strategy.local_results(none)]
             assert locals_ == list(strategy.local_replica_ids)

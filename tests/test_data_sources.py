@@ -221,7 +221,7 @@ def test_a_batch_must_show_its_size() -> None:
 def test_an_iterator_is_good_for_one_epoch() -> None:
     made = distribute_dataset(iter(range(3)), alone(), global_batch_size=2)
     assert epoch(made) == [[[0, 1]], [[2]]]
-    with pytest.raises(ValueError, match="used up after one epoch"):
+    with pytest.raises(ValueError, match="exhausted after one epoch"):
         list(made)
 
 
@@ -239,8 +239,8 @@ def test_bad_files(paths: Any, read: Any, error: Any) -> None:
     [
         ((2, (0, 2), 1, 0), "consecutive"),
         ((2, (), 1, 0), "consecutive"),
-        ((2, (1, 2), 1, 0), "replica 2 is not one of 2"),
-        ((2, (0,), 2, 2), "worker 2 is not one of 2"),
+        ((2, (1, 2), 1, 0), "expected ids below 2, got 2"),
+        ((2, (0,), 2, 2), "expected a number from 0 to 1, got 2"),
         ((3, (0, 1, 2), 1, 0), "one device for each"),
     ],
 )

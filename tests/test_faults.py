@@ -205,7 +205,7 @@ def test_missing_rank(job: str) -> None:
     for rank in ranks:
         returncode, output = finish(rank)
         assert returncode == 0
-        assert "ranks [1] of 3 did not come within 1 s" in output
+        assert "ranks [1] of 3 did not arrive within 1 s" in output
 
 
 def test_missing_first_rank(job: str) -> None:
@@ -225,7 +225,7 @@ def test_rank_twice(job: str) -> None:
     ranks = [start(r, 3, job, MEET) for r in (0, 1, 1)]
     outputs = [finish(rank)[1] for rank in ranks]
     assert all("refused" in output for output in outputs)
-    assert "rank 1 of 3 came twice" in outputs[0]
+    assert "rank 1 of 3 arrived twice" in outputs[0]
 
 
 def test_first_rank_twice(job: str) -> None:

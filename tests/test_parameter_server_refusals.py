@@ -150,7 +150,7 @@ def test_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device": "nonsense"}, ValueError, "'nonsense' is not a device of torch"),
+        ({"device": "nonsense"}, ValueError, "'nonsense' is not a torch device"),
         ({"variable_partitioner": 3}, TypeError, r"such as fastdist.ps.FixedShards\(3\), got 3"),
         ({"wire": "float8"}, ValueError, "wire must be one of float32, bfloat16"),
         ({"max_staleness": -1}, ValueError, "max_staleness must be at least 0"),

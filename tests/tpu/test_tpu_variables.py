@@ -85,7 +85,7 @@ def test_aggregated_on_read(strategy: TPUStrategy) -> None:
     assert means.value == (N - 1) / 2
     assert first.value == 0
     if N > 1:
-        with pytest.raises(ValueError, match="has no one value outside run"):
+        with pytest.raises(ValueError, match="has no single value outside run"):
             _ = none.value
     assert [int(v) for v in strategy.local_results(none)] == list(range(N))
     assert strategy.reduce("sum", sums) == N * (N - 1) / 2

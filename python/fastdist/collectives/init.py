@@ -1,4 +1,4 @@
-"""Making communicators: the ranks that a launcher started, or threads of this process."""
+"""Makes communicators for the ranks that a launcher started, or for threads of this process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.errors import ClusterConfigError, FastdistError
 
-_DEFAULT_PORT = 29500  # torch's
-_MOST_THREADS = 1024  # memory grows with their square
+_DEFAULT_PORT = 29500  # the same as torch's
+_MAX_THREADS = 1024  # memory grows with the square of the number
 
 
 class Bootstrap(Protocol):
-    """What `init` needs of an mpi4py communicator."""
+    """The interface of an mpi4py communicator that `init` uses."""
 
     def Get_rank(self) -> int:  # noqa: D102
         ...
@@ -40,11 +40,11 @@ class Bootstrap(Protocol):
 
 
 class Cluster(Protocol):
-    """What `init` needs of a cluster resolver."""
+    """The interface of a cluster resolver that `init` uses."""
 
     @property
     def rank(self) -> int | None:
-        """This process's rank; None where it is no rank at all."""
+        """This process's rank; None for a task without a rank, such as an evaluator."""
 
     @property
     def world_size(self) -> int:
@@ -52,15 +52,15 @@ class Cluster(Protocol):
 
     @property
     def coordinator_address(self) -> str:
-        """The "host:port" where rank 0 listens, and the others find it."""
+        """The "host:port" at which rank 0 listens and the other ranks connect."""
 
 
 class _World:
-    """The default communicator, and how many meetings this process has been to."""
+    """The default communicator, and the number of rendezvous of this process."""
 
     communicator: Communicator | None = None
     meetings = 0
-    process = 0  # the one that called init
+    process = 0  # id of the process that called init
 
 
 def init(
@@ -69,22 +69,23 @@ def init(
     cluster: Cluster | None = None,
     timeout: float | None = None,
 ) -> Communicator:
-    """The communicator of all ranks of this job; every rank must call.
+    """Return the communicator of all ranks of this job. Every rank must call.
 
-    The ranks are those that `fastdist run`, torchrun, mpiexec or srun started; a process started
-    alone is a world of one. Called again it returns the same communicator until that is closed.
-    Ranks of one machine share memory. Where there are several machines, the ranks find each other
-    at MASTER_ADDR:MASTER_PORT, and torch's Gloo connects the machines.
+    The ranks are the processes that `fastdist run`, torchrun, mpiexec or srun started; a process
+    without a launcher is a world of one rank. Later calls return the same communicator until it is
+    closed. Ranks of one machine share memory. In a job on several machines, the ranks meet at
+    MASTER_ADDR:MASTER_PORT, and torch's Gloo connects the machines.
 
     Args:
-        bootstrap: an mpi4py communicator to take the ranks from instead.
-        cluster: a cluster resolver to take the ranks from instead.
-        timeout: seconds that each collective waits for other ranks by default; 600 if None, or
-            FASTDIST_TIMEOUT_S.
+        bootstrap: an mpi4py communicator that defines the ranks instead.
+        cluster: a cluster resolver that defines the ranks instead.
+        timeout: default number of seconds that each collective waits for other ranks; None:
+            FASTDIST_TIMEOUT_S, or 600 if it is not set.
 
     Raises:
-        ClusterConfigError: the launcher's variables make no sense, or not all ranks came.
-        ImportError: there are several machines and torch is not installed.
+        ClusterConfigError: the launcher's variables are invalid, or a rank did not arrive in time.
+        ImportError: the job has several machines, and torch is not installed.
+        ValueError: bootstrap and cluster are both given.
     """
     if _World.communicator is not None:
         return default_communicator()
@@ -110,28 +111,28 @@ def init(
 
 
 def local_group(size: int, *, timeout: float | None = None) -> list[Communicator]:
-    """Communicators for `size` ranks that are threads of this process, one for each.
+    """Make communicators for `size` ranks that are threads of this process, one for each.
 
     Args:
         size: number of ranks, at most 1024.
         timeout: as for `init`.
     """
     size = to_integer(size, "size")
-    if not 1 <= size <= _MOST_THREADS:
-        raise ValueError(f"size must be an integer from 1 to {_MOST_THREADS}, got {size}")
+    if not 1 <= size <= _MAX_THREADS:
+        raise ValueError(f"size must be an integer from 1 to {_MAX_THREADS}, got {size}")
     timeout_s = settings().timeout_s if timeout is None else timeout
     check_timeout(timeout_s)
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
 
 
 def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -> Communicator:
-    """The same ranks, whose reductions go through groups of neighbours and their first ranks.
+    """Make a communicator that reduces within groups of neighbours, then among their first ranks.
 
-    Every rank must call. The result takes the place of `flat`, and closes it when it is closed.
+    Every rank must call. The result replaces `flat`, and closes it when it is closed itself.
 
     Args:
-        flat: the ranks.
-        width: of a group; the last one may be smaller.
+        flat: a communicator of the same ranks.
+        width: number of ranks of a group; the last group may be smaller.
         timeout: as for `init`.
     """
     from fastdist.collectives.engines.groups import engine_in_groups
@@ -146,22 +147,23 @@ def has_communicator() -> bool:
 
 
 def default_communicator() -> Communicator:
-    """The communicator that `init` made.
+    """Return the communicator that `init` made.
 
     Raises:
-        FastdistError: `init` has not been called, or its communicator was closed.
+        FastdistError: `init` was not called in this process, or its communicator was closed.
     """
     if _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")
     if _World.process != os.getpid():
         raise FastdistError(
-            "the communicator belongs to the parent process; start ranks by a launcher, not by fork"
+            "the communicator belongs to the parent process; start ranks with a launcher, not by "
+            "fork"
         )
     return _World.communicator
 
 
 class _DefaultCommunicator(Communicator):
-    """The communicator of all ranks; `init` makes another one after it is closed."""
+    """The communicator of all ranks; after `close`, `init` makes a new communicator."""
 
     def close(self) -> None:
         if _World.communicator is self:
@@ -180,10 +182,10 @@ class _DefaultCommunicator(Communicator):
 
 
 def _let_threads_go() -> None:
-    """At exit: daemon threads stay in their calls, since the interpreter would unwind them."""
+    """Keep daemon threads in their calls at exit; the interpreter would unwind their stacks."""
     _core.begin_exit()
     if threading.active_count() > 1:
-        time.sleep(0.05)  # those on their way back into Python get there first
+        time.sleep(0.05)  # lets threads that are returning to Python finish returning
 
 
 atexit.register(_let_threads_go)
@@ -200,16 +202,16 @@ def _from_launch(timeout_s: float) -> Engine:
 
 
 def coordinator_of_launch(launch: Launch) -> str:
-    """Where rank 0 of a job on several machines can be reached, "host:port".
+    """Return the "host:port" of rank 0 of a job on several machines.
 
     Raises:
-        ClusterConfigError: MASTER_ADDR is not set, or makes no sense.
+        ClusterConfigError: MASTER_ADDR is not set, or MASTER_ADDR or MASTER_PORT is invalid.
     """
     if not os.environ.get("MASTER_ADDR"):
         raise ClusterConfigError(
             f"{launch.launcher} started {launch.world_size} ranks, {launch.local_world_size} of "
-            "them on this machine; expected MASTER_ADDR and MASTER_PORT, where rank 0 can be "
-            "reached"
+            "them on this machine; expected MASTER_ADDR and MASTER_PORT, the address and port of "
+            "rank 0"
         )
     host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
     try:
@@ -222,7 +224,9 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
     _require(cluster, "cluster", "a cluster resolver", "rank", "world_size")
     rank, size = cluster.rank, cluster.world_size
     if rank is None:
-        raise ClusterConfigError("this task does not train: a parameter server or evaluator")
+        raise ClusterConfigError(
+            "this task does not train, because it is a parameter server or an evaluator"
+        )
     if size == 1:
         alone = Launch("cluster", 0, 1, 0, 1, secrets.token_hex(8))
         return HostEngine.of_launch(alone, _World.meetings, timeout_s)
@@ -256,8 +260,8 @@ def _require(value: object, argument: str, expected: str, *attributes: str) -> N
 
 
 def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> Engine:
-    """Meet through a store; then the engine for what was found."""
-    # Imported where there are several machines: `import fastdist` is to be quick.
+    """Meet the other ranks through a store, and make the engine that fits their machines."""
+    # Imported here since `import fastdist` must be quick.
     from fastdist.collectives.engines.gloo import GlooEngine
     from fastdist.collectives.engines.hierarchical import HierarchicalEngine
     from fastdist.collectives.engines.machine_links import MachineLinks
@@ -293,7 +297,7 @@ def _is_loopback(coordinator: str) -> bool:
 
 
 def _free_address() -> str:
-    """Where this machine can listen: MASTER_ADDR, or the address of its name; at a free port."""
+    """Return a free port of this machine, at MASTER_ADDR or the address of its host name."""
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -303,11 +307,11 @@ def _free_address() -> str:
     except OSError as error:
         raise ClusterConfigError(
             f"rank 0 cannot listen at {host!r} ({error}); expected MASTER_ADDR, an address of its "
-            "machine that the others can reach"
+            "machine that the other machines can reach"
         ) from None
     if ipaddress.ip_address(name[0]).is_loopback:
         raise ClusterConfigError(
-            f"{host!r} is {name[0]} on the machine of rank 0; expected MASTER_ADDR, an address "
-            "that other machines can reach"
+            f"{host!r} resolves to {name[0]} on the machine of rank 0; expected MASTER_ADDR, an "
+            "address that other machines can reach"
         )
     return join_address(name[0], name[1])

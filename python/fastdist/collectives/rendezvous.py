@@ -1,9 +1,9 @@
-"""How the ranks of one machine find each other and share memory.
+"""The rendezvous of the ranks of one machine, in which they exchange shared memory.
 
 Rank 0 listens on a Unix socket in Linux's abstract namespace, whose name is derived from the user
-and the job: nothing lies in the file system, nothing is left behind, no TCP port is opened. Both
-ends check that the other runs as the same user. Every rank sends a descriptor of its own memory;
-when all are there, rank 0 sends each of them the descriptors of the others.
+and the job: it creates no file, leaves nothing behind, and opens no TCP port. Both ends check that
+the other end runs as the same user. Every rank sends a descriptor of its own memory; when all ranks
+have arrived, rank 0 sends each rank the descriptors of the others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _checks: list[Callable[[], None]] = []
 
 
 def check_while_waiting(check: Callable[[], None]) -> None:
-    """From now on call this, often, while ranks are waited for; what it raises ends the wait."""
+    """Register a function to call repeatedly while ranks wait; an exception ends the wait."""
     _checks.append(check)
 
 
 def run_checks() -> None:
-    """Call what `check_while_waiting` was given."""
+    """Call the functions that `check_while_waiting` registered."""
     for check in _checks:
         check()
 
@@ -49,17 +49,17 @@ def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list
     """Exchange memory with every rank of the job. Every rank must call.
 
     Args:
-        launch: who this rank is; all ranks must be on this machine.
-        generation: which meeting of the job this is; counts the calls to `fastdist.init`.
+        launch: describes this rank; all ranks must be on this machine.
+        generation: number of this rendezvous in the job; counts the calls to `fastdist.init`.
         own_fd: descriptor of this rank's memory.
         timeout_s: seconds to wait for all ranks.
 
     Returns:
-        One descriptor per rank; this rank's is `own_fd` itself. The caller owns them.
+        One descriptor per rank, which the caller owns; this rank's descriptor is `own_fd` itself.
 
     Raises:
-        ClusterConfigError: a rank did not come in time, came twice, or disagrees on the number of
-            ranks; raised on all ranks that came.
+        ClusterConfigError: a rank did not arrive in time, arrived twice, or disagrees on the number
+            of ranks; raised on all ranks that have arrived.
     """
     deadline = time.monotonic() + timeout_s
     address = _address(f"{launch.job_key}|{generation}")
@@ -77,7 +77,11 @@ class _Meeting:
     deadline: float
 
     def accept(self, listener: socket.socket) -> socket.socket:
-        """The next connection; raises TimeoutError at the deadline."""
+        """Accept the next connection.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
         while True:
             run_checks()
             left_s = self.deadline - time.monotonic()
@@ -89,7 +93,7 @@ class _Meeting:
                     raise
 
     def arm(self, connection: socket.socket) -> None:
-        """Make the next operation end by the deadline."""
+        """Set the connection's timeout to the time left until the deadline."""
         connection.settimeout(max(0.001, self.deadline - time.monotonic()))
 
 
@@ -129,7 +133,7 @@ def _host(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
         except TimeoutError:
             missing = sorted(set(range(meeting.world_size)) - set(fds))
             refusal = (
-                f"rendezvous: ranks {missing} of {meeting.world_size} did not come within "
+                f"rendezvous: ranks {missing} of {meeting.world_size} did not arrive within "
                 f"{meeting.timeout_s:g} s"
             )
             _refuse_all(connections, refusal)
@@ -145,7 +149,7 @@ def _host(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
                     socket.send_fds(connection, [b"\0"], others[start : start + _FDS_PER_MESSAGE])
             except OSError:
                 raise ClusterConfigError(
-                    f"rendezvous: rank {rank} left before all ranks were there", (rank,)
+                    f"rendezvous: rank {rank} left before all ranks had arrived", (rank,)
                 ) from None
     return [fds[rank] for rank in range(meeting.world_size)]
 
@@ -160,18 +164,18 @@ def _welcome(
     if len(data) != _HELLO.size or len(received) != 1 or data[:8] != _MAGIC:
         for fd in received:
             os.close(fd)
-        return  # a stranger; not our rank
+        return  # not a rank of fastdist
     _, version, rank, world_size = _HELLO.unpack(data)
     refusal = ""
     if version != _VERSION:
-        refusal = f"rank {rank} speaks version {version} of the rendezvous, expected {_VERSION}"
+        refusal = f"rank {rank} uses version {version} of the protocol, expected {_VERSION}"
     elif world_size != meeting.world_size:
         refusal = (
             f"ranks disagree on the number of ranks: rank 0 expects {meeting.world_size}, "
             f"rank {rank} expects {world_size}"
         )
     elif rank in fds or not 0 <= rank < meeting.world_size:
-        refusal = f"rank {rank} of {meeting.world_size} came twice or cannot exist"
+        refusal = f"rank {rank} of {meeting.world_size} arrived twice or is out of range"
     if refusal:
         os.close(received[0])
         _refuse(connection, f"rendezvous: {refusal}")
@@ -182,7 +186,7 @@ def _welcome(
 
 def _refuse(connection: socket.socket, message: str) -> None:
     text = message.encode()[:_MAX_REFUSAL_BYTES]
-    with contextlib.suppress(OSError):  # it is gone already
+    with contextlib.suppress(OSError):  # the rank may have exited
         connection.sendall(_VERDICT.pack(len(text)) + text)
 
 
@@ -196,7 +200,7 @@ def _join(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
         meeting.arm(connection)
         hello = _HELLO.pack(_MAGIC, _VERSION, meeting.rank, meeting.world_size)
         socket.send_fds(connection, [hello], [own_fd])
-        # Rank 0 says by the same deadline who is missing; leave it a moment to do so.
+        # Rank 0 has the same deadline, and reports the missing ranks just after it.
         connection.settimeout(connection.gettimeout() + 2.0)  # type: ignore[operator]
         try:
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])
@@ -210,7 +214,7 @@ def _join(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
                     raise ConnectionError
         except (TimeoutError, ConnectionError):
             raise ClusterConfigError(
-                f"rendezvous: rank 0 left before all {meeting.world_size} ranks were there "
+                f"rendezvous: rank 0 left before all {meeting.world_size} ranks had arrived "
                 f"(seen from rank {meeting.rank})",
                 (0,),
             ) from None
@@ -228,7 +232,7 @@ def _connect(meeting: _Meeting, address: str) -> socket.socket:
                 return connection
             problem = "its socket belongs to another user"
         except (ConnectionError, TimeoutError, BlockingIOError):
-            problem = "it is not there"
+            problem = "no process listens on its socket"
         connection.close()
         if time.monotonic() >= meeting.deadline:
             raise ClusterConfigError(

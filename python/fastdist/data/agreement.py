@@ -1,8 +1,8 @@
-"""How the workers keep step: what each has, and whether all are done.
+"""Agreements that make all workers take the same number of steps.
 
-Where all know beforehand what everyone has, nobody asks (`Known`). Otherwise the workers tell each
-other in every step, from the thread that iterates: so the exchange keeps its place among the
-collectives of the training step.
+Workers that can compute each other's batch sizes exchange nothing (`Known`). Other workers exchange
+their batch sizes in every step, in the thread that iterates, so that the exchange keeps its place
+in the order of the training step's collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Agreement(Protocol):
     """Turns a worker's parts into steps that all workers take together.
 
     Attributes:
-        may_add_steps: whether there may be more steps than this worker has parts.
+        may_add_steps: True if there may be more steps than this worker has parts.
     """
 
     @property
@@ -33,28 +33,29 @@ class Agreement(Protocol):
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """Parts whose `examples` are those of all replicas.
+        """Yield parts whose `examples` count the examples of all replicas.
 
         Args:
-            parts: what this worker has.
-            spare: gives batches of size zero to a worker that has none at all; None if it cannot.
+            parts: the parts of this worker.
+            spare: makes batches of size zero for a worker without parts; returns None if the
+                source has no example to copy the shapes from.
         """
 
 
 class Known:
-    """All workers cut the same batches, and know it: nobody asks."""
+    """Passes parts through: all workers are certain to cut the same batches."""
 
     may_add_steps = False
 
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """The parts as they are."""
+        """Return the parts unchanged."""
         return parts
 
 
 class SameData:
-    """All workers should read the same batches, but only asking shows whether they do."""
+    """Checks in every step that all workers have read the same batch."""
 
     may_add_steps = False
 
@@ -64,7 +65,11 @@ class SameData:
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """Raises ValueError on all workers where their batches differ."""
+        """Yield the parts unchanged.
+
+        Raises:
+            ValueError: the workers' batches differ; raised on all workers.
+        """
         step = 0
         while True:
             part = self._exchange.attempt(lambda: next(parts, None))
@@ -86,7 +91,7 @@ class SameData:
 
 
 class OwnData:
-    """Each worker reads its own data, and may have less of it than others."""
+    """Lets each worker read its own data, which may be shorter than another worker's."""
 
     may_add_steps = True
 
@@ -97,7 +102,7 @@ class OwnData:
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """A worker that is done takes steps with batches of size zero until all are."""
+        """Yield the parts, then batches of size zero until all workers have finished."""
         exchange = self._exchange
         empty: Batches | None = None
         while True:
@@ -113,8 +118,9 @@ class OwnData:
             without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
             if without or empty is None:
                 raise ValueError(
-                    f"the data of workers {without} is empty while others have some: they cannot "
-                    "know how a batch of size zero looks; give every worker at least one example"
+                    f"the data of workers {without} is empty while other workers have examples: "
+                    "the shapes of a batch of size zero are unknown; give every worker at least "
+                    "one example"
                 )
             examples = tuple(size for answer in answers for size in answer[1:])
             if part is not None:
@@ -124,14 +130,14 @@ class OwnData:
 
 
 class _Exchange:
-    """Messages of a state and `width` numbers; a worker's failure becomes everyone's error."""
+    """Exchanges a state and `width` numbers; one worker's failure raises an error on all."""
 
     def __init__(self, layout: InputLayout, width: int) -> None:
         self._layout = layout
         self._width = width
 
     def attempt(self, read: Callable[[], T]) -> T:
-        """Read; if that fails, tell the others, who would wait for this worker."""
+        """Call `read`; if it raises, tell the other workers, which would wait for this worker."""
         try:
             return read()
         except Exception:
@@ -139,14 +145,14 @@ class _Exchange:
             raise
 
     def tell(self, state: int, *numbers: int) -> list[list[int]]:
-        """Everyone's state and numbers (zeros where none are given)."""
+        """Send this worker's state and numbers (default: zeros); return every worker's."""
         message = (state, *(numbers or (0,) * self._width))
         answers = [list(answer) for answer in self._layout.all_gather_ints(message)]
         failed = tuple(worker for worker, answer in enumerate(answers) if answer[0] == _FAILED)
         if failed:
             raise FastdistError(
-                f"workers {list(failed)} could not read their data; the error that each of them "
-                "raised says why",
+                f"workers {list(failed)} could not read their data; see the error that each of "
+                "these workers raised",
                 ranks=failed,
             )
         return answers

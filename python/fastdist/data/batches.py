@@ -1,7 +1,7 @@
 """Batches as structures: made from examples, emptied, counted, and joined over replicas.
 
-Leaves are tensors, numpy arrays, and lists or tuples that hold one thing per example (a *column*:
-the strings that torch's default_collate leaves in a list, or images of different sizes).
+Leaves are tensors, numpy arrays, and columns. A column is a list or tuple with one item per
+example: strings, which torch's default_collate leaves in a list, or images of different sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def collate(examples: list[Any]) -> Any:
-    """torch's default_collate leaf by leaf, so that tuples stay tuples and dataclasses work.
+    """Apply torch's default_collate to each leaf, so that tuples stay tuples and dataclasses work.
 
     Raises:
         ValueError: the examples differ in structure.
@@ -35,12 +35,12 @@ def collate(examples: list[Any]) -> Any:
 
 
 def join(batches: Sequence[Any], sizes: Sequence[int], examples: tuple[int, ...]) -> Any:
-    """One structure of per-replica values from one batch per local replica.
+    """Join one batch per local replica into one structure of per-replica values.
 
     Args:
-        batches: one per local replica.
-        sizes: how many examples each of them has.
-        examples: how many examples each replica of the job has.
+        batches: one batch per local replica.
+        sizes: the number of examples in each of these batches.
+        examples: the number of examples of each replica of the job.
 
     Raises:
         ValueError: the batches differ in structure.
@@ -49,18 +49,18 @@ def join(batches: Sequence[Any], sizes: Sequence[int], examples: tuple[int, ...]
 
 
 def emptied(batch: Any, size: int) -> Any:
-    """The batch without its `size` examples: axis 0 of every array is 0, columns are empty.
+    """Copy a batch without its `size` examples: arrays have length 0 in axis 0, columns are empty.
 
-    What has no axis 0 (numbers, strings, tensors without axes) stays as it is.
+    Leaves without an axis 0 (numbers, strings, tensors without axes) are kept.
     """
     return _walk(lambda values: _empty_leaf(values[0]), "", [batch], [size])
 
 
 def count_examples(batch: Any) -> int:
-    """How many examples a batch holds: axis 0 of its first array, else its first column's length.
+    """Count the examples of a batch: axis 0 of its first array, else its first column's length.
 
     Raises:
-        TypeError: it has neither.
+        TypeError: the batch has no array and no column.
     """
     for array in _arrays(batch):
         if array.ndim:
@@ -71,8 +71,8 @@ def count_examples(batch: Any) -> int:
     if isinstance(inner, (list, tuple)):
         return len(inner)
     raise TypeError(
-        f"expected batches with an array or a list in them, got {type(batch).__name__}: it is not "
-        "known how many examples that is"
+        f"expected batches that contain an array or a list, got {type(batch).__name__}: its number "
+        "of examples is unknown"
     )
 
 
@@ -83,7 +83,7 @@ def _walk(
     first = nodes[0]
     kind = type(first)
     if kind is torch.Tensor and all(type(node) is kind for node in nodes):
-        return leaf(list(nodes))  # as below, and nearly always
+        return leaf(list(nodes))  # a fast path for the most common case
     for node in nodes:
         if type(node) is not kind and (_is_branch(node) or _is_branch(first)):
             raise ValueError(_different(place, first, node))
@@ -126,11 +126,11 @@ def _is_branch(node: Any) -> bool:
 
 
 def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether lists hold one thing per example, rather than a batch of each of several things.
+    """True if the lists are columns, rather than structures whose items are batches.
 
-    [x, y] with 2 examples has the length of a column too. What tells: a column's length follows
-    the number of examples; its items are alike; and they seldom have that number of examples
-    themselves, as arrays in axis 0 or as columns.
+    The list [x, y] with 2 examples also has the length of a column. A column is recognised by
+    its length, which equals the number of examples; by its items, which have one type; and since
+    its items are seldom arrays or lists of that same length.
     """
     if any(len(node) != size for node, size in zip(nodes, sizes, strict=True)):
         return False

@@ -1,4 +1,4 @@
-"""Batches on their way from where they were read to the replicas' devices."""
+"""Copies batches from the memory they were read into to the replicas' devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdist.replicas.per_replica import leaves, map_structure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shipment:
-    """A part whose batches are on the devices, or will be when the events have happened.
+    """A part whose batches are on the devices once the events have completed.
 
     Attributes:
         arrivals: per CUDA device, the event after the last copy to it.
@@ -26,30 +26,30 @@ class Shipment:
 
 
 class BatchCopy(Protocol):
-    """What brings parts to where the replicas compute."""
+    """Copies parts to the devices of the replicas."""
 
     @property
     def to_cpu_only(self) -> bool:
-        """Whether that is CPU memory, so that there is nothing to do ahead of time."""
+        """True if all replicas compute on the CPU, so that copying ahead saves nothing."""
 
     def send(self, part: Part) -> Shipment:
-        """Start the copies; from any thread."""
+        """Start the copies. Any thread may call."""
 
     def receive(self, shipment: Shipment) -> Part:
-        """The part, ready for use by the calling thread."""
+        """Return the part, ready for use by the calling thread."""
 
     def join(self, part: Part) -> Any:
-        """What the training loop gets of a part."""
+        """Make the batch that the training loop gets from a part."""
 
 
 class DeviceCopy:
     """Copies the batch of each local replica to its device.
 
-    To CUDA devices it copies from pinned memory on a stream of its own, so that the copy overlaps
-    what the devices compute; `receive` makes the current streams wait for it, not the host.
+    Copies to CUDA devices use pinned memory and a separate stream, so that they overlap with
+    computation; `receive` makes the current streams wait for the copy, not the host.
 
     Args:
-        devices: of the local replicas.
+        devices: the devices of the local replicas.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -58,11 +58,11 @@ class DeviceCopy:
 
     @property
     def to_cpu_only(self) -> bool:
-        """Whether all devices are CPUs."""
+        """True if all devices are CPUs."""
         return all(device.type == "cpu" for device in self._devices)
 
     def send(self, part: Part) -> Shipment:
-        """Start the copies; from any thread."""
+        """Start the copies. Any thread may call."""
         batches = tuple(
             self._send_batch(batch, device)
             for batch, device in zip(part.batches, self._devices, strict=True)
@@ -73,18 +73,18 @@ class DeviceCopy:
         return Shipment(Part(batches, part.sizes, part.examples, part.token), arrivals)
 
     def receive(self, shipment: Shipment) -> Part:
-        """The part, for use on the calling thread's current streams."""
+        """Return the part, for use on the calling thread's current streams."""
         for device, arrival in shipment.arrivals:
             torch.cuda.current_stream(device).wait_event(arrival)
         if shipment.arrivals:
             for leaf in leaves(shipment.part.batches):
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                    # Its memory came from the copy's stream, and must not return to that early.
+                    # Keep the copy's stream from reusing the memory while the leaf is in use.
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return shipment.part
 
     def join(self, part: Part) -> Any:
-        """One structure of per-replica values."""
+        """Join the batches into one structure of per-replica values."""
         return join(part.batches, part.sizes, part.examples)
 
     def _send_batch(self, batch: Any, device: torch.device) -> Any:
@@ -93,7 +93,7 @@ class DeviceCopy:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # What is on the device already may still be being written there.
+        # Kernels on the current stream may still be writing the source.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             return map_structure(lambda leaf: _moved_by_cuda(leaf, device), batch)
@@ -101,10 +101,10 @@ class DeviceCopy:
 
 def _moved(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # All CPU devices ("cpu:0", "cpu:1") are one memory.
+        # All CPU devices ("cpu:0", "cpu:1") share one memory.
         here = leaf.device == device or leaf.device.type == device.type == "cpu"
         return leaf if here else leaf.to(device)
-    # A batch of a class of the user's, as PyTorch Geometric has, knows how to move itself.
+    # Batch classes of libraries such as PyTorch Geometric have their own `to`.
     move = getattr(leaf, "to", None)
     return move(device) if callable(move) else leaf
 

@@ -1,4 +1,4 @@
-"""From what a user has to what a training loop iterates."""
+"""Builds distributed datasets from arrays, datasets, iterables and files."""
 
 from __future__ import annotations
 
@@ -42,43 +42,44 @@ def distribute_dataset(
     num_workers: int = 0,
     prefetch: int = 2,
 ) -> DistributedDataset:
-    """Cut a source into global batches and each of them among the replicas.
+    """Cut a source into global batches, and each global batch into one part per replica.
 
-    After tf.distribute.Strategy.experimental_distribute_dataset, but the source holds examples,
-    not batches. Every worker must call, with the same source and arguments. An empty source gives
-    epochs of no steps; one with fewer examples than replicas gives batches of size zero to some.
+    Corresponds to tf.distribute.Strategy.experimental_distribute_dataset, but the source holds
+    examples, not batches. Every worker must call, with the same source and arguments. An empty
+    source gives epochs without steps; a source with fewer examples than replicas gives some
+    replicas batches of size zero.
 
     Args:
-        source: one of
-            arrays: a tensor or numpy array, or a tuple, dict or dataclass of them, alike in axis 0,
-            whose rows are the examples; in memory, so num_workers does nothing for them;
-            a map-style Dataset, or any sequence, also a list of examples: each worker loads only
-            what its replicas get;
-            an IterableDataset or any iterable of examples: each worker reads all of it;
+        source: the examples, as
+            arrays: a tensor or numpy array, or a tuple, dict or dataclass of arrays of equal length
+            in axis 0, whose rows are the examples; they are in memory, so num_workers is ignored;
+            a map-style Dataset or any sequence, such as a list of examples: each worker loads only
+            the examples of its replicas;
+            an IterableDataset or any iterable of examples: each worker reads all examples;
             a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
-            drop_last and sampler (a RandomSampler becomes shuffle=True; any other, and a
-            batch_sampler, must give the same order on every worker); what goes to a GPU is pinned,
-            with pin_memory or without;
+            drop_last and sampler are used (a RandomSampler becomes shuffle=True; any other sampler,
+            and a batch_sampler, must give the same order on every worker). Batches for a GPU are
+            pinned, with or without pin_memory;
             `Files`.
-        layout: of the job.
-        global_batch_size: examples per step of all replicas; needed unless a DataLoader has it.
+        layout: the replicas and workers of the job.
+        global_batch_size: examples per step of all replicas; required unless a DataLoader has it.
         shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
             all numbers of replicas and workers (under OFF each worker draws its own).
-        seed: not negative; of the shuffle, and of the random streams of loader processes.
+        seed: not negative; seeds the shuffle and the random streams of loader processes.
         drop_remainder: leave out a last batch with fewer examples.
-        auto_shard_policy: how the workers share the source.
-        collate_fn: makes a batch from a list of examples; None: torch's default_collate, that keeps
-            tuples and also takes dataclasses.
-        num_workers: processes that load for this worker. An IterableDataset must share its examples
-            out among them by `get_worker_info`. With 0, examples are loaded in the thread that
+        auto_shard_policy: the way workers share the source.
+        collate_fn: makes a batch from a list of examples; None: torch's default_collate, extended
+            to keep tuples and to accept dataclasses.
+        num_workers: loader processes of this worker. An IterableDataset must divide its examples
+            among them by `get_worker_info`. With 0, examples are loaded in the thread that
             reads ahead, where random numbers drawn from torch's global generator depend on timing.
-        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. There
-            is none either where arrays are sliced for CPUs: it would cost more than it saves.
+        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
+            that are sliced for CPUs use no thread either: it would cost more than it saves.
 
     Raises:
-        TypeError: the source or an argument is of no known type.
-        ValueError: arrays of different lengths, a number out of range, or arguments that do not go
-            together; the message says which.
+        TypeError: the source or an argument has an unsupported type.
+        ValueError: arrays have different lengths, a number is out of range, or arguments contradict
+            each other; the message names them.
     """
     request = checked(
         Request(
@@ -96,7 +97,7 @@ def distribute_dataset(
     files = len(request.source.paths) if isinstance(request.source, Files) else None
     policy = resolve_policy(request.policy, files, layout.num_workers)
     if layout.num_workers == 1:
-        policy = AutoShardPolicy.DATA  # all policies are the same for one worker
+        policy = AutoShardPolicy.DATA  # for one worker all policies are equal
     return _Builder(request, layout, policy).build()
 
 
@@ -105,18 +106,19 @@ def distribute_datasets_from_function(
 ) -> DistributedDataset:
     """Take per-replica batches from an iterable that each worker makes itself.
 
-    After tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one batch for
-    each local replica, in order; a replica for which there is none gets a batch of size zero, and
-    the iteration ends when no worker has any left. Every worker must call.
+    Corresponds to tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one
+    batch for each local replica, in order. A replica for which the iterable has no batch left gets
+    a batch of size zero; the epoch ends when the iterables of all workers are exhausted. Every
+    worker must call.
 
     Args:
-        fn: called once, now, with the `InputContext`; returns an iterable of per-replica batches,
-            which is iterated anew in every epoch (a DataLoader, say).
-        layout: of the job.
+        fn: called once, during this call, with the `InputContext`; returns an iterable of
+            per-replica batches, such as a DataLoader, which is iterated anew in every epoch.
+        layout: the replicas and workers of the job.
         prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
 
     Raises:
-        TypeError: fn returned no iterable.
+        TypeError: fn returned an object that is not iterable.
         ValueError: prefetch is negative.
     """
     prefetch = positive_int("prefetch", prefetch, least=0)
@@ -136,7 +138,7 @@ def distribute_datasets_from_function(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Builder:
-    """Makes the pipeline for the kind of source, and the agreement that it needs."""
+    """Makes the pipeline for a source, and the agreement that the pipeline needs."""
 
     request: Request
     layout: InputLayout
@@ -165,7 +167,7 @@ class _Builder:
         return self.policy is not AutoShardPolicy.DATA
 
     def _pipeline(self, source: Any) -> tuple[Pipeline, bool]:
-        """The pipeline, and whether the order is certain to be the same on all workers."""
+        """Make the pipeline; the second result is True if all workers surely use one order."""
         if isinstance(source, Files):
             return self._files(source), False
         if isinstance(source, IterableDataset):
@@ -213,8 +215,8 @@ class _Builder:
         if self.request.num_workers:
             raise ValueError(
                 f"num_workers={self.request.num_workers} needs a map-style Dataset, or an "
-                "IterableDataset that shares its examples out by get_worker_info; got "
-                f"{type(source).__name__}, of which every process would read everything"
+                "IterableDataset that divides its examples by get_worker_info; got "
+                f"{type(source).__name__}, which every process would read completely"
             )
         stream = IterableStream(source)
         return self._stream(stream, length_of(source), stream.peek)
@@ -257,7 +259,7 @@ class _Builder:
         return RangeOrder(length, size, request.drop_remainder, seed)
 
     def _batch_size(self) -> int:
-        """Examples per batch that this worker cuts: the global batch's, or its part of that."""
+        """Examples in each batch of the pipeline: a global batch, or this worker's part of it."""
         size = self.request.batch_size
         if not self._own_batches:
             return size
@@ -276,7 +278,7 @@ class _Builder:
         return Cutter(self.layout.num_replicas, self.layout.local_replicas)
 
     def _seed(self) -> tuple[int, ...]:
-        """Of the order: each worker's own under OFF, or all would draw the same examples."""
+        """Seed of the order; under OFF it differs by worker, so that workers draw differently."""
         own = (self.layout.worker,) if self._own_batches else ()
         return (self.request.seed, *own)
 
@@ -287,7 +289,7 @@ class _Builder:
 
 
 def _is_arrays(source: Any) -> bool:
-    """Whether it is an array, or a structure that must hold nothing but arrays.
+    """True for an array, or for a structure whose leaves must all be arrays.
 
     A list is a sequence of examples, as in tf.data.
     """
@@ -301,7 +303,7 @@ def _is_arrays(source: Any) -> bool:
 
 
 def _common_length(source: Any) -> int:
-    """Length of all arrays in axis 0."""
+    """Return the length that all arrays have in axis 0."""
     lengths = []
     for leaf in leaves(source):
         if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:

@@ -1,4 +1,4 @@
-"""The iterable that a training loop gets."""
+"""The iterable over which a training loop runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdist.replicas.context import state
 
 @dataclasses.dataclass(slots=True)
 class _Position:
-    """How far an iteration has come; `begun` once there is an iterator of it."""
+    """The progress of an iteration; `begun` is True once its iterator exists."""
 
     epoch: int
     step: int
@@ -27,18 +27,18 @@ class DistributedDataset:
     """Batches for the local replicas, one epoch per `iter()` (tf.distribute.DistributedDataset).
 
     Yields structures like the source's examples, whose leaves are `PerReplica`: one value for each
-    local replica, on its device, and the numbers of examples of all replicas. What holds one thing
-    per example without being an array (a list of strings) is a leaf as well. All workers get the
-    same number of steps; a replica without examples gets a batch of size zero.
+    local replica, on its device, and the numbers of examples of all replicas. A list with one item
+    per example, such as a list of strings, is a leaf too. All workers get the same number of
+    steps; a replica without examples gets a batch of size zero.
 
     Made by `distribute_dataset` and `distribute_datasets_from_function`. Every worker must iterate.
 
     Args:
         pipeline: this worker's input.
-        layout: of the job.
-        agreement: how the workers keep step.
-        prefetch: steps to read ahead in a thread; 0: none, and no thread.
-        identity: what must be equal for a saved position to mean the same examples.
+        layout: the replicas and workers of the job.
+        agreement: makes all workers take the same number of steps.
+        prefetch: steps to read ahead in a thread; 0: no thread.
+        identity: settings that must be equal for a saved position to select the same examples.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class DistributedDataset:
             )
         self._agreement = agreement
         self._prefetch = prefetch
-        # Rows are copied sooner than another thread hands them over.
+        # Copying rows takes less time than a handover from another thread.
         self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
         self._identity = dict(identity)
         self._position = _Position(0, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch, or the rest of the one that `load_state_dict` gave.
+        """Start the next epoch, or continue the epoch that `load_state_dict` restored.
 
-        An iterator that is left early is given up: the next `iter()` is the next epoch.
+        An iterator that is left early is abandoned: the next `iter()` starts the next epoch.
         """
         position = self._position
         if position.begun:
@@ -80,7 +80,7 @@ class DistributedDataset:
         """Steps per epoch.
 
         Raises:
-            TypeError: it is not known before the data is read.
+            TypeError: the number is unknown before the data is read.
         """
         steps = self._pipeline.steps
         if steps is None or self._agreement.may_add_steps:
@@ -88,9 +88,9 @@ class DistributedDataset:
         return steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` that epoch; its number seeds the shuffle.
+        """Make the next `iter()` start this epoch; its number seeds the shuffle.
 
-        A position inside that epoch that `load_state_dict` gave is kept.
+        A position inside this epoch that `load_state_dict` restored is kept.
 
         Raises:
             ValueError: epoch is negative.
@@ -101,10 +101,10 @@ class DistributedDataset:
             self._position = _Position(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that the latest iterator gave out.
+        """Return the position after the last batch that the latest iterator yielded.
 
-        What was read ahead does not count. It is the same on all workers, and plain numbers and
-        strings.
+        Batches that were only read ahead do not count. The state consists of plain numbers and
+        strings, and is the same on all workers.
         """
         return {
             "epoch": self._position.epoch,
@@ -113,14 +113,15 @@ class DistributedDataset:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next `iter()` go on where the state was taken, with the very next example.
+        """Make the next `iter()` continue where the state was saved, with the next example.
 
-        The number of replicas may differ from then, and that of workers under DATA. A source that
-        is read by index goes on at once; a stream is read again from its beginning, and what was
-        consumed is dropped.
+        The number of replicas may have changed since; under DATA, so may the number of workers. A
+        source that is read by index continues at once; a stream is read again from its beginning,
+        and the consumed examples are dropped.
 
         Raises:
-            ValueError: the state is of a dataset with another batch size, seed or such.
+            ValueError: the state has other keys, or was saved with another batch size, shuffle,
+                seed, policy or, under FILE and OFF, number of workers.
         """
         expected = {"epoch", "step", *self._identity}
         if set(state) != expected:
@@ -143,11 +144,11 @@ class DistributedDataset:
                 yield batch
                 _require_outside_run()
         finally:
-            parts.close()  # here, not when the garbage collector comes: it ends the thread
+            parts.close()  # ends the thread now, not at garbage collection
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
 
     def _parts(self, epoch: int, skip: int) -> Any:
-        """A generator of parts on their devices, read ahead where asked to."""
+        """Yield parts on their devices, read ahead if prefetch is positive."""
         opened = self._pipeline.open(epoch, skip)
         if self._at_once:
             yield from opened
@@ -157,7 +158,7 @@ class DistributedDataset:
             yield from map(self._copy.receive, shipments)
             return
         ahead = Prefetcher(shipments, self._prefetch)
-        del opened, shipments  # the thread's alone from here
+        del opened, shipments  # only the thread uses them from now on
         try:
             yield from map(self._copy.receive, ahead)
         finally:
@@ -174,6 +175,6 @@ class DistributedDataset:
 def _require_outside_run() -> None:
     if state.replica is not None:
         raise RuntimeError(
-            "a distributed dataset was iterated inside run; iterate it outside, and give run the "
-            "batch as an argument: strategy.run(step, args=(batch,))"
+            "a distributed dataset was iterated inside run; iterate it outside, and pass the batch "
+            "to run as an argument: strategy.run(step, args=(batch,))"
         )

@@ -1,4 +1,4 @@
-"""What the input of one process knows about the job that it feeds."""
+"""The layout of a job, as the input pipeline of one process sees it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from fastdist.data.devices import BatchCopy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputLayout:
-    """Where the replicas are and how the workers agree; strategies make it.
+    """The replicas of a job, their devices, and the exchange between workers.
 
-    A worker is a process with one input pipeline. Replicas are numbered worker by worker.
+    Strategies make it. A worker is a process with one input pipeline. Replicas are numbered worker
+    by worker.
 
     Attributes:
         num_replicas: replicas of the whole job.
         local_replicas: ids of this worker's replicas, consecutive.
         num_workers: processes of the job.
         worker: id of this process.
-        devices: of the local replicas, in their order.
-        all_gather_ints: gives the ints of every worker, in the order of their ids. A collective:
-            called by all workers, each with as many ints. Called only where the number of steps
-            cannot be known or the workers' data may differ, always from the thread that iterates,
-            and never when there is one worker.
-        make_copy: makes what brings batches to the replicas, for one dataset; it is told whether
-            all replicas have as many examples in all batches. None: copies to the devices.
+        devices: devices of the local replicas, in the order of local_replicas.
+        all_gather_ints: gathers the ints of every worker, in the order of worker ids. A collective:
+            all workers call it, with the same number of ints. It is called only if the number of
+            steps is unknown or the workers' data may differ, always from the thread that iterates,
+            and never in a job of one worker.
+        make_copy: makes the `BatchCopy` of one dataset; its argument is True if all replicas have
+            the same number of examples in all batches. None: `DeviceCopy`.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -47,9 +48,13 @@ class InputLayout:
         if first < 0 or self.local_replicas != tuple(range(first, stop)):
             raise ValueError(f"local_replicas must be consecutive ids, got {self.local_replicas}")
         if stop > self.num_replicas:
-            raise ValueError(f"replica {stop - 1} is not one of {self.num_replicas} replicas")
+            raise ValueError(
+                f"local_replicas: expected ids below {self.num_replicas}, got {stop - 1}"
+            )
         if not 0 <= self.worker < self.num_workers:
-            raise ValueError(f"worker {self.worker} is not one of {self.num_workers} workers")
+            raise ValueError(
+                f"worker: expected a number from 0 to {self.num_workers - 1}, got {self.worker}"
+            )
         if len(self.devices) != len(self.local_replicas):
             raise ValueError(
                 f"expected one device for each local replica, got {len(self.devices)} devices for "
@@ -59,11 +64,11 @@ class InputLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputContext:
-    """What a dataset function is told (tf.distribute.InputContext).
+    """The argument of a dataset function (tf.distribute.InputContext).
 
     Attributes:
-        num_input_pipelines: workers, each of which calls the function once.
-        input_pipeline_id: the worker that calls.
+        num_input_pipelines: the number of workers; each calls the function once.
+        input_pipeline_id: the id of the calling worker.
         num_replicas_in_sync: replicas of the whole job.
     """
 
@@ -72,7 +77,7 @@ class InputContext:
     num_replicas_in_sync: int
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Examples per replica and step.
+        """Return the number of examples per replica and step.
 
         Raises:
             ValueError: the replicas do not divide the global batch size.

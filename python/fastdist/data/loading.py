@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """What is passed on to the DataLoader; names and units as there.
+    """Arguments for the DataLoader, with its names and units.
 
     Attributes:
-        seed: ints that, with the epoch, seed the random streams of the worker processes.
+        seed: ints that, with the epoch, seed the random streams of the loader processes.
     """
 
     seed: tuple[int, ...]
@@ -28,17 +28,17 @@ class LoaderOptions:
 
 
 def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:
-    """An epoch of the dataset. Worker processes are started here, not at the first item.
+    """Iterate over one epoch of the dataset; loader processes start during this call.
 
     Args:
-        dataset: map-style or iterable, as DataLoader takes it.
-        options: for all epochs.
-        epoch: which one.
-        batching: sampler, batch_size, drop_last and collate_fn; without a batch_size, items come
-            as the dataset gives them.
+        dataset: map-style or iterable, as DataLoader accepts it.
+        options: the options of all epochs.
+        epoch: the number of the epoch.
+        batching: sampler, batch_size, drop_last and collate_fn; without a batch_size, the items
+            of the dataset are returned unchanged.
     """
-    # A generator of its own: the loader would draw from the global one, and so change the random
-    # numbers of the training step.
+    # With the global generator, the loader's draws would change the random numbers of the training
+    # step.
     seed = np.random.SeedSequence((*options.seed, epoch)).generate_state(1, np.uint64)[0]
     arguments: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, **batching}
     return iter(

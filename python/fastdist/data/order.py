@@ -12,30 +12,31 @@ import numpy as np
 
 
 class IndexOrder(Protocol):
-    """Batches of indices, epoch after epoch."""
+    """Cuts the indices of each epoch into batches."""
 
     @property
     def steps(self) -> int | None:
-        """Batches per epoch; None where it cannot be known."""
+        """Batches per epoch; None if unknown."""
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes that batches have; None where they cannot be known."""
+        """The sizes that occur among the batches; None if unknown."""
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """An epoch's batches of indices without the first `skip`."""
+        """Yield an epoch's batches of indices without the first `skip`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RangeOrder:
-    """All indices of range(length) once per epoch, in order or in an order drawn from a seed.
+    """All indices of range(length) once per epoch, ascending or in a seeded random order.
 
-    The order depends on seed and epoch alone, so it is the same for all numbers of workers.
+    The order depends on seed and epoch only, so it is the same for all numbers of workers.
 
     Attributes:
         length: number of examples.
-        batch_size: examples per batch; the last may have fewer, or is dropped.
-        seed: ints that, with the epoch, seed the permutation; None: in order.
+        batch_size: examples per batch; the last batch may have fewer.
+        drop_remainder: True to leave out a last batch with fewer examples.
+        seed: ints that, with the epoch, seed the permutation; None: ascending.
     """
 
     length: int
@@ -51,7 +52,7 @@ class RangeOrder:
 
     @property
     def batch_sizes(self) -> frozenset[int]:
-        """The batch size, and that of the last batch."""
+        """The batch size, and the size of the last batch if it is smaller."""
         last = self.length % self.batch_size
         sizes = {self.batch_size}
         if last and not self.drop_remainder:
@@ -59,7 +60,7 @@ class RangeOrder:
         return frozenset(sizes)
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """Ranges when in order, else slices of the permutation (int64)."""
+        """Yield ranges if the order is ascending, else slices of the permutation (int64)."""
         order: Any = range(self.length)
         if self.seed is not None:
             order = np.random.default_rng((*self.seed, epoch)).permutation(self.length)
@@ -71,11 +72,12 @@ class RangeOrder:
 class SampledOrder:
     """The order of a batch sampler that the user supplied.
 
-    Every worker iterates it, so it must give the same batches in all of them; and it must repeat
-    them for an epoch to be resumed. A `set_epoch` that it or its sampler has is called.
+    Every worker iterates over the batch sampler, which must give the same batches on all workers.
+    To resume an epoch, it must repeat the batches of that epoch.
 
     Attributes:
-        sampler: what has `set_epoch`, where anything does.
+        batch_sampler: an iterable of batches of indices.
+        sampler: its `set_epoch`, if it has this method, is called at the start of each epoch.
     """
 
     batch_sampler: Iterable[Sequence[Any]]
@@ -83,7 +85,7 @@ class SampledOrder:
 
     @property
     def steps(self) -> int | None:
-        """Batches per epoch, as the batch sampler says."""
+        """The length of the batch sampler; None if it has no length."""
         try:
             return len(self.batch_sampler)  # type: ignore[arg-type]
         except TypeError:
@@ -91,11 +93,11 @@ class SampledOrder:
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """Not known."""
+        """None: the sizes are unknown."""
         return None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """The sampler's batches."""
+        """Yield the batch sampler's batches."""
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -103,6 +105,6 @@ class SampledOrder:
 
 
 def fingerprint(indices: Sequence[Any]) -> int:
-    """A number by which workers tell whether they drew the same indices."""
-    # Not hash(): that of strings differs from process to process.
+    """Hash indices to a number that workers compare."""
+    # Python's hash() of strings differs between processes.
     return zlib.crc32(repr(indices).encode())

@@ -1,8 +1,8 @@
-"""One worker's input: from a source to batches for the local replicas, still where they were read.
+"""Input pipelines: read a source and cut batches for the local replicas of one worker.
 
-A pipeline reads by index (`ArrayPipeline`, `ExamplePipeline`), where a worker loads only what its
-own replicas get; or it reads a stream (`StreamPipeline`), where it must see all; or it takes what a
-dataset function returned (`FunctionPipeline`).
+A pipeline reads by index (`ArrayPipeline`, `ExamplePipeline`) and loads only the examples of the
+local replicas; or it reads a whole stream (`StreamPipeline`); or it takes batches from the iterable
+that a dataset function returned (`FunctionPipeline`). The batches are not yet on their devices.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Batches = tuple[Any, ...]  # one per local replica
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What one worker has of one step.
+    """One worker's share of one step.
 
     Attributes:
-        batches: one per local replica; where it has no examples, a batch of size zero.
+        batches: one per local replica; a replica without examples has a batch of size zero.
         sizes: examples of each local replica.
-        examples: of every replica that the batch was cut for.
+        examples: examples of each replica among which the batch was divided.
         token: equal on all workers that cut the same global batch.
     """
 
@@ -45,10 +45,10 @@ class Part:
 
 
 class Pipeline(Protocol):
-    """One worker's input, epoch after epoch.
+    """One worker's input.
 
     Attributes:
-        reads_cpu_memory: whether it does nothing but copy rows from CPU memory to CPU memory.
+        reads_cpu_memory: True if it only copies rows from CPU memory to CPU memory.
     """
 
     @property
@@ -56,17 +56,17 @@ class Pipeline(Protocol):
 
     @property
     def steps(self) -> int | None:
-        """Parts per epoch; None where it cannot be known."""
+        """Parts per epoch; None if unknown."""
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes that the batches to be cut have; None where they cannot be known."""
+        """The sizes of the batches before they are cut into parts; None if unknown."""
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """An epoch's parts without the first `skip`. Worker processes start here, not later."""
+        """Return an epoch's parts without the first `skip`; starts the loader processes."""
 
     def spare(self) -> Batches | None:
-        """Batches of size zero for a worker that has no data; None if the source holds none."""
+        """Make batches of size zero, for a worker without data; None if the source is empty."""
 
 
 class ArrayPipeline:
@@ -74,7 +74,7 @@ class ArrayPipeline:
 
     Args:
         columns: a structure of tensors and numpy arrays of equal length in axis 0.
-        order: of the rows.
+        order: the order of the rows.
         cut: cuts a batch for the local replicas.
     """
 
@@ -92,23 +92,23 @@ class ArrayPipeline:
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """Those of the order."""
+        """The sizes that the order gives."""
         return self._order.batch_sizes
 
     @property
     def reads_cpu_memory(self) -> bool:
-        """Whether all arrays are in CPU memory."""
+        """True if all arrays are in CPU memory."""
         return self._on_cpu
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """The parts: copies, so that who changes a batch in place leaves the data alone."""
+        """Yield the parts, as copies: changing a batch in place does not change the source."""
         for indices in self._order.batches(epoch, skip):
             cut = self._cut(len(indices))
             rows = self._take(indices[cut.start : cut.stop])
             yield Part(_split(rows, cut.sizes), cut.sizes, cut.examples, _token(indices))
 
     def spare(self) -> Batches | None:
-        """No rows of each column."""
+        """Make batches without rows."""
         return _split(self._take(range(0)), self._cut(0).sizes)
 
     def _take(self, indices: Sequence[Any]) -> Any:
@@ -128,14 +128,14 @@ class ArrayPipeline:
 
 
 class ExamplePipeline:
-    """Loads examples of a map-style dataset, in loader processes where asked to.
+    """Loads examples of a map-style dataset, in loader processes if there are any.
 
     Args:
-        dataset: with `__getitem__`, or `__getitems__` for many indices at once.
-        order: of the indices.
+        dataset: has `__getitem__`, or `__getitems__` for many indices at once.
+        order: the order of the indices.
         cut: cuts a batch for the local replicas.
         collate: makes a batch from a list of examples.
-        options: of the DataLoader that loads.
+        options: options of the DataLoader.
     """
 
     reads_cpu_memory = False
@@ -155,16 +155,16 @@ class ExamplePipeline:
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """Those of the order."""
+        """The sizes that the order gives."""
         return self._order.batch_sizes
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """The parts; nothing is loaded for those that are skipped."""
+        """Return the parts; examples of skipped parts are not loaded."""
         plans = self._plans(self._order.batches(epoch, skip))
         return load(self._dataset, self._options, epoch, sampler=plans)
 
     def spare(self) -> Batches | None:
-        """Made from the first example of the first epoch."""
+        """Make batches of size zero from the first example of the first epoch."""
         first = next(self._order.batches(0, 0), None)
         if first is None:
             return None
@@ -181,17 +181,18 @@ class ExamplePipeline:
 class StreamPipeline:
     """Reads a stream of examples to the end, batch by batch, and keeps the local replicas' part.
 
-    Resuming reads what was consumed again and drops it.
+    Resuming reads the consumed examples again and drops them.
 
     Args:
-        stream: the examples; may share them out among worker processes by `get_worker_info`.
-        batch_size: examples per batch that is cut.
-        drop_remainder: whether a last batch with fewer examples is dropped.
+        stream: the examples; may divide them among loader processes by `get_worker_info`.
+        batch_size: examples per batch, before it is cut.
+        drop_remainder: True to leave out a last batch with fewer examples.
         cut: cuts a batch for the local replicas.
         collate: makes a batch from a list of examples.
-        options: of the DataLoader that loads.
-        length: how many examples the stream has, where known.
-        peek: gives a list of one example of the source, or none, for a batch of size zero.
+        options: options of the DataLoader.
+        length: the number of examples of the stream; None if unknown.
+        peek: returns a list with one example of the source, or an empty list; used for the shapes
+            of a batch of size zero.
     """
 
     reads_cpu_memory = False
@@ -217,7 +218,7 @@ class StreamPipeline:
 
     @property
     def steps(self) -> int | None:
-        """Parts per epoch, if the length is known and one process reads the stream."""
+        """Parts per epoch; None if the length is unknown or several processes read the stream."""
         if self._options.num_workers > 1 or self._length is None:
             return None
         whole, rest = divmod(self._length, self._batch_size)
@@ -225,11 +226,11 @@ class StreamPipeline:
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """Known where a remainder is dropped."""
+        """The batch size if a remainder is dropped, else None."""
         return frozenset({self._batch_size}) if self._drop_remainder else None
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """The parts, of which the first `skip` are read and dropped."""
+        """Return the parts; the first `skip` parts are read and dropped."""
         parts = load(
             self._stream,
             self._options,
@@ -241,7 +242,7 @@ class StreamPipeline:
         return itertools.islice(parts, skip, None)
 
     def spare(self) -> Batches | None:
-        """Made from any example of the source."""
+        """Make batches of size zero from an example of the source."""
         for example in self._peek():
             return self._cut_batch.empty(example)
         return None
@@ -251,8 +252,8 @@ class FunctionPipeline:
     """Deals the per-replica batches of an iterable to the local replicas, in order.
 
     Args:
-        batches: iterated anew in every epoch.
-        length: how many it holds, where known.
+        batches: per-replica batches, iterated anew in every epoch.
+        length: the number of batches; None if unknown.
         replicas: number of local replicas.
     """
 
@@ -265,20 +266,20 @@ class FunctionPipeline:
 
     @property
     def steps(self) -> int | None:
-        """Parts per epoch, if the iterable has a length."""
+        """Parts per epoch; None if the iterable has no length."""
         return None if self._length is None else -(-self._length // self._replicas)
 
     @property
     def batch_sizes(self) -> frozenset[int] | None:
-        """Not known."""
+        """None: the sizes are unknown."""
         return None
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """The parts, of which the first `skip` are read and dropped."""
+        """Return the parts; the first `skip` parts are read and dropped."""
         return self._deal(iter(self._batches), skip)
 
     def spare(self) -> Batches | None:
-        """Made from the iterable's first batch."""
+        """Make batches of size zero from the iterable's first batch."""
         for batch in self._batches.peek():
             return (emptied(batch, count_examples(batch)),) * self._replicas
         return None
@@ -296,7 +297,7 @@ class FunctionPipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """What to load for one step: the local examples, or any one if there are none."""
+    """The indices to load for one step; `spare` is an index for the shapes if there are none."""
 
     cut: Cut
     indices: tuple[Any, ...]
@@ -305,7 +306,7 @@ class _Plan:
 
 
 class _PartDataset(Dataset[Part]):
-    """A map-style dataset whose items are whole parts, so that worker processes also collate."""
+    """A map-style dataset whose items are parts, so that loader processes also collate."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset = dataset
@@ -324,7 +325,7 @@ class _PartDataset(Dataset[Part]):
 
 
 class _CutBatch:
-    """As a DataLoader's collate_fn: the worker's part of the global batch that it is given."""
+    """A collate_fn for DataLoader that makes the worker's part of a global batch."""
 
     def __init__(self, cut: Cutter, collate: Collate) -> None:
         self._cut = cut
@@ -342,10 +343,15 @@ class _CutBatch:
 def collate_parts(
     examples: list[Any], start: int, sizes: Sequence[int], collate: Collate
 ) -> Batches:
-    """A batch for each of `sizes`, from `start` on; those of size zero after the shape of others.
+    """Make a batch of each size, from consecutive examples that begin at position `start`.
+
+    Batches of size zero have the dtypes and shapes of the others.
 
     Args:
-        examples: at least one, even if all sizes are zero.
+        examples: at least one example, even if all sizes are zero.
+        start: the position of the first example.
+        sizes: the number of examples of each batch.
+        collate: makes a batch from a list of examples.
     """
     made: list[Any] = []
     for size in sizes:
@@ -374,10 +380,10 @@ def _split(rows: Any, sizes: Sequence[int]) -> Batches:
 
 
 def _column(array: Any) -> Any:
-    """The tensor over the array's memory, or the array where torch has no such tensor."""
+    """Return a tensor that shares the array's memory; the array if torch cannot represent it."""
     if isinstance(array, torch.Tensor):
         return array.detach()
-    # Of a read-only array torch would make a writable tensor, and it warns.
+    # torch warns that the tensor of a read-only array would be writable.
     return _as_tensor(array) if array.flags.writeable else array
 
 

@@ -1,4 +1,4 @@
-"""A thread that reads ahead of the one that iterates."""
+"""Reads items ahead in a background thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _JOIN_S = 5.0
 class Prefetcher(Generic[T]):
     """Iterates in a background thread, at most `depth` items ahead.
 
-    An exception of the items is raised to the consumer, with its traceback, after the items before
-    it. The thread ends with the items, on `close`, when the prefetcher is dropped, and before the
-    interpreter exits; it is waited for, up to 5 s if it is amid an item.
+    The consumer gets an exception that the iterator raises, with its traceback, after the items
+    before it. The thread ends with the items, on `close`, when the prefetcher is garbage-collected,
+    and before the interpreter exits; each of these waits up to 5 s for the thread's current item.
 
     Args:
-        items: used by the thread alone from now on.
-        depth: at least 1.
+        items: an iterator that only the thread uses from now on.
+        depth: the number of items to read ahead, at least 1.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
@@ -30,14 +30,14 @@ class Prefetcher(Generic[T]):
         self._room = threading.Semaphore(depth)
         self._ended = False
         stop = threading.Event()
-        # The thread holds no reference to self, or nobody could drop the prefetcher.
+        # The thread must hold no reference to self, or the prefetcher would never be collected.
         thread = threading.Thread(
             target=_fill,
             args=(items, self._ready, self._room, stop),
             name="fastdist-prefetch",
             daemon=True,
         )
-        # A finalizer also runs at exit, before the interpreter takes modules and threads apart.
+        # A finalizer also runs at exit, before the interpreter tears down modules and threads.
         self._stop = weakref.finalize(self, _stop, thread, self._room, stop)
         thread.start()
 
@@ -59,13 +59,13 @@ class Prefetcher(Generic[T]):
         return value
 
     def close(self) -> None:
-        """End the thread; what it read ahead is lost. Closing twice is fine."""
+        """End the thread and drop the items it read ahead. Closing twice does nothing."""
         self._ended = True
         self._stop()
 
 
 class _End:
-    """Behind the last item: why there are no more."""
+    """Marks the end of the items; `error` is the exception that ended them, or None."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
@@ -87,7 +87,7 @@ def _fill(
                 ready.put(next(items))
             except StopIteration:
                 return
-    except BaseException as caught:  # whatever it is, the consumer must not wait for ever
+    except BaseException as caught:  # on any error: the consumer must not wait for ever
         error = caught
     finally:
         ready.put(_End(error))
@@ -96,6 +96,6 @@ def _fill(
 def _stop(thread: threading.Thread, room: threading.Semaphore, stop: threading.Event) -> None:
     stop.set()
     room.release()
-    # The garbage collector may drop the prefetcher in any thread, also in its own.
+    # The garbage collector may run in any thread, including the prefetcher's.
     if thread is not threading.current_thread():
         thread.join(_JOIN_S)

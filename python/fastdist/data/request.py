@@ -1,4 +1,4 @@
-"""What `distribute_dataset` was asked for, checked; a DataLoader brings part of that itself."""
+"""Checks the arguments of `distribute_dataset`, and merges them with a DataLoader's."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from fastdist.data.sharding import AutoShardPolicy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of `distribute_dataset`, with those of a DataLoader taken over.
+    """The arguments of `distribute_dataset`, merged with the arguments of a DataLoader.
 
     Attributes:
-        source: no DataLoader any more.
-        global_batch_size: None only with a batch sampler of the user's own.
+        source: the source; after `checked`, never a DataLoader.
+        global_batch_size: None only if the user supplied a batch sampler.
         collate_fn: None for the default.
-        sampler: indices in the user's order, one by one.
-        batch_sampler: indices in the user's order, by global batches.
-        loading: further arguments for the DataLoader that fetches.
+        sampler: indices in the user's order.
+        batch_sampler: global batches of indices in the user's order.
+        loading: further arguments for the DataLoader that loads the examples.
     """
 
     source: Any
@@ -53,18 +53,18 @@ class Request:
         """The global batch size.
 
         Raises:
-            TypeError: nobody gave one.
+            TypeError: it was not given.
         """
         if self.global_batch_size is None:
             raise TypeError(
-                "global_batch_size: expected an int, got None; only a DataLoader that makes "
-                "batches brings its own"
+                "global_batch_size: expected an int, got None; it is optional only for a "
+                "DataLoader that makes batches"
             )
         return self.global_batch_size
 
 
 def checked(request: Request) -> Request:
-    """The request with a DataLoader as source taken apart, and all numbers checked.
+    """Check all arguments, and replace a DataLoader by its dataset and settings.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -89,11 +89,11 @@ def checked(request: Request) -> Request:
 
 
 def positive_int(name: str, value: Any, least: int) -> int:
-    """The value as an int (numpy's integers are fine, bools are not).
+    """Convert a value to an int; numpy's integers are accepted, bools are not.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is less than `least`.
+        TypeError: the value is not an integer.
+        ValueError: the value is less than `least`.
     """
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -104,14 +104,14 @@ def positive_int(name: str, value: Any, least: int) -> int:
 
 
 def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
-    """What the loader was made with, for a request whose own arguments go first."""
+    """Fill arguments that the request leaves at their defaults from the loader."""
     collate_fn = request.collate_fn
     batches = loader.batch_size is not None or loader.batch_sampler is not None
     if collate_fn is None and loader.collate_fn not in (default_collate, default_convert):
         if not batches:
             raise ValueError(
-                "the DataLoader makes no batches (batch_size=None), so its collate_fn is for "
-                "single examples; give collate_fn here, for lists of examples"
+                "the DataLoader makes no batches (batch_size=None), so its collate_fn takes single "
+                "examples; pass a collate_fn for lists of examples to distribute_dataset"
             )
         collate_fn = loader.collate_fn
     num_workers = request.num_workers or loader.num_workers
@@ -143,8 +143,8 @@ def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
     if given is not None and type(given) is not BatchSampler:
         if request.global_batch_size is not None or request.shuffle:
             raise ValueError(
-                "the DataLoader has a batch_sampler, which says what the global batches are: "
-                "neither global_batch_size nor shuffle can be given"
+                "the DataLoader has a batch_sampler, which determines the global batches: neither "
+                "global_batch_size nor shuffle can be given"
             )
         _refuse_distributed(given)
         _refuse_distributed(getattr(given, "sampler", None))
@@ -179,6 +179,6 @@ def _is_permutation(sampler: Any) -> bool:
 def _refuse_distributed(sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler):
         raise ValueError(
-            "the DataLoader has a DistributedSampler, which would share the data out twice; "
-            "distribute_dataset does that itself: give shuffle=True instead"
+            "the DataLoader has a DistributedSampler, but distribute_dataset itself divides the "
+            "data among the workers: remove the sampler, and give shuffle=True to shuffle"
         )

@@ -1,4 +1,4 @@
-"""Which examples of a global batch a replica gets, and which worker reads what."""
+"""Divides global batches among replicas, and sources among workers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 
 class AutoShardPolicy(enum.Enum):
-    """How the workers share a source (tf.data.experimental.AutoShardPolicy).
+    """The way workers share a source (tf.data.experimental.AutoShardPolicy).
 
     AUTO: FILE for `Files` with at least as many files as workers, else DATA.
-    FILE: file i belongs to worker i mod num_workers, which makes its own batches of it.
-    DATA: the source is cut into global batches, and each worker takes its part of every one.
-    OFF: each worker makes its own batches of the whole source.
+    FILE: file i belongs to worker i mod num_workers, which makes its own batches from it.
+    DATA: the source is cut into global batches, and each worker takes its part of every batch.
+    OFF: each worker makes its own batches from the whole source.
 
     Under FILE and OFF a worker's batches have the size of its part of a global batch, so that a
-    step takes a global batch of examples as long as every worker has data.
+    step takes a global batch of examples while every worker has data.
     """
 
     AUTO = "auto"
@@ -32,7 +32,7 @@ class Cut:
     Attributes:
         start, stop: the worker's examples, as positions in the batch.
         sizes: examples of each local replica; they add up to stop - start.
-        examples: examples of each replica that the batch was cut for.
+        examples: examples of each replica among which the batch was divided.
     """
 
     start: int
@@ -54,7 +54,7 @@ class Cutter:
         self._made: dict[int, Cut] = {}
 
     def __call__(self, count: int) -> Cut:
-        """The cut of a batch of `count` examples."""
+        """Cut a batch of `count` examples."""
         made = self._made.get(count)
         if made is None:
             examples = split_sizes(count, self._num_replicas)
@@ -65,7 +65,7 @@ class Cutter:
 
 
 def split_sizes(count: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` parts of `count` examples: they differ by at most one, larger ones first."""
+    """Divide `count` examples into `parts` sizes that differ by at most one, larger sizes first."""
     size, larger = divmod(count, parts)
     return (size + 1,) * larger + (size,) * (parts - larger)
 
@@ -73,10 +73,15 @@ def split_sizes(count: int, parts: int) -> tuple[int, ...]:
 def resolve_policy(
     policy: AutoShardPolicy, num_files: int | None, num_workers: int
 ) -> AutoShardPolicy:
-    """FILE, DATA or OFF for a source of that many files; None: for one that is not of files.
+    """Replace AUTO by FILE or DATA, and check FILE.
+
+    Args:
+        policy: the policy that was given.
+        num_files: the number of files; None if the source is not `Files`.
+        num_workers: the number of workers.
 
     Raises:
-        ValueError: FILE, but there are no files, or fewer than workers.
+        ValueError: FILE was given, but the source is not `Files` or has fewer files than workers.
     """
     if policy is AutoShardPolicy.AUTO:
         enough = num_files is not None and num_files >= num_workers

@@ -1,4 +1,4 @@
-"""Sources that are read from the beginning to the end: files, and iterables of examples."""
+"""Sources that are read from beginning to end: files, and iterables of examples."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Files:
-    """Files of examples, which workers can share out (`AutoShardPolicy.FILE`).
+    """Files of examples, which can be divided among workers (`AutoShardPolicy.FILE`).
 
     Attributes:
-        paths: in the order in which they are read; a tuple is made of them.
-        read: yields the examples of one file, the same ones in the same order every time.
+        paths: the paths in reading order; converted to a tuple.
+        read: yields the examples of one file, the same examples in the same order every time.
 
     Raises:
-        TypeError: paths is a single path, or read cannot be called.
-        ValueError: there are no paths.
+        TypeError: paths is a single path, or read is not callable.
+        ValueError: paths is empty.
     """
 
     paths: Sequence[Path]
@@ -38,7 +38,7 @@ class Files:
             raise ValueError("Files needs at least one path, got none")
 
     def peek(self) -> list[Any]:
-        """The first example of the first file that has any; empty if none has."""
+        """Return a list with the first example of the files; empty if they have no examples."""
         for path in self.paths:
             for example in self.read(path):
                 return [example]
@@ -46,7 +46,7 @@ class Files:
 
 
 class FileStream(IterableDataset[Any]):
-    """The examples of files, one file after the other; loader processes share the files out."""
+    """The examples of files, one file after the other; loader processes divide the files."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[Any], Iterable[Any]]) -> None:
         self._paths = tuple(paths)
@@ -60,7 +60,7 @@ class FileStream(IterableDataset[Any]):
 
 
 class IterableStream(IterableDataset[Any]):
-    """Any iterable, every epoch from its beginning; an iterator is good for one epoch.
+    """Any iterable, read from its beginning in every epoch; an iterator lasts for one epoch.
 
     Args:
         items: examples, or batches.
@@ -74,14 +74,14 @@ class IterableStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._is_iterator and self._used:
             raise ValueError(
-                f"the source is an iterator ({type(self._items).__name__}), which is used up after "
-                "one epoch; give an iterable, of which iter() begins anew"
+                f"the source is an iterator ({type(self._items).__name__}), which is exhausted "
+                "after one epoch; give an iterable that starts again at each iter()"
             )
         self._used = True
         return iter(self._items)
 
     def peek(self) -> list[Any]:
-        """The first item; empty if there is none or reading it would use it up."""
+        """Return a list with the first item; empty for an empty iterable and for an iterator."""
         if self._is_iterator:
             return []
         for item in self._items:
@@ -90,7 +90,7 @@ class IterableStream(IterableDataset[Any]):
 
 
 def length_of(source: Any) -> int | None:
-    """`len(source)`, or None for what has no length."""
+    """Return `len(source)`; None if the source has no length."""
     try:
         return len(source)
     except TypeError:

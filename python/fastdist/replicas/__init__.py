@@ -1,1 +1,1 @@
-"""What one replica is: its context, its values, its variables, and how the others are started."""
+"""Replicas: their contexts, values, variables and processes."""

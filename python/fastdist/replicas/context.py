@@ -1,7 +1,7 @@
-"""Which strategy and which replica the running thread belongs to (tf.distribute's contexts).
+"""The contexts of tf.distribute: the strategy and the replica of the running thread.
 
-Cross-replica context: inside a strategy's scope, outside `run`; values of all replicas are at hand.
-Replica context: inside `run`, or outside any scope, where the default strategy has one replica.
+Cross-replica context: inside a strategy's scope and outside `run`; code can use the values of all
+replicas. Replica context: inside `run`, or outside any scope, in the default strategy's replica.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Replicas(Protocol):
-    """What a context needs to know of its strategy."""
+    """The interface of a strategy that contexts use."""
 
     num_replicas_in_sync: int
     local_replica_ids: tuple[int, ...]
@@ -30,17 +30,17 @@ class Replicas(Protocol):
 
 
 class ReplicaContext:
-    """What one replica of a running `strategy.run` knows and can do (tf.distribute.ReplicaContext).
+    """The context of one replica while `strategy.run` runs (tf.distribute.ReplicaContext).
 
     Attributes:
         strategy: the strategy that runs.
         replica_id_in_sync_group: from 0 to num_replicas_in_sync - 1, over all processes.
-        local_replica: from 0 on, among the replicas of this process.
-        device: where this replica computes.
-        examples: of the batch that `run` was given, for each replica of the job; None where it
-            was given no batch from `distribute_dataset`.
-        communicator: of all replicas; None where there is one.
-        weight: what this replica's gradients count for in their mean, 1 being the average.
+        local_replica: number among the replicas of this process, from 0.
+        device: the device of this replica.
+        examples: number of examples of each replica of the job in the batch passed to `run`; None
+            if `run` got no batch from `distribute_dataset`.
+        communicator: connects all replicas; None if there is one replica.
+        weight: the weight of this replica's gradients in their mean; the average weight is 1.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of the whole job."""
+        """The number of replicas of the whole job."""
         return self.strategy.num_replicas_in_sync
 
     @_disable_dynamo
@@ -81,7 +81,8 @@ class ReplicaContext:
 
         Args:
             op: as for `Communicator.all_reduce`.
-            value: a tensor or number, or a structure of them, alike on all replicas.
+            value: a tensor, a number, or a structure of tensors and numbers, which all replicas
+                pass with equal shapes and dtypes.
         """
         return map_structure(lambda leaf: all_reduce(self.communicator, op, leaf), value)
 
@@ -89,16 +90,16 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Join the replicas' tensors along an axis, in replica order.
 
-        Every replica must call. Differentiable: the gradient is the all_reduce of the gradients,
-        cut to the own part.
+        Every replica must call. Differentiable: the gradient is this replica's part of the
+        all_reduce of the gradients.
 
         Args:
-            value: a tensor of at least one dimension, or a structure of them; sizes may differ
+            value: a tensor of at least one dimension, or a structure of tensors; sizes may differ
                 between replicas in `axis` only.
-            axis: along which to join.
+            axis: the axis along which to join.
 
         Raises:
-            ValueError: a scalar, or shapes that differ elsewhere.
+            ValueError: the value is a scalar, or shapes differ in another dimension than `axis`.
         """
         return map_structure(lambda leaf: all_gather(self.communicator, leaf, axis), value)
 
@@ -111,17 +112,17 @@ class ReplicaContext:
     ) -> Any:
         """Run `fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
-        Every replica of this process must call. What differs between their arguments reaches `fn`
-        as per-replica values; each replica gets its own part of what `fn` returns.
+        Every replica of this process must call. Arguments that differ between replicas reach `fn`
+        as per-replica values; each replica gets its own part of the result of `fn`.
 
         Raises:
-            FastdistError: a replica ended without calling; the message names it.
+            FastdistError: a replica ended without calling; the message names the replica.
         """
         return self._merge(fn, args, kwargs or {})
 
 
 class _ThreadState(threading.local):
-    """What a thread is in the middle of."""
+    """The open scopes and the running replica of a thread."""
 
     def __init__(self) -> None:
         self.scopes: list[Replicas] = []

@@ -1,4 +1,4 @@
-"""Reduce and gather in cross-replica context: over this process's values, then over processes."""
+"""Reduces and gathers in cross-replica context: local values first, then over processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def reduce_values(
     axis: int | None,
     weights: Sequence[float] | None,
 ) -> torch.Tensor:
-    """The reduction of one value for each replica, on the first value's device.
+    """Reduce one value per replica; the result is on the first value's device.
 
     Args:
-        workers: all processes; None where there is only this one.
+        workers: connects all processes; None if this is the only process.
         op: the reduction.
-        values: of this process's replicas.
-        axis: also reduce along this axis of each value, which may differ in length there.
-        weights: of this process's replicas; for a mean. Those of all replicas add up to 1.
+        values: one value for each replica of this process.
+        axis: also reduce along this axis, in which the lengths of values may differ; None: no axis.
+        weights: weights of this process's replicas in a mean; the weights of all replicas sum to 1.
     """
     tensors = [as_tensor(value).detach() for value in values]
     if op in ("min", "max"):
@@ -51,10 +51,11 @@ def reduce_values(
 def gather_values(
     workers: Communicator | None, values: Sequence[object], axis: int
 ) -> torch.Tensor:
-    """The replicas' tensors joined along an axis, in replica order.
+    """Join the replicas' tensors along an axis, in replica order.
 
     Raises:
-        ValueError: a scalar, or other dimensions that differ; the message shows the shapes.
+        ValueError: a value is a scalar, or shapes differ in another dimension; the message shows
+            the shapes.
     """
     tensors = [as_tensor(value).detach() for value in values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -77,7 +78,7 @@ def _mean(
         if workers is not None:
             workers.all_reduce(total)
         return total / replicas
-    # A replica without examples has no mean: what it returned (NaN, often) must not count.
+    # A replica without examples has no mean; its value, often NaN, must not count.
     parts = [
         tensor * weight if weight else torch.zeros_like(tensor)
         for tensor, weight in zip(tensors, weights, strict=True)

@@ -1,4 +1,4 @@
-"""The devices of this machine, and what a replica on each of them needs around its function."""
+"""The devices of this machine, and the context in which a replica computes on a device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 
 def every_device() -> list[torch.device]:
-    """All GPUs; the CPU where there is none."""
+    """Return all GPUs; the CPU on a machine without GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")]
 
 
 def working_on(devices: Sequence[torch.device]) -> Sequence[AbstractContextManager[None]]:
-    """For each device what makes the thread that enters it work there, as the calling thread would.
+    """Return, for each device, a context manager that makes a thread compute on the device.
 
-    On a GPU: on the stream that is current in the calling thread, and with backward in the thread
-    that calls it, where hooks and what is computed again know of their replica.
+    On a GPU, the thread uses the stream that is current in the calling thread now. Backward runs
+    in the thread that calls it, so that hooks and recomputed functions know their replica.
     """
     return [
         _on_gpu(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
@@ -35,15 +35,15 @@ def _on_gpu(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """A device as torch has it: one CPU, whatever its number, and GPUs with numbers.
+    """Convert a name to a device that torch can use: "cpu" without a number, GPUs with a number.
 
     Raises:
-        ValueError: torch cannot use it.
+        ValueError: torch cannot use the device.
     """
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name!r} is not a device of torch: {error}") from None
+        raise ValueError(f"{name!r} is not a torch device: {error}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda":
@@ -54,7 +54,7 @@ def usable_device(name: str | torch.device) -> torch.device:
         if device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         if device.index >= gpus:
-            raise ValueError(f"{device} cannot be used: this machine has {gpus} GPUs, from 0 on")
+            raise ValueError(f"{device} cannot be used: this machine has GPUs 0 to {gpus - 1}")
         return device
     try:
         torch.empty(0, device=device)
@@ -64,20 +64,20 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def usable_devices(names: Sequence[str | torch.device], argument: str) -> list[torch.device]:
-    """`usable_device` of each.
+    """Convert each name by `usable_device`.
 
     Raises:
-        TypeError: not a sequence.
-        ValueError: it is empty, or torch cannot use one of them.
+        TypeError: the names are not a sequence.
+        ValueError: the sequence is empty, or torch cannot use a device.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(f'{argument} must be a list, such as ["cpu:0", "cpu:1"], got {names!r}')
     if not names:
-        raise ValueError(f"{argument} must not be empty; None takes what the machine has")
+        raise ValueError(f"{argument} must not be empty; None uses all GPUs, or else the CPU")
     return [usable_device(name) for name in names]
 
 
 def use_own_cores(replicas: int) -> None:
-    """Divide this machine's cores among its replicas, unless OMP_NUM_THREADS says otherwise."""
+    """Divide this machine's cores among its replicas, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // replicas))

@@ -1,4 +1,4 @@
-"""Runs a function as the replicas of a strategy, in processes of its own: for notebooks."""
+"""Runs a function in new processes, one per replica of a strategy; meant for notebooks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call a function in one new process per replica, and return what the first one returns.
+    """Call a function in one new process per replica, and return the first replica's result.
 
-    Strategies that `fn` makes have these processes as their replicas. What the first replica
-    prints is shown here. Functions that are defined in a notebook work.
+    These processes are the replicas of strategies that `fn` makes. The output of the first replica
+    is printed here. Functions that are defined in a notebook work.
 
     Args:
-        fn: makes a strategy and trains; must be picklable by cloudpickle, as its result must be.
-        replicas: number of processes; one for each GPU if None, else one.
+        fn: makes a strategy and trains; cloudpickle must be able to pickle it and its result.
+        replicas: number of processes; None: one for each GPU, or one on a machine without GPUs.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
 
@@ -43,8 +43,10 @@ def launch(
     Raises:
         ImportError: cloudpickle is not installed.
         ValueError: replicas is not positive.
-        FastdistError: a replica was killed, or has ended early.
-        BaseException: what `fn` raised on the first replica that failed, with its traceback.
+        TypeError: fn is not callable.
+        FastdistError: a replica was killed, or ended early.
+        BaseException: the exception that `fn` raised on the first replica that failed, with its
+            traceback.
     """
     try:
         import cloudpickle  # type: ignore[import-untyped]
@@ -85,7 +87,7 @@ def _is_over(children: Children) -> bool:
 
 
 class _Shown:
-    """Writes bytes to `sys.stdout`, which a notebook shows, as the text that they are."""
+    """Decodes UTF-8 and writes the text to `sys.stdout`, which a notebook shows."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -1,4 +1,4 @@
-"""The program of the processes that `fastdist.launch` starts: calls its function."""
+"""The program that `fastdist.launch` runs in each process: calls the function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main(folder: Path, replica: int) -> int:
-    """Call the function that lies in the folder; leave its result or error there."""
+    """Call the function pickled in the folder; write its result or error there."""
     import cloudpickle  # type: ignore[import-untyped]
 
     fn, args, kwargs, path = pickle.loads((folder / "call").read_bytes())
@@ -34,7 +34,7 @@ def _pickled(error: BaseException) -> bytes:
         data: bytes = cloudpickle.dumps(error.with_traceback(None))
         pickle.loads(data)
         return data
-    except Exception:  # an error with arguments of its own, say
+    except Exception:  # for example, an exception class whose __init__ takes other arguments
         return cloudpickle.dumps(None)  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Values that differ from replica to replica, alone or inside nested structures.
 
 A structure is any nesting of tuples, named tuples, lists, dicts, dataclasses and classes that are
-registered with `torch.utils._pytree` (transformers' ModelOutput); everything else is a leaf.
+registered with `torch.utils._pytree`, such as transformers' ModelOutput; other objects are leaves.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ R = TypeVar("R")
 class PerReplica(Generic[T]):
     """The value of each replica of this process (tf.distribute.DistributedValues).
 
-    Batches of a distributed dataset hold them, and `run` returns them where the job has several
-    replicas. `strategy.reduce` combines them over all replicas, `strategy.local_results` takes
-    them apart, and `fastdist.map` computes with them.
+    Batches of a distributed dataset contain `PerReplica` values, and `run` returns them if the job
+    has several replicas. `strategy.reduce` combines the values of all replicas,
+    `strategy.local_results` returns the values as a tuple, and `fastdist.map` computes with them.
 
     Attributes:
-        values: one value per replica of this process, which is one unless the strategy traces
-            one program for all replicas (TPUStrategy).
+        values: one value per replica of this process; a process has one replica, except under
+            TPUStrategy, which traces one program for all replicas.
         examples: number of examples of the global batch that each replica of the job has, in the
             order of replica ids; None if the values do not come from a batch.
     """
@@ -59,17 +59,17 @@ class PerReplica(Generic[T]):
 
 
 _HINT = (
-    "it holds one value for each replica. strategy.reduce('mean', value) combines them over all "
-    "replicas, strategy.local_results(value) gives those of this process, and "
-    "fastdist.map(fn, value) computes with each"
+    "it holds one value for each replica. strategy.reduce('mean', value) combines the values of "
+    "all replicas, strategy.local_results(value) returns the values of this process, and "
+    "fastdist.map(fn, value) calls fn with each value"
 )
 
 
 def map(fn: Callable[..., Any], *values: Any) -> Any:
-    """Call `fn` with each replica's own values, and return what it returns as `run` would.
+    """Call `fn` with each replica's own values, and return the results as `run` does.
 
-    What is computed from a batch's results keeps the batch's examples, so that
-    `strategy.reduce("mean", ...)` weighs replicas by them.
+    The results keep the examples of the batch that the values come from, so that
+    `strategy.reduce("mean", ...)` weights replicas by examples.
 
     Args:
         fn: called once per replica of this process.
@@ -79,7 +79,7 @@ def map(fn: Callable[..., Any], *values: Any) -> Any:
         The result of `fn`, with tensors and numbers as `PerReplica`.
 
     Raises:
-        ValueError: the values come from batches that were divided differently.
+        ValueError: the values come from batches that were divided differently among replicas.
     """
     parts = [leaf for leaf in leaves(list(values)) if type(leaf) is PerReplica]
     known = {part.examples for part in parts if part.examples is not None}
@@ -100,7 +100,7 @@ def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any
 
     Args:
         results: one structure per local replica.
-        examples: as of `PerReplica`.
+        examples: as for `PerReplica`.
 
     Raises:
         ValueError: the structures differ.
@@ -113,23 +113,23 @@ def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any
 
 
 def map_structure(fn: Callable[..., R], structure: Any, *others: Any) -> Any:
-    """Apply `fn` to the leaves of structures that are alike, and build the same structure.
+    """Apply `fn` to the corresponding leaves of equal structures, and build the same structure.
 
     Raises:
-        ValueError: the structures differ in kind, length or keys; the message names the place.
+        ValueError: the structures differ in type, length or keys; the message names the place.
     """
     return _map(fn, "", structure, others) if others else _mapped(fn, structure)
 
 
 def leaves(structure: Any) -> list[Any]:
-    """The leaves, depth first; of dicts in the order of their keys' insertion."""
+    """Return the leaves, depth first; the leaves of a dict in insertion order."""
     found: list[Any] = []
     map_structure(found.append, structure)
     return found
 
 
 def select(structure: Any, replica: int = 0) -> Any:
-    """The structure as one local replica sees it: per-replica values become its own."""
+    """Replace the per-replica values in a structure by the values of one local replica."""
 
     def own(leaf: Any) -> Any:
         return leaf.values[replica] if type(leaf) is PerReplica else leaf
@@ -138,7 +138,7 @@ def select(structure: Any, replica: int = 0) -> Any:
 
 
 def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
-    """`_map` of one structure, in every run: the usual kinds first."""
+    """Apply `_map` to one structure; `run` needs this to be fast, so common types come first."""
     kind = type(structure)
     if kind is tuple:
         return tuple([_mapped(fn, item) for item in structure])
@@ -171,7 +171,7 @@ def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, 
         _require_alike(place, structure, others, lambda _: None)
         fields = [field.name for field in dataclasses.fields(structure) if field.init]
         return dataclasses.replace(
-            structure,  # type: ignore[type-var]  # an instance: types are no leaves here
+            structure,  # type: ignore[type-var]  # an instance, not a class: see the condition
             **{
                 name: _map(
                     fn,
@@ -188,7 +188,7 @@ def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, 
 def _map_registered(
     fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]
 ) -> Any:
-    """`_map` of a class that is registered with torch's pytree."""
+    """Apply `_map` to an object whose class is registered with torch's pytree."""
     node = pytree.SUPPORTED_NODES[type(structure)]
     children, context = node.flatten_fn(structure)
     flat = []
@@ -206,7 +206,7 @@ def _map_registered(
 
 
 def _dict_like(model: dict[Any, Any], pairs: dict[Any, Any]) -> dict[Any, Any]:
-    made = model.copy()  # keeps what subclasses carry besides, such as a default factory
+    made = model.copy()  # keeps attributes of subclasses, such as a default factory
     made.update(pairs)
     return made
 

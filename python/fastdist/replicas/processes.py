@@ -1,4 +1,4 @@
-"""Processes of replicas: they end with the process that starts them, which reads their output."""
+"""Starts processes of replicas, which end with this process, and reads their output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PEER_FAILURE = re.compile(rb"^[\w.]*PeerFailureError\b", re.M)
 
 
 class Child:
-    """A started process, and the end of what it has written."""
+    """A started process, and the end of its output."""
 
     def __init__(self, name: str, popen: subprocess.Popen[bytes], output: int) -> None:
         self.name = name
@@ -38,16 +38,16 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """True when the process is gone and all that it has written was read."""
+        """True when the process has exited and all of its output has been read."""
         return self.ended_at_s is not None
 
     @property
     def is_consequence(self) -> bool:
-        """True if it failed because another replica had failed, by what it says itself."""
+        """True if its output shows that it failed because another replica had failed."""
         return is_consequence(self.popen.returncode, last_words(bytes(self.tail))[1])
 
     def describe(self) -> str:
-        """How it ended, and its traceback or last lines."""
+        """Describe the exit code or signal, and the traceback or last lines of the output."""
         code = self.popen.returncode
         how = f"exit code {code}"
         if code is not None and code < 0:
@@ -58,12 +58,12 @@ class Child:
 
 
 class Children:
-    """Starts processes, reads their output, and ends them; in a thread of its own.
+    """Starts processes and reads their output in a thread, and ends the processes.
 
-    The kernel kills the processes when that thread, and so this process, ends.
+    The kernel kills the processes when the thread ends, which happens when this process ends.
 
     Args:
-        forward: gets what the first process writes; None: nobody does.
+        forward: called with the output of the first process; None: its output is not forwarded.
     """
 
     def __init__(self, forward: Callable[[bytes], None] | None = None) -> None:
@@ -83,13 +83,13 @@ class Children:
         """Start a process for each environment.
 
         Args:
-            names: of the processes, for messages.
-            command: the program of all.
-            environments: of the processes.
-            options: for `subprocess.Popen`.
+            names: names of the processes, for messages.
+            command: the command of all processes.
+            environments: environment variables of each process.
+            options: further arguments for `subprocess.Popen`.
 
         Raises:
-            OSError: one could not be started; none is left running.
+            OSError: a process could not be started; the others have been killed.
         """
         started = threading.Event()
 
@@ -111,18 +111,18 @@ class Children:
             raise self._failure
 
     def ended(self) -> list[Child]:
-        """The processes that have ended, in this order."""
+        """Return the processes that have ended, in the order in which they ended."""
         gone = [child for child in self.children if child.has_ended]
         return sorted(gone, key=lambda child: child.ended_at_s or 0.0)
 
     def wait(self, timeout_s: float | None, until: Callable[[], bool] | None = None) -> bool:
-        """Wait for all to end, or for a condition on them; False if the time is over."""
+        """Wait until all processes have ended, or until a condition; False on timeout."""
         condition = until or (lambda: len(self.ended()) == len(self.children))
         with self._wake:
             return self._wake.wait_for(condition, timeout_s)
 
     def stop(self, grace_s: float) -> None:
-        """End what still runs: SIGTERM, and SIGKILL after the grace."""
+        """Send SIGTERM to running processes, and SIGKILL after `grace_s`; 0: SIGKILL at once."""
         for number in (signal.SIGTERM, signal.SIGKILL) if grace_s else (signal.SIGKILL,):
             for child in self.children:
                 if child.popen.poll() is None:
@@ -178,7 +178,7 @@ class Children:
         for child in self.children:
             if child.has_ended or child.popen.poll() is None:
                 continue
-            if child.output in selector.get_map():  # what it has started may hold it open
+            if child.output in selector.get_map():  # its own children may hold the pipe open
                 while self._read(child):
                     pass
                 selector.unregister(child.output)
@@ -188,7 +188,7 @@ class Children:
                 self._wake.notify_all()
 
     def _read(self, child: Child) -> bool:
-        """Read what was written by now; False at the end, or where there is nothing."""
+        """Read available output; False at its end, or if nothing is available."""
         try:
             data = os.read(child.output, _READ_BYTES)
         except BlockingIOError:
@@ -201,7 +201,7 @@ class Children:
 
 
 def last_words(tail: bytes) -> tuple[str, bytes]:
-    """The last traceback in an output and a name for it, or else the last lines."""
+    """Return ("traceback", the last traceback in an output), or ("last lines", these lines)."""
     starts = [match.start() for match in _TRACEBACK.finditer(tail)]
     if not starts:
         return "last lines", b"".join(tail.splitlines(keepends=True)[-_LAST_LINES:])
@@ -212,26 +212,26 @@ def last_words(tail: bytes) -> tuple[str, bytes]:
 
 
 def is_consequence(code: int | None, words: bytes) -> bool:
-    """True if a process failed because another rank had failed, by its exit code and last words."""
+    """True if exit code and last words show that a process failed because another rank had."""
     return code is not None and code > 0 and _PEER_FAILURE.search(words) is not None
 
 
 def death_signal_setter() -> Callable[[], None]:
-    """Returns what a child calls before its program starts, so that it dies with this process."""
+    """Return a function that a child calls before exec, so that it dies with this process."""
     prctl = ctypes.CDLL(None).prctl
     arguments = [ctypes.c_ulong(value) for value in (signal.SIGKILL, 0, 0, 0)]
     parent = os.getpid()
 
     def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, *arguments)
-        if os.getppid() != parent:  # died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(1)
 
     return die_with_parent
 
 
 def signal_name(number: int) -> str:
-    """A signal's number and, where it has one, its name: "9 (SIGKILL)"."""
+    """Format a signal's number and, if it has one, its name: "9 (SIGKILL)"."""
     try:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:  # a real-time signal

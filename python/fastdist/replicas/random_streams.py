@@ -1,9 +1,10 @@
-"""A random stream of its own for each replica, all of them drawn from the process's one.
+"""Separate random streams for the replicas, seeded from the process's default generator.
 
-At every run each process draws one number from torch's default generator, the same on all
-processes that were seeded alike; it and the replica's id make the seed of the replica's stream.
-Afterwards the default generator is where the draw left it, so that random numbers drawn outside
-`run` stay the same on all processes, and `torch.manual_seed` alone makes a whole job reproducible.
+At every run each process draws one number from torch's default generator; processes that were
+seeded alike draw the same number. The number and the replica's id give the seed of the replica's
+stream. After the run the default generator has the state that the draw left, so that random numbers
+drawn outside `run` stay the same on all processes, and `torch.manual_seed` alone makes a whole job
+reproducible.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import torch
 
 from fastdist.replicas.context import ReplicaContext
 
-_MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: spreads seeds that are close
+_MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: separates the seeds of replicas
 
 
 def draw_seed() -> int:
-    """A number that all processes draw alike."""
+    """Draw a number from the default generator; equal on processes that were seeded alike."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """The seed of one replica's stream."""
+    """Return the seed of one replica's stream."""
     return (seed + (replica + 1) * _MIX) & (2**63 - 1)
 
 
 @contextmanager
 def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
-    """While it is open, this process's default generators give the replica's stream."""
+    """A context manager: this process's default generators give the replica's stream."""
     generators = [torch.default_generator, *_of_gpu(context.device)]
     before = [generator.get_state() for generator in generators]
     for generator in generators:
@@ -43,7 +44,7 @@ def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
 
 
 def _of_gpu(device: torch.device) -> list[torch.Generator]:
-    """The generator that torch has for this GPU; nothing for other devices."""
+    """Return torch's default generator of a GPU; an empty list for other devices."""
     if device.type != "cuda":
         return []
     torch.cuda.init()  # type: ignore[no-untyped-call]

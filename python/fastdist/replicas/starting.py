@@ -1,8 +1,8 @@
 """Starts the running program once more for each other replica of this machine.
 
-The first replica, which the user has started, owns the terminal. The others run the same command
-from its beginning, see an empty standard input, and show nothing; when one fails, the first shows
-its traceback. They end with the first, whatever happens to it.
+The first replica, which the user has started, owns the terminal. The other replicas run the same
+command from its beginning, with an empty standard input, and their output is not shown. If one
+fails, the first replica prints its traceback. They end with the first replica, however it ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError, PeerFailureError
 from fastdist.replicas.processes import Child, Children
 
-_END_S = 30.0  # the others may take longer than the first
-_PEER_END_S = 10.0  # one of them has failed, and still ends
+_END_S = 30.0  # for the other replicas to end after the first one
+_PEER_END_S = 10.0  # for a failed replica, which is still ending
 _FAILED_END_S = 3.0
 _STOP_S = 2.0
 
@@ -42,18 +42,19 @@ def join_replicas(
     workers: int = 1,
     coordinator: str = "",
 ) -> StartedReplica:
-    """This process's place among the replicas on these devices, which are started if none runs.
+    """Return this process's place among the replicas; start the other replicas if necessary.
 
     Args:
-        strategy: name of the strategy that wants them.
-        devices: of the replicas of this machine's worker, this process's first.
+        strategy: name of the strategy, for messages.
+        devices: one device per replica of this worker; the first replica is the process that the
+            user has started.
         worker: rank of this worker among `workers`.
-        workers: number of workers that launch their replicas so.
-        coordinator: "host:port" of rank 0 where there are several workers.
+        workers: number of workers that start their replicas in this way.
+        coordinator: "host:port" of rank 0 if there are several workers.
 
     Raises:
-        ClusterConfigError: the program cannot be started again, or runs with replicas on other
-            devices.
+        ClusterConfigError: the program cannot be started again, or already runs with replicas on
+            other devices.
     """
     names = tuple(str(device) for device in devices)
     replica = started_replica()
@@ -62,20 +63,20 @@ def join_replicas(
             raise ClusterConfigError(
                 f"{strategy} got the devices {list(names)}; this program already runs with "
                 f"replicas on {list(replica.devices)}, which an earlier strategy has started. Use "
-                "these, or one device (OneDeviceStrategy)"
+                "these devices, or one device (OneDeviceStrategy)"
             )
         return replica
     why_not = _why_not_again()
     if why_not:
         raise ClusterConfigError(
-            f"{strategy} has {len(names)} replicas, and would start the program once more for "
-            f"each other one; {why_not}. Put the training into a function and call "
+            f"{strategy} has {len(names)} replicas, and must start the program once more for "
+            f"each additional replica, but {why_not}. Put the training into a function and call "
             f"fastdist.launch(fn, replicas={len(names)}), or write a script"
         )
     if has_communicator():
         raise ClusterConfigError(
-            f"{strategy} has {len(names)} replicas, but fastdist.init() has made a world without "
-            "the others; make the strategy first"
+            f"{strategy} has {len(names)} replicas, but fastdist.init() has made a world of this "
+            "process alone; make the strategy before calling fastdist.init()"
         )
     first = StartedReplica(names, 0, worker, workers, coordinator, secrets.token_hex(16))
     _Started.replicas = _Started(first)
@@ -84,11 +85,11 @@ def join_replicas(
 
 
 def _why_not_again() -> str:
-    """Why the running program cannot be started again; empty if it can."""
+    """Explain why the running program cannot be started again; empty if it can."""
     if multiprocessing.parent_process() is not None:
-        return "this is a process of multiprocessing"
+        return "a process of multiprocessing cannot be started again"
     if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
-        return "this is a test of pytest"
+        return "a pytest test cannot be started again"
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         return "a notebook cannot be started again"
@@ -106,7 +107,7 @@ class _Started:
 
     def __init__(self, first: StartedReplica) -> None:
         self._pid = os.getpid()
-        self._error: BaseException | None = None  # that ends this process
+        self._error: BaseException | None = None  # the exception that ends this process
         self._children = Children()
         others = [
             StartedReplica(
@@ -130,16 +131,20 @@ class _Started:
         check_while_waiting(self._require_alive)
 
     def _require_alive(self) -> None:
-        """While ranks meet: an error if a replica has ended and so will not come."""
+        """Check, while ranks meet, that no replica has ended before it joined.
+
+        Raises:
+            ClusterConfigError: a replica has ended.
+        """
         ended = self._children.ended()
         if ended and os.getpid() == self._pid:
             first = next((child for child in ended if child.popen.returncode), ended[0])
             ended_how = first.describe()
             hint = ""
             if b"EOFError" in first.tail:
-                hint = "\n(standard input is the first replica's alone)"
+                hint = "\n(only the first replica can read standard input)"
             raise ClusterConfigError(
-                f"a replica has ended before it made the strategy. {ended_how}{hint}"
+                f"a replica ended before it made the strategy. {ended_how}{hint}"
             )
 
     def _note_failure(
@@ -149,7 +154,7 @@ class _Started:
         return self._previous_hook(kind, error, trace)
 
     def _end(self) -> None:
-        """At exit: wait for the others, say which failed first, and fail if one has."""
+        """At exit, wait for the other replicas, report the first failure, and exit with it."""
         if os.getpid() != self._pid:
             return
         has_failed = self._error is not None
@@ -160,7 +165,7 @@ class _Started:
             all_ended = self._children.wait(waits_s)
             if not all_ended and not has_failed:
                 late = [child.name for child in self._children.children if not child.has_ended]
-                _say(f"stops {', '.join(late)}, still running after {_END_S:g} s")
+                _say(f"stopping {', '.join(late)}, still running after {_END_S:g} s")
         stopped = [child for child in self._children.children if not child.has_ended]
         self._children.stop(_STOP_S)
         failed = [c for c in self._children.ended() if c.popen.returncode and c not in stopped]
@@ -174,7 +179,7 @@ class _Started:
             self._exit((causes or failed)[0])
 
     def _exit(self, child: Child) -> None:
-        """End with a child's exit code, which a function that runs at exit can do only so."""
+        """Exit with a child's exit code; an atexit function can set it only by os._exit."""
         atexit.unregister(self._end)
         atexit._run_exitfuncs()
         logging.shutdown()

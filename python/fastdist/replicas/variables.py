@@ -1,4 +1,4 @@
-"""State that replicas hold, with rules for how writes and reads combine it (tf.Variable)."""
+"""Variables: state of replicas, with rules that combine their writes and reads (tf.Variable)."""
 
 from __future__ import annotations
 
@@ -17,65 +17,66 @@ from fastdist.replicas.per_replica import select
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' values of a variable are combined (tf.VariableSynchronization)."""
+    """Time at which replicas' values of a variable are combined (tf.VariableSynchronization)."""
 
     AUTO = "auto"
-    """On write."""
+    """Same as ON_WRITE."""
     ON_WRITE = "on_write"
-    """A write in `run` is aggregated over replicas, which all hold the same value."""
+    """A write in `run` is aggregated over replicas; all replicas hold the same value."""
     ON_READ = "on_read"
-    """Each replica reads and writes its own value; a read outside `run` aggregates them."""
+    """Each replica reads and writes its own value; a read outside `run` aggregates the values."""
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values of a variable are combined (tf.VariableAggregation)."""
+    """Operation that combines replicas' values of a variable (tf.VariableAggregation)."""
 
     NONE = "none"
-    """Not at all: each replica keeps what it wrote."""
+    """Values are not combined: each replica keeps the value that it wrote."""
     SUM = "sum"
     MEAN = "mean"
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
 class Owner(Protocol):
-    """What a variable needs to know of the strategy in whose scope it was made."""
+    """The interface of a strategy that its variables use."""
 
     num_replicas_in_sync: int
     local_replica_ids: tuple[int, ...]
 
     @property
     def workers(self) -> Communicator | None:
-        """All processes; None where there is only this one."""
+        """Connects all processes; None if this is the only process."""
 
     def variables(self, variable: Variable) -> Sequence[Variable]:
-        """The variable on each local replica."""
+        """Return the variable of each local replica."""
 
     def refresh(self) -> None:
-        """Bring what was changed outside `run` to all replicas."""
+        """Bring changes made outside `run` to all replicas."""
 
     def note_values(self) -> None:
-        """All components have been written."""
+        """Called after all components have been written."""
 
 
 class Variable(nn.Module):
     """A tensor of state that is not trained: a counter, a moving average, a sum of losses.
 
-    Made in a strategy's scope, alone or as part of a module, every replica has it. In `run`,
-    writes to a variable that is aggregated on write wait for all replicas, and nothing else
-    communicates. Outside `run`, every worker must write alike; one that is aggregated on read
-    must be read, or saved, by every worker together.
+    A variable made in a strategy's scope, alone or as part of a module, exists on every replica.
+    In `run`, a write to a variable that is aggregated on write waits for all replicas; no other
+    operation communicates. Outside `run`, all workers must write the same values. A variable that
+    is aggregated on read must be read, or saved, by all workers together.
 
-    In a state_dict it is "value", as a read outside `run` gives it: saved by one strategy it can
-    be loaded by another, or by none. A copy or a pickle holds the first replica's value.
+    Its key in a state_dict is "value", and holds the result of a read outside `run`. So it can be
+    loaded under another strategy, or without a strategy. A copy or a pickle holds the first
+    replica's value.
 
     Args:
-        initial_value: a number, array or tensor; the first worker's counts.
-        synchronization: when the values of the replicas are combined.
-        aggregation: how.
-        dtype: of the tensor; the initial value's if None.
+        initial_value: a number, array or tensor; all workers start with the first worker's value.
+        synchronization: the time at which the replicas' values are combined.
+        aggregation: the operation that combines them.
+        dtype: dtype of the tensor; None: the dtype of the initial value.
 
     Raises:
-        ValueError: a mean of integers, or a sum or mean of booleans.
+        ValueError: the aggregation is MEAN for integers, or SUM or MEAN for booleans.
     """
 
     _value: torch.Tensor
@@ -97,36 +98,36 @@ class Variable(nn.Module):
         is_exact = not (value.is_floating_point() or value.is_complex())
         if is_exact and self.aggregation is VariableAggregation.MEAN:
             raise ValueError(
-                f"a variable of {value.dtype} cannot have the aggregation {self.aggregation}: the "
-                "mean of integers is none; pass dtype=torch.float32, or another aggregation"
+                f"a variable of {value.dtype} cannot have the aggregation {self.aggregation}: MEAN "
+                "is not defined for integers; pass dtype=torch.float32, or another aggregation"
             )
         self.register_buffer("_value", value)
 
     @property
     def component(self) -> torch.Tensor:
-        """The tensor of one replica, whatever the others hold."""
+        """The tensor of one replica."""
         return self._value
 
     @property
     def is_local(self) -> bool:
-        """Whether replicas hold values that may differ."""
+        """True if replicas may hold different values."""
         by_replica = self.synchronization is VariableSynchronization.ON_READ
         return by_replica or self.aggregation is VariableAggregation.NONE
 
     @property
     def value(self) -> torch.Tensor:
-        """In `run` this replica's tensor; outside, what the replicas hold together.
+        """This replica's tensor in `run`; outside `run`, the aggregated value.
 
         Raises:
-            ValueError: outside `run`, synchronized on read with aggregation NONE.
+            ValueError: outside `run`, if synchronization is ON_READ and aggregation is NONE.
         """
         owner = _owner_of(self)
         if owner is None or self.synchronization is not VariableSynchronization.ON_READ:
             return self._value
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                "a variable with synchronization ON_READ and aggregation NONE has no one value "
-                "outside run; strategy.local_results(variable) gives those of this process"
+                "a variable with synchronization ON_READ and aggregation NONE has no single value "
+                "outside run; strategy.local_results(variable) returns the values of this process"
             )
         values = [component._value for component in owner.variables(self)]
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -135,19 +136,19 @@ class Variable(nn.Module):
         return reduce_values(owner.workers, self.aggregation.value, values, None, None)
 
     def assign(self, value: Any) -> None:
-        """Set the value: what the replicas assign together, or, outside `run`, to all of them."""
+        """Set the value; in `run`, to the aggregate of the values that the replicas pass."""
         self._write(value, None)
 
     def assign_add(self, delta: Any) -> None:
-        """Add to the value, as `assign`."""
+        """Add to the value, with the aggregation of `assign`."""
         self._write(delta, 1)
 
     def assign_sub(self, delta: Any) -> None:
-        """Subtract from the value, as `assign`."""
+        """Subtract from the value, with the aggregation of `assign`."""
         self._write(delta, -1)
 
     def extra_repr(self) -> str:
-        """Settings, and the value of the first replica."""
+        """Format this replica's value, and the settings."""
         return f"{self._value}, {self.synchronization}, {self.aggregation}"
 
     def _write(self, value: Any, sign: int | None) -> None:
@@ -189,7 +190,10 @@ class Variable(nn.Module):
         return combined
 
     def _part(self, value: torch.Tensor, replica: int, replicas: int) -> torch.Tensor:
-        """What one replica holds so that together they hold `value`."""
+        """Return the part of `value` that one replica must hold so that the parts aggregate to it.
+
+        Only ON_READ with SUM divides the value; integers are divided into whole parts.
+        """
         is_summed = self.aggregation is VariableAggregation.SUM
         if not is_summed or self.synchronization is not VariableSynchronization.ON_READ:
             return value
@@ -199,7 +203,7 @@ class Variable(nn.Module):
         return whole + (value - whole * replicas > replica)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles know no strategy."""
+        """Leave out the strategy: copies and pickles belong to none."""
         return {k: v for k, v in self.__dict__.items() if k != _OWNER}
 
     def _save_to_state_dict(
@@ -252,7 +256,7 @@ _OWNER = "_fastdist_owner"
 
 
 def own(variable: Variable, owner: Owner) -> None:
-    """The variable belongs to a strategy: together its components hold the initial value."""
+    """Make a variable belong to a strategy; its components then aggregate to its value."""
     if variable.__dict__.get(_OWNER) is owner:
         return
     value = variable._value.clone()
@@ -261,7 +265,7 @@ def own(variable: Variable, owner: Owner) -> None:
 
 
 def local_components(roots: Sequence[nn.Module]) -> set[int]:
-    """The ids of tensors that may differ between replicas."""
+    """Return the ids of tensors that may differ between replicas."""
     return {
         id(module.component)
         for root in roots
@@ -271,5 +275,5 @@ def local_components(roots: Sequence[nn.Module]) -> set[int]:
 
 
 def _owner_of(variable: Variable) -> Owner | None:
-    """The strategy that a variable's reads and writes concern; None for this one tensor alone."""
+    """Return the strategy to read and write through; None to use this replica's tensor only."""
     return None if state.replica is not None else variable.__dict__.get(_OWNER)

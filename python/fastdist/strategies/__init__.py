@@ -1,4 +1,4 @@
-"""The strategies: which replicas train together, and where they are."""
+"""Strategies: they determine the replicas that train together, and their devices."""
 
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.central_storage import CentralStorageStrategy

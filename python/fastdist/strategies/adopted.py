@@ -1,7 +1,7 @@
-"""The modules and optimizers that belong to a strategy, kept alike on all its replicas.
+"""The modules and optimizers that belong to a strategy, kept equal on all its replicas.
 
-They are referred to weakly: a model that the user drops is released, and takes no part in later
-steps. Replicas may notice that at different times, so nothing that they exchange depends on it.
+References to them are weak: a model that the user drops is released and takes no part in later
+steps. Replicas may release it at different times, so their communication does not depend on it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ from fastdist.training.modules import (
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
 
-_living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # of strategies with replicas
+_living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """A module that is part of no other, as it was when the replicas last compared it.
+    """A root module, as it was when the replicas last compared it.
 
     Attributes:
-        number: counts the strategy's models; the same on all replicas.
-        place: of its first parameter among those of all models there ever were.
-        buffer_place: the same for modules with buffers.
+        number: the model's number in this strategy; the same on all replicas.
+        root: a weak reference to the module.
+        place: place of its first parameter among the parameters of all models, including released
+            models.
+        buffer_place: place of its first module with buffers among these modules of all models.
+        buffered: its modules with buffers.
+        parameters: its parameters, with their names.
+        tensors: its parameters and buffers, by id.
+        structure: the result of `structure_of`.
     """
 
     number: int
@@ -59,22 +65,22 @@ class _Model:
 
     @property
     def is_alive(self) -> bool:
-        """True while anything of it is."""
+        """True while the module or one of its parameters exists."""
         return self.root() is not None or any(ref() is not None for _, ref in self.parameters)
 
 
 class AdoptedModules:
-    """What was made in the scope of a strategy, or passed to `mirror`.
+    """The modules and optimizers made in the scope of a strategy, or passed to `mirror`.
 
     Args:
-        device: of this process's replica.
-        replica_ids: of this process.
+        device: device of this process's replica.
+        replica_ids: ids of the replicas of this process.
         replicas: number of replicas of the job.
-        options: how to communicate.
-        central: where one copy of all parameters is kept; None if every replica has its own.
+        options: communication options.
+        central: holds the only copy of all parameters; None if every replica has its own copy.
 
     Attributes:
-        sync: reduces the gradients; None where the job has one replica.
+        sync: reduces the gradients; None if the job has one replica.
     """
 
     def __init__(
@@ -93,8 +99,8 @@ class AdoptedModules:
         self._options = options
         self._central = central
         self._models: list[_Model] = []
-        self._adopted = 0  # models so far
-        self._places = 0  # of their parameters
+        self._adopted = 0  # number of models so far
+        self._places = 0  # number of their parameters
         self._buffer_places = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
@@ -107,7 +113,7 @@ class AdoptedModules:
         roots: Sequence[nn.Module],
         made: Sequence[Any],
     ) -> None:
-        """Take modules, and optimizers. Every replica must call.
+        """Adopt modules and optimizers. Every replica must call.
 
         Raises:
             FastdistError: the modules differ between replicas.
@@ -143,16 +149,16 @@ class AdoptedModules:
         if self.num_replicas_in_sync == 1:
             return
         if self._taken(roots) is not None:
-            gc.collect()  # strategies that nobody refers to any more
+            gc.collect()  # collects unreferenced strategies
         if (name := self._taken(roots)) is not None:
             raise ValueError(
-                f"{name} belongs to another strategy, which still exists: delete that one, or "
-                "give this one a copy.deepcopy of the module"
+                f"{name} belongs to another strategy, which still exists: delete that strategy, or "
+                "use a copy.deepcopy of the module"
             )
         _living.add(self)
 
     def _taken(self, roots: Sequence[nn.Module]) -> str | None:
-        """The name of a parameter that another strategy's replicas have."""
+        """Return the name of a parameter that belongs to another strategy; None if none does."""
         others = [other for other in _living if other is not self]
         return next(
             (name for name, p in named_parameters(roots) if any(o.has(p) for o in others)), None
@@ -164,7 +170,11 @@ class AdoptedModules:
         return any(ref is not None and ref() is tensor for ref in found)
 
     def _compare(self, models: Sequence[_Model]) -> None:
-        """Check that all replicas have these models; give what is new in them rank 0's values."""
+        """Check that all replicas have equal models, and broadcast rank 0's values of new tensors.
+
+        Raises:
+            FastdistError: the models differ between replicas.
+        """
         roots = [root for model in models if (root := model.root()) is not None]
         named = [*named_parameters(roots), *named_buffers(roots)]
         new = [tensor for _, tensor in named if not self.has(tensor)]
@@ -223,7 +233,7 @@ class AdoptedModules:
         self._steps.watch(self._optimizers, parameters, self.sync)
 
     def _reduced(self) -> Iterator[ReducedParameter]:
-        """Every parameter once, as part of the first of the models that have it."""
+        """Yield every parameter once, as part of the first model that contains it."""
         seen: set[int] = set()
         for model in self._models:
             for i, (name, ref) in enumerate(model.parameters):
@@ -246,11 +256,11 @@ class AdoptedModules:
 
     @property
     def workers(self) -> Communicator | None:
-        """All replicas; None where there is one."""
+        """Connects all replicas; None if there is one replica."""
         return None if self._communicators is None else self._communicators.replicas
 
     def refresh(self) -> None:
-        """Take what users have changed in the modules. Every replica must call."""
+        """Adopt modules and tensors that users have replaced or added. Every replica must call."""
         if self.num_replicas_in_sync == 1:
             return
         changed = [
@@ -267,7 +277,7 @@ class AdoptedModules:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """While it is open, the replica runs the user's function."""
+        """A context manager around the user's function."""
         if self._central is not None:
             self._central.note_versions()
         with self._steps.run():
@@ -276,10 +286,10 @@ class AdoptedModules:
             self._central.require_unchanged()
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
-        """Call with the component of a variable. Every replica must call.
+        """Call `call` with the component of a variable. Every replica must call.
 
         Raises:
-            ValueError: the variable is not of this strategy.
+            ValueError: the variable does not belong to this strategy.
         """
         component = variable.component if isinstance(variable, Variable) else variable
         if self.workers is not None and not self.has(component):
@@ -293,17 +303,17 @@ class AdoptedModules:
         return self._central.update(self.workers, component, call)
 
     def variables(self, variable: Variable) -> list[Variable]:
-        """The variable on each local replica."""
+        """Return the variable of each local replica."""
         return [variable]
 
     def note_values(self) -> None:
-        """Variables have been written outside `run`; there is nothing to bring elsewhere."""
+        """Do nothing: values written outside `run` need not be copied."""
 
     def require_in_sync(self) -> None:
-        """Check that all replicas hold the same bits. Every replica must call.
+        """Check that all replicas hold bitwise equal tensors. Every replica must call.
 
         Raises:
-            FastdistError: they differ.
+            FastdistError: the tensors differ.
         """
         named = []
         for model in self._models:
@@ -320,7 +330,7 @@ class AdoptedModules:
         require_in_sync(self.workers, [named])
 
     def _share_lazy(self, module: nn.Module) -> None:
-        """A lazy module has made its parameters: all replicas take those of replica 0."""
+        """Broadcast replica 0's values of the parameters that a lazy module has made."""
         parameters = list(module.parameters(recurse=False))
         buffers = list(module.buffers(recurse=False))
         if self.workers is not None and self._central is None:

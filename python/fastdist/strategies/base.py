@@ -1,4 +1,4 @@
-"""What every strategy offers, whatever its replicas are: scope, run, reduce, gather, datasets."""
+"""The base class of strategies: scope, run, reduce, gather, datasets."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from fastdist.strategies.scope import Scope
 from fastdist.training.graphed import GraphedStep, capture_graph
 
 M = TypeVar("M", bound=nn.Module)
-_PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # that no batch is inside of
+_PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # types that contain no batch
 
 
 class Strategy(ABC):
     """Replicas that train one model together (tf.distribute.Strategy).
 
     Args:
-        devices: of this process's replicas.
-        worker: this process's number, and `workers` how many there are.
+        devices: devices of this process's replicas.
+        worker: number of this process, from 0.
+        workers: number of processes.
 
     Attributes:
-        has_servers: whether variables are on parameter servers.
+        has_servers: True if variables are on parameter servers.
     """
 
     has_servers = False
@@ -63,11 +64,10 @@ class Strategy(ABC):
 
     @final
     def scope(self) -> Scope:
-        """A `with` statement: modules and optimizers made inside belong to this strategy.
+        """Return a context manager: modules and optimizers made inside belong to this strategy.
 
-        When it ends their initial values are those of the chief on all replicas. Every worker
-        must make the same. Schedulers and GradScalers that are used in `run` must be made inside
-        too.
+        At its end all replicas get the chief's initial values. Every worker must make the same
+        modules. Schedulers and GradScalers that are used in `run` must be made inside too.
 
         Raises:
             RuntimeError: ("Mixing") another strategy's scope is open.
@@ -77,13 +77,13 @@ class Strategy(ABC):
 
     @final
     def mirror(self, module: M) -> M:
-        """Adopt a module that was made outside the scope; returns it. Every worker must call."""
+        """Adopt a module made outside the scope, and return it. Every worker must call."""
         self._adopt([module], [])
         return module
 
     @abstractmethod
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        """Take modules, and optimizers, schedulers and scalers."""
+        """Adopt modules, optimizers, schedulers and scalers."""
 
     @final
     def distribute_dataset(
@@ -99,7 +99,7 @@ class Strategy(ABC):
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> DistributedDataset:
-        """Cut a source into global batches and each of them among the replicas.
+        """Cut a source into global batches, and each global batch into one part per replica.
 
         Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
         """
@@ -120,7 +120,7 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int = 2
     ) -> DistributedDataset:
-        """A dataset of per-replica batches that `fn` makes, once for each worker.
+        """Make a dataset of per-replica batches from `fn`, which each worker calls once.
 
         Every worker must call. See `fastdist.data.distribute_datasets_from_function`.
         """
@@ -128,7 +128,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def _input_layout(self) -> InputLayout:
-        """Where the replicas are, for datasets."""
+        """Return the layout of replicas and workers, for datasets."""
 
     # --- running --------------------------------------------------------------------------------
 
@@ -141,25 +141,25 @@ class Strategy(ABC):
     ) -> Any:
         """Call `fn` once for each replica of this process, in replica context.
 
-        Gradients are weighted by the examples that each replica has of the first batch among the
-        arguments.
+        Gradients are weighted by the number of examples that each replica has in the first batch
+        among the arguments.
 
         Args:
-            fn: what each replica does.
-            args: its arguments, a tuple or list; per-replica values inside become each
+            fn: the function of each replica.
+            args: arguments of `fn`, a tuple or list; per-replica values inside become each
                 replica's own.
-            kwargs: as args.
+            kwargs: keyword arguments of `fn`, treated like args.
 
         Returns:
-            What fn returns. Where the job has several replicas, its tensors and numbers are
-            `PerReplica` values, which carry how many examples each replica had.
+            The result of `fn`. If the job has several replicas, its tensors and numbers are
+            `PerReplica` values, which carry the number of examples of each replica.
 
         Raises:
             ValueError: args is not a tuple or list.
             RuntimeError: called inside another run, or in another strategy's scope.
             FastdistError: replicas have called different collectives.
             PeerFailureError: `fn` has failed on another replica, which the error names.
-            BaseException: what fn raised on this replica.
+            BaseException: the exception that `fn` raised on this replica.
         """
         if not isinstance(args, (tuple, list)):
             raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
@@ -174,17 +174,17 @@ class Strategy(ABC):
 
     @final
     def make_graphed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A function for `run` that on GPUs replays `step` as a CUDA graph.
+        """Return a function for `run` that replays `step` as a CUDA graph on GPUs.
 
-        The first calls with arguments of a kind (shapes, dtypes, values that are no tensors) run as
-        they are. Then the step is captured with the collectives in it, and every later call is one
-        launch. Only what it does on the GPU is done again: what it prints or counts happens once,
-        and learning rates stay those of the capture unless they are tensors. Optimizers must be
-        made with `capturable=True` where they have it. Uneven batches run as they are, and so does
-        everything on other devices.
+        The first calls with arguments of one kind (shapes, dtypes, values of non-tensors) run
+        `step` directly. Then the step is captured with its collectives, and every later call is one
+        launch. Only GPU operations are repeated: Python code such as prints and counters runs only
+        during the capture, and learning rates keep their captured values unless they are tensors.
+        Optimizers that accept `capturable=True` must be made with it. Steps on uneven batches, and
+        on other devices, run directly.
 
         Args:
-            step: what `run` would be called with; takes and returns structures of tensors.
+            step: the function to pass to `run`; takes and returns structures of tensors.
 
         Raises:
             UnsupportedError: variables are on parameter servers.
@@ -199,11 +199,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        """What `run` does once it is allowed; `given` is the pair of args and kwargs."""
+        """Implement `run` after its checks; `given` is the pair of args and kwargs."""
 
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
-        """While it is open, the running thread is in cross-replica context."""
+        """A context manager that puts the calling thread into cross-replica context."""
         replica, state.replica = state.replica, None
         state.scopes.append(self)
         try:
@@ -218,15 +218,16 @@ class Strategy(ABC):
             instead = {"reduce": "all_reduce", "gather": "all_gather"}.get(call)
             hint = f"; use fastdist.get_replica_context().{instead}" if instead else ""
             raise RuntimeError(
-                f"strategy.{call} was called inside run, and is for code outside of it{hint}, "
-                "or call it in merge_call"
+                f"strategy.{call} was called inside run, but works only outside run{hint}, or call "
+                "it in merge_call"
             )
 
     @abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A `with` statement: gradients of backward inside stay with their replica.
+        """Return a context manager: gradients of backward inside are not reduced yet.
 
-        They are added to `.grad`, and reduced with those of the next backward outside.
+        They accumulate in `.grad`, and are reduced together with the gradients of the next
+        backward outside.
         """
 
     # --- values of all replicas -----------------------------------------------------------------
@@ -236,14 +237,15 @@ class Strategy(ABC):
         """Reduce per-replica values over all replicas. Every worker must call.
 
         Args:
-            op: "sum", "mean", "min" or "max". A mean of what `run` returned for a batch of
-                `distribute_dataset`, or of what `fastdist.map` made of it, weighs each replica by
-                its examples.
-            value: what `run` returned; a structure of it works too.
-            axis: reduce along this axis of each value too; lengths there may differ.
+            op: "sum", "mean", "min" or "max". If the values are results of `run` for a batch of
+                `distribute_dataset`, or of `fastdist.map` on these results, "mean" weights each
+                replica by its number of examples.
+            value: a result of `run`, or a structure of results.
+            axis: also reduce along this axis of each value, in which lengths may differ.
 
         Raises:
-            RuntimeError: called inside `run`, where `get_replica_context().all_reduce` is meant.
+            ValueError: op is none of these.
+            RuntimeError: called inside `run`; use `get_replica_context().all_reduce` there.
         """
         self._require_cross_replica("reduce")
         if op not in ("sum", "mean", "min", "max"):
@@ -252,7 +254,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
-        """`reduce` of what is no structure."""
+        """Implement `reduce` for a leaf."""
 
     @final
     def reduce_to(self, op: CrossReplicaOp, value: Any, destination: Any) -> Any:
@@ -261,13 +263,13 @@ class Strategy(ABC):
         Args:
             op: the reduction.
             value: per-replica values.
-            destination: a device, or a tensor whose device is meant.
+            destination: a device, or a tensor on the device.
         """
         return self.reduce(op, value).to(_device_of(destination))
 
     @final
     def batch_reduce_to(self, op: CrossReplicaOp, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """`reduce_to` of several (value, destination) pairs. Every worker must call."""
+        """Apply `reduce_to` to several (value, destination) pairs. Every worker must call."""
         reduced = self.reduce(op, [value for value, _ in pairs])
         return [
             value.to(_device_of(destination))
@@ -286,12 +288,12 @@ class Strategy(ABC):
 
         Args:
             variable: a parameter of a module made in the scope, or a `fastdist.Variable`.
-            fn: changes its component, a tensor; gradients are off.
-            args: per-replica values inside become the component's own.
-            kwargs: as args.
+            fn: changes the component, a tensor, with gradients disabled.
+            args: arguments of `fn`; per-replica values inside become each replica's own.
+            kwargs: keyword arguments of `fn`, treated like args.
 
         Returns:
-            What fn returns; with several local replicas, per-replica values.
+            The result of `fn`; with several replicas, `PerReplica` values.
         """
 
     @final
@@ -299,41 +301,41 @@ class Strategy(ABC):
         """Join the replicas' tensors along an axis, in replica order. Every worker must call.
 
         Raises:
-            ValueError: a scalar, or shapes that differ elsewhere.
-            RuntimeError: called inside `run`, where `get_replica_context().all_gather` is meant.
+            ValueError: a value is a scalar, or shapes differ in another dimension than `axis`.
+            RuntimeError: called inside `run`; use `get_replica_context().all_gather` there.
         """
         self._require_cross_replica("gather")
         return map_structure(lambda leaf: self._gather_leaf(leaf, axis), value)
 
     @abstractmethod
     def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
-        """`gather` of what is no structure."""
+        """Implement `gather` for a leaf."""
 
     @abstractmethod
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, in order (experimental_local_results).
+        """Return the values of this process's replicas, in order (experimental_local_results).
 
         Args:
-            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+            value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
 
     @abstractmethod
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Per-replica values made by `fn(context)`, called once for each local replica in turn."""
+        """Call `fn(context)` for each local replica in turn; return per-replica values."""
 
     @abstractmethod
     def check_in_sync(self) -> None:
-        """Check that parameters and buffers are the same bits on every replica.
+        """Check that parameters and buffers are bitwise equal on all replicas.
 
         Every worker must call, in cross-replica context.
 
         Raises:
-            FastdistError: they differ; the message names the first tensor and the replicas.
+            FastdistError: tensors differ; the message names the first tensor and the replicas.
         """
 
 
 def examples_of(given: Any) -> tuple[int, ...] | None:
-    """How many examples each replica has of the first batch among the arguments of `run`."""
+    """Return each replica's number of examples in the first batch among the arguments of `run`."""
     kind = type(given)
     if kind is PerReplica:
         examples: tuple[int, ...] | None = given.examples

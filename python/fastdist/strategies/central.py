@@ -1,9 +1,9 @@
 """One copy of all parameters and optimizer states, for all replicas of a machine.
 
-The copy belongs to replica 0, the owner, whose optimizer steps for all. Where replicas compute on
-the device of the copy and that is the CPU, the copy lies in memory that all of them map: their
-parameters are views of it. Elsewhere each replica computes with a copy of its own, and gets the
-owner's values after each step.
+The copy belongs to replica 0, the owner, whose optimizer steps for all replicas. If the copy and
+all replicas are on the CPU, the copy is in memory that all replicas map, and their parameters are
+views of it. Otherwise each replica computes with its own copy, and gets the owner's values after
+each step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ALIGNMENT_BYTES = 64
 
 
 class CentralParameters:
-    """Parameters and optimizers of which the machine has one copy.
+    """The only copy of parameters and optimizer states on a machine.
 
     Args:
         home: device of the copy.
-        device: where this replica computes.
+        device: device of this replica.
         is_owner: True in replica 0.
         is_shared: True if all replicas map the same memory.
     """
@@ -53,7 +53,7 @@ class CentralParameters:
         return [p for p, address in known if p is not None and p.data_ptr() != address]
 
     def take_parameters(self, workers: Communicator, parameters: Sequence[nn.Parameter]) -> None:
-        """Give all replicas the owner's values. Every replica must call."""
+        """Share or copy the owner's values to all replicas. Every replica must call."""
         ready = [p for p in parameters if is_materialized(p)]
         if not ready:
             return
@@ -67,7 +67,7 @@ class CentralParameters:
             self._versions.append((ref, parameter._version))
 
     def _share(self, workers: Communicator, ready: Sequence[nn.Parameter]) -> None:
-        """Make the parameters views of memory of the owner."""
+        """Make the parameters views of shared memory."""
         offsets, size = [], 0
         for parameter in ready:
             offsets.append(size)
@@ -96,12 +96,12 @@ class CentralParameters:
         require_allowed: Callable[[torch.optim.Optimizer], None],
         workers: Callable[[], Communicator | None],
     ) -> None:
-        """From now on one step of all replicas' optimizers is one step of the owner's.
+        """Make a step of all replicas' optimizers one step of the owner's optimizer.
 
         Args:
-            optimizer: made in the scope, on every replica.
-            require_allowed: raises where the optimizer must not step now.
-            workers: gives the communicator of all replicas.
+            optimizer: this replica's optimizer, made in the scope.
+            require_allowed: raises if the optimizer must not step now.
+            workers: returns the communicator of all replicas.
         """
         plain = optimizer.step
 
@@ -112,10 +112,10 @@ class CentralParameters:
             if closure is not None:
                 raise ValueError(
                     f"{type(own).__name__}.step got a closure; under CentralStorageStrategy the "
-                    "optimizer steps once for all replicas and cannot evaluate them anew"
+                    "optimizer steps once for all replicas and cannot evaluate their closures"
                 )
             require_allowed(own)
-            own.__dict__["_opt_called"] = True  # which schedulers look for
+            own.__dict__["_opt_called"] = True  # schedulers check this attribute
             if state.replica is not None:
                 self.require_unchanged()
             self._step(own, plain, replicas)
@@ -128,29 +128,29 @@ class CentralParameters:
             optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state.clear())
 
     def note_versions(self) -> None:
-        """Remember the parameters as they are: what has changed them has done so once."""
+        """Record the versions of the parameters, to accept all changes so far."""
         alive = {ref: parameter for ref, _ in self._versions if (parameter := ref()) is not None}
         self._versions = [(ref, parameter._version) for ref, parameter in alive.items()]
 
     def require_unchanged(self) -> None:
-        """Check that `run` has changed no parameter in place but by optimizers.
+        """Check that only optimizers have changed parameters in place in `run`.
 
         Raises:
-            FastdistError: this replica has, and so have the others: all have changed the one copy.
+            FastdistError: a parameter was changed in place; each replica has changed the one copy.
         """
         for ref, version in self._versions:
             parameter = ref()
             if parameter is not None and parameter._version != version:
                 raise FastdistError(
                     f"a parameter of shape {tuple(parameter.shape)} was changed in place in run; "
-                    "under CentralStorageStrategy all replicas have one copy of it, which each of "
-                    "them has changed: use strategy.update(parameter, fn), which calls fn once"
+                    "under CentralStorageStrategy all replicas share one copy, and each replica "
+                    "has changed it: use strategy.update(parameter, fn), which calls fn once"
                 )
 
     def update(
         self, workers: Communicator, parameter: torch.Tensor, call: Callable[[Any], Any]
     ) -> Any:
-        """Call with the one copy of a parameter; every replica gets the result."""
+        """Call `call` on the owner, with the copy of a parameter; all replicas get the result."""
         workers.barrier()
         result = workers.broadcast_object(call(parameter) if self._is_owner else None)
         if not self._is_shared:
@@ -164,14 +164,14 @@ class CentralParameters:
         plain: Callable[..., Any],
         replicas: Communicator,
     ) -> None:
-        replicas.barrier()  # nobody computes with the parameters any more
+        replicas.barrier()  # no replica computes with the parameters after this
         settings: Any = None
         if self._is_owner:
             before = _settings_of(optimizer)
             self._step_at_home(optimizer, plain)
             after = _settings_of(optimizer)
             settings = after if repr(after) != repr(before) else None
-        # Some optimizers count in their groups; all replicas go on with the owner's.
+        # Some optimizers keep counters in their groups; all replicas take the owner's values.
         settings = replicas.broadcast_object(settings)
         if settings is not None and not self._is_owner:
             for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -180,7 +180,7 @@ class CentralParameters:
             broadcast_state(replicas, [p for g in optimizer.param_groups for p in g["params"]])
 
     def _step_at_home(self, optimizer: torch.optim.Optimizer, plain: Callable[..., Any]) -> None:
-        """Step where the copy is: parameters and gradients go there and back."""
+        """Step on the device of the copy, with parameters and gradients copied there and back."""
         if self._device == self._home:
             plain()
             return
@@ -215,7 +215,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _shared_memory(workers: Communicator, size: int, is_owner: bool) -> mmap.mmap:
-    """Memory of the owner that all replicas of this machine map. Every replica must call."""
+    """Map memory of the owner on all replicas of this machine. Every replica must call."""
     fd = os.memfd_create("fastdist-central") if is_owner else -1
     try:
         if is_owner:
@@ -229,7 +229,7 @@ def _shared_memory(workers: Communicator, size: int, is_owner: bool) -> mmap.mma
                     f"replica {workers.rank} cannot map the parameters of replica 0: {error}"
                 ) from None
         memory = mmap.mmap(fd, size)
-        workers.barrier()  # all have opened it
+        workers.barrier()  # all replicas have opened the memory
         return memory
     finally:
         if fd >= 0:

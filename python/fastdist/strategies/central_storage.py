@@ -14,23 +14,23 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 
 
 class CentralStorageStrategy(ReplicatedStrategy):
-    """Keeps parameters and optimizer states in one place (tf.distribute's of that name).
+    """Keeps one copy of parameters and optimizer states (CentralStorageStrategy of tf.distribute).
 
-    Replicas are processes, as MirroredStrategy's are, and compute on the compute devices. Their
-    gradients are reduced, and when all of them call `optimizer.step()` the first one's optimizer
-    steps, once, where the parameters are. Replicas on the CPU map the memory of the parameters;
-    replicas on other devices have copies, which get the new values after each step. Buffers are the
-    replicas' own, as under Mirrored.
+    Replicas are processes, as under MirroredStrategy, and compute on the compute devices. Their
+    gradients are reduced. When all replicas call `optimizer.step()`, the first replica's optimizer
+    steps once, on the device of the parameters. Replicas on the CPU map the memory of the
+    parameters; replicas on other devices have copies, which get the new values after each step.
+    Each replica has its own buffers, as under MirroredStrategy.
 
-    Every replica runs the program, so what it does to a parameter in place is done to the one copy
-    once for each replica. In `run` that is an error. Between runs, use `update`; operations that
-    give the same however often they are done (`load_state_dict`, `clamp_`) are fine.
+    Every replica runs the program, so each in-place change of a parameter is applied to the one
+    copy once per replica. In `run` such a change is an error. Between runs, use `update`;
+    idempotent operations such as `load_state_dict` and `clamp_` also work without it.
 
     Args:
-        compute_devices: of the replicas; every GPU if None, else one CPU.
-        parameter_device: of parameters and optimizer states; the compute device if None and there
-            is only one, else the CPU.
-        options: how to communicate.
+        compute_devices: devices of the replicas; None: every GPU, or else one CPU.
+        parameter_device: device of parameters and optimizer states; None: the compute device if
+            there is only one, else the CPU.
+        options: communication options.
 
     Raises:
         ClusterConfigError: as for MirroredStrategy.

@@ -15,7 +15,7 @@ from fastdist.strategies.options import CommunicationOptions
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCommunicators:
-    """What a replica talks to the others through.
+    """The communicators that connect a replica to the other replicas.
 
     Attributes:
         replicas: collectives in `run` and in cross-replica context.
@@ -29,7 +29,7 @@ class ReplicaCommunicators:
     overlaps: bool
 
     def abort(self) -> None:
-        """Leave both; replicas that wait for this one get PeerFailureError."""
+        """Leave both; replicas that wait for this replica get PeerFailureError."""
         self.replicas.abort()
         self.gradients.abort()
 

@@ -1,4 +1,4 @@
-"""The strategy outside all scopes, and which strategy a thread is in."""
+"""The default strategy, and functions that return a thread's strategy and replica context."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 
 
 class DefaultStrategy(ReplicatedStrategy):
-    """Passes everything through; what `get_strategy` gives outside a scope.
+    """The strategy outside all scopes: one replica on the CPU, without communication.
 
-    It lets code that is written for strategies run without one.
+    Code that is written for strategies also runs under it.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ def _default() -> DefaultStrategy:
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the innermost scope or run; the default strategy outside. Never None."""
+    """Return the strategy of the innermost scope or run; outside, the default strategy."""
     if state.replica is not None:
         return cast(Strategy, state.replica.strategy)
     if state.scopes:
@@ -37,12 +37,12 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """True inside the scope or run of a strategy other than the default one."""
+    """True inside the scope or run of a strategy other than the default strategy."""
     return get_strategy() is not _default()
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """This replica's context; None in cross-replica context."""
+    """Return this replica's context; None in cross-replica context."""
     if state.replica is not None:
         return state.replica
     return None if state.scopes else _default().default_replica_context()

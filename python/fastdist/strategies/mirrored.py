@@ -20,14 +20,16 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 class MirroredStrategy(ReplicatedStrategy):
     """Trains on all devices of this machine at once (tf.distribute.MirroredStrategy).
 
-    Every replica is a process. Started by `fastdist run` or another launcher, each process is one.
-    Started alone, with several devices, the program is started once more for each other replica:
-    these run it from its beginning, show nothing unless they fail, and end with this process.
+    Every replica is a process. Under `fastdist run` or another launcher, each process that it
+    starts is a replica. Without a launcher, a strategy of several devices starts the program once
+    more for each additional replica. These replicas run the program from its beginning, show output
+    only if they fail, and end with this process.
 
     Args:
-        devices: of the replicas; every GPU if None, else one CPU. `["cpu:0", "cpu:1"]` makes two
-            replicas on the CPU. Under a launcher: one for each process, or one for all.
-        options: how to communicate.
+        devices: devices of the replicas; None: every GPU, or else one CPU. `["cpu:0", "cpu:1"]`
+            makes two replicas on the CPU. Under a launcher: one device per process, or one device
+            for all processes.
+        options: communication options.
 
     Raises:
         ClusterConfigError: the launcher started another number of processes than there are
@@ -51,12 +53,12 @@ class MirroredStrategy(ReplicatedStrategy):
 def replica_of_machine(
     strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
 ) -> tuple[torch.device, Communicator | None]:
-    """This process's device, and all replicas, for a strategy on one machine.
+    """Return this process's device and the communicator of all replicas of one machine.
 
     Args:
-        strategy: its name, for messages.
-        given: devices of the replicas; None: every GPU, else one CPU.
-        options: how to communicate.
+        strategy: name of the strategy, for messages.
+        given: devices of the replicas; None: every GPU, or else one CPU.
+        options: communication options.
 
     Raises:
         ClusterConfigError: the processes do not fit the devices.
@@ -73,7 +75,8 @@ def replica_of_machine(
     if launch.local_world_size != launch.world_size:
         raise ClusterConfigError(
             f"{strategy} is for one machine; {launch.launcher} started {launch.world_size} "
-            f"processes, {launch.local_world_size} of them here. Use MultiWorkerMirroredStrategy"
+            f"processes, {launch.local_world_size} of them on this machine. Use "
+            "MultiWorkerMirroredStrategy"
         )
     if given is not None and len(given) not in (1, launch.world_size):
         raise ClusterConfigError(

@@ -23,21 +23,22 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 class MultiWorkerMirroredStrategy(ReplicatedStrategy):
     """Trains on all workers' devices at once (tf.distribute.MultiWorkerMirroredStrategy).
 
-    Every worker is a process that runs the same script; all must have as many devices. A worker
-    with several devices starts its program once more for each other one, as MirroredStrategy does.
-    Initial values come from the chief. Where there is no cluster it is a job of one worker.
+    Every worker is a process that runs the same script; all workers must have the same number of
+    devices. A worker with several devices starts its program once more for each additional device,
+    as MirroredStrategy does. Initial values come from the chief. Without a cluster, the job has one
+    worker.
 
     Args:
-        cluster_resolver: says who the workers are; by default TF_CONFIG, or what the launcher
-            (torchrun, `fastdist run`, mpiexec, srun) has put into the environment.
-        devices: of this worker's replicas. By default every GPU, or one CPU; where a launcher
-            started several processes on this machine, one GPU for each.
-        options: how to communicate.
+        cluster_resolver: describes the workers; by default TF_CONFIG, or the environment variables
+            of the launcher (torchrun, `fastdist run`, mpiexec, srun).
+        devices: devices of this worker's replicas. By default every GPU, or one CPU; if a launcher
+            started several processes on this machine, one GPU for each process.
+        options: communication options.
 
     Raises:
-        ClusterConfigError: the cluster makes no sense, this task does not train (it is an evaluator
-            or a parameter server), workers have different numbers of devices, or the program
-            cannot be started again.
+        ClusterConfigError: the cluster is invalid, this task does not train (it is an evaluator or
+            a parameter server), workers have different numbers of devices, or the program cannot be
+            started again.
         ValueError: torch cannot use a device.
     """
 
@@ -68,7 +69,7 @@ def _join(
     given: Sequence[torch.device] | None,
     timeout_s: float | None,
 ) -> tuple[torch.device, Communicator]:
-    """This process's device, and all replicas."""
+    """Return this process's device and the communicator of all replicas."""
     started = started_replica()
     launch = detect_launch()
     if resolver is None and TFConfigClusterResolver.is_available(os.environ):
@@ -102,8 +103,8 @@ def _join(
     world = init(cluster=_Replicas(rank, size, coordinator), timeout=timeout_s)
     if (world.rank, world.world_size) != (rank, size):
         raise ClusterConfigError(
-            f"fastdist.init() was called before and found rank {world.rank} of "
-            f"{world.world_size}; the cluster has this replica as rank {rank} of {size}"
+            f"an earlier fastdist.init() made this process rank {world.rank} of "
+            f"{world.world_size}; in the cluster it is rank {rank} of {size}"
         )
     return own[place], world
 
@@ -111,7 +112,7 @@ def _join(
 def _under_launcher(
     launch: Launch | None, own: Sequence[torch.device], timeout_s: float | None
 ) -> tuple[torch.device, Communicator]:
-    """Each process that the launcher started is a replica."""
+    """Join as one replica per process that the launcher started."""
     if launch is None or launch.world_size == 1:
         place = 0
         if len(own) > 1:

@@ -1,4 +1,4 @@
-"""One replica on a device of the user's choice."""
+"""One replica on a given device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class OneDeviceStrategy(ReplicatedStrategy):
         device: as for `torch.device`.
 
     Raises:
-        ValueError: the device is not there.
+        ValueError: torch cannot use the device.
     """
 
     def __init__(self, device: str | torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How a strategy communicates (tf.distribute.experimental.CommunicationOptions)."""
+"""Communication options of strategies (tf.distribute.experimental.CommunicationOptions)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class CommunicationOptions:
     """Options of the collectives that a strategy calls.
 
     Attributes:
-        bucket_bytes: gradients that are reduced together are at most so large in all.
-        timeout_s: seconds to wait for other replicas; the communicator's default if None.
-        implementation: how gradients are reduced. "all_reduce": all replicas at once, by the
-            fastest way there is. "hierarchical_copy": in two halves of neighbouring replicas, then
-            between the first ones. "reduce_to_one_device": on the first replica, which then sends
-            the result. "auto" is "all_reduce". (tf.distribute's CrossDeviceOps.)
-        compress: send gradients as "fp16", "bf16" or "fp8"; exact if None.
-        overlap: True: reduce gradients while backward goes on. False: in one call after backward,
-            which is faster where replicas leave no core idle. "auto": True on GPUs, and on the CPU
-            where every machine has more cores than replicas. The same on all replicas.
+        bucket_bytes: maximum total size of gradients that are reduced together.
+        timeout_s: seconds to wait for other replicas; None: the communicator's default.
+        implementation: the algorithm that reduces gradients (tf.distribute's CrossDeviceOps).
+            "all_reduce": all replicas at once, by the fastest transport. "hierarchical_copy": in
+            two halves of neighbouring replicas, then between the first replicas of both halves.
+            "reduce_to_one_device": on the first replica, which broadcasts the result. "auto":
+            "all_reduce".
+        compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.
+        overlap: True: reduce gradients during backward. False: in one call after backward, which is
+            faster if replicas use all cores. "auto": True on GPUs, and on the CPU if every machine
+            has more cores than replicas. The same on all replicas.
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).
@@ -49,7 +50,7 @@ class CommunicationOptions:
             names = ", ".join(f'"{name}"' for name in get_args(Implementation))
             raise ValueError(f"implementation must be one of {names}, got {self.implementation!r}")
         if self.compress is not None and self.implementation == "reduce_to_one_device":
-            raise ValueError("compress needs another implementation than reduce_to_one_device")
+            raise ValueError('compress does not work with implementation="reduce_to_one_device"')
         if self.overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {self.overlap!r}')
         if self.gradient_reduction not in ("mean", "sum"):

@@ -1,4 +1,4 @@
-"""Strategies whose replicas are processes that talk through communicators."""
+"""The base class of strategies whose replicas are processes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from fastdist.training.metrics import adopt_metrics
 
 
 class ReplicatedStrategy(Strategy):
-    """This process is one replica, and calls the user's function in the caller's thread.
+    """A strategy in which this process is one replica.
 
-    Made by its subclasses, which say where the other replicas are.
+    `run` calls the user's function in the caller's thread. Subclasses find or start the other
+    replicas.
 
     Args:
-        device: where this replica computes.
-        world: all replicas, one per rank; None: this is the only one.
-        central: where one copy of all parameters is kept; None if every replica has its own.
-        options: how to communicate.
+        device: device of this replica.
+        world: connects all replicas, one per rank; None if this is the only replica.
+        central: holds the only copy of all parameters; None if every replica has its own copy.
+        options: communication options.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ReplicatedStrategy(Strategy):
     ) -> None:
         rank, replicas = (0, 1) if world is None else (world.rank, world.world_size)
         if replicas > 1 and device.type == "cuda":
-            torch.cuda.set_device(device)  # what "cuda" means to this process, from now on
+            torch.cuda.set_device(device)  # the device "cuda" of this process from now on
         super().__init__([device], worker=rank, workers=replicas)
         self.options = options or CommunicationOptions()
         self._device = device
@@ -64,7 +65,7 @@ class ReplicatedStrategy(Strategy):
         self._connect()
 
     def _connect(self) -> None:
-        """Make the communicators, anew after a run has failed. Every replica must call."""
+        """Make the communicators, again after a run has failed. Every replica must call."""
         if self._world is not None and not self._is_connected:
             self._communicators = connect_replicas(self._world, self.options)
             self._is_connected = True
@@ -72,7 +73,7 @@ class ReplicatedStrategy(Strategy):
 
     @property
     def _workers(self) -> Communicator | None:
-        """All replicas, to call outside `run`; None where there is one."""
+        """Connects all replicas, for calls outside `run`; None if there is one replica."""
         self._connect()
         return None if self._communicators is None else self._communicators.replicas
 
@@ -103,7 +104,9 @@ class ReplicatedStrategy(Strategy):
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
         if self._is_running:
-            raise RuntimeError("run was called while the strategy runs, in merge_call or a thread")
+            raise RuntimeError(
+                "run was called while the strategy is running: in merge_call, or in another thread"
+            )
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             (scope,) = working_on(self.devices)
@@ -147,9 +150,9 @@ class ReplicatedStrategy(Strategy):
             state.replica = None
 
     def _leave(self) -> None:
-        """A run has failed here: replicas that wait for this one get PeerFailureError.
+        """Abort the communicators after a failure; waiting replicas get PeerFailureError.
 
-        All that learn of it do the same, and connect anew with whatever they do next.
+        Every replica that gets the error does the same, and connects again with its next call.
         """
         if self._communicators is not None and self._is_connected:
             self._is_connected = False
@@ -157,7 +160,11 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[Communicator | None]:
-        """What replicas exchange outside `run`; a replica that has left is an error once."""
+        """A context manager around communication outside `run`.
+
+        After a failed collective the next call makes new communicators, so that the failure of a
+        replica is reported once.
+        """
         workers = self._workers
         try:
             yield workers
@@ -171,14 +178,15 @@ class ReplicatedStrategy(Strategy):
             return select(fn(self, *args, **kwargs))
 
     def default_replica_context(self) -> ReplicaContext:
-        """The context outside all scopes and runs, where the default strategy has one replica."""
+        """Return the replica context of code outside all scopes and runs."""
         return ReplicaContext(self, None, self._merge)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A `with` statement: gradients of backward inside stay with their replica.
+        """A context manager: gradients of backward inside are not reduced yet.
 
-        They are added to `.grad`, and reduced with those of the next backward outside.
+        They accumulate in `.grad`, and are reduced together with the gradients of the next
+        backward outside.
         """
         sync = self._members.sync
         with nullcontext() if sync is None else sync.held():
@@ -214,27 +222,27 @@ class ReplicatedStrategy(Strategy):
             return gather_values(workers, self.local_results(value), axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, in order (experimental_local_results).
+        """Return the values of this process's replicas, in order (experimental_local_results).
 
         Args:
-            value: what `run` returned, or a `fastdist.Variable` of this strategy.
+            value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
         if isinstance(value, Variable):
             return (value.component,)
         return value.values if type(value) is PerReplica else (value,)
 
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Per-replica values made by `fn(context)`, called once for each local replica in turn."""
+        """Call `fn(context)` for each local replica in turn; return per-replica values."""
         made = fn(ReplicaContext(self, None, self._merge))
         return made if self.num_replicas_in_sync == 1 else wrap([made])
 
     def check_in_sync(self) -> None:
-        """Check that parameters and buffers are the same bits on every replica.
+        """Check that parameters and buffers are bitwise equal on all replicas.
 
         Every worker must call, in cross-replica context.
 
         Raises:
-            FastdistError: they differ; the message names the first tensor and the replicas.
+            FastdistError: tensors differ; the message names the first tensor and the replicas.
         """
         with self._talking():
             self._members.refresh()

@@ -1,4 +1,4 @@
-"""What is made while a strategy's scope is open, and what becomes of it."""
+"""The scope of a strategy: records modules and optimizers made inside, and adopts them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Adopt = Callable[[Sequence[nn.Module], Sequence[Any]], None]
 
 
 class Scope:
-    """The `with` statement of `Strategy.scope`."""
+    """The context manager that `Strategy.scope` returns."""
 
     def __init__(self, strategy: Strategy, adopt: Adopt) -> None:
         self._strategy = strategy

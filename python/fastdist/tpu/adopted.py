@@ -20,8 +20,8 @@ from fastdist.errors import UnsupportedError
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.optimizer_states import make_states
+from fastdist.tpu.tensor_hooks import copy_hooks
 from fastdist.training.in_sync import require_in_sync
-from fastdist.training.module_structure import copy_hooks
 from fastdist.training.modules import (
     broadcast_state,
     is_materialized,

@@ -1,1 +1,1 @@
-"""What replicas of a model keep alike: modules, gradients, buffers, metrics, optimizer steps."""
+"""Keeps modules, gradients, buffers, metrics and optimizer steps equal on all replicas."""

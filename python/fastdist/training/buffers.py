@@ -1,10 +1,10 @@
-"""Keeps what modules write into their buffers, BatchNorm's running statistics, alike on replicas.
+"""Keeps the buffers of modules, such as BatchNorm's running statistics, equal on all replicas.
 
-A buffer that forward has written becomes the mean over replicas, weighted by examples, at the end
-of the next backward. Running statistics are averages that are linear in what each replica has seen,
-so that averaging them in each step gives what averaging them once in the end would
-(tf.distribute: ON_READ, MEAN), and no reader has to communicate. A replica that has not written a
-module's buffers, or had no examples, contributes nothing to them.
+At the end of backward, each buffer that forward has written is replaced by its mean over replicas,
+weighted by examples. Running statistics are linear in the statistics of each batch, so averaging
+them in every step gives the same result as averaging them once at the end (tf.distribute: ON_READ,
+MEAN), and reading them needs no communication. A replica that has not written a module's buffers,
+or had no examples, contributes nothing to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastdist.training.modules import is_materialized
 
 @dataclass(slots=True)
 class _Buffered:
-    """A module with buffers, and the state of these buffers when they were last looked at."""
+    """A module with buffers, and the versions of its buffers at the last check."""
 
     place: int
     module: weakref.ref[nn.Module]
@@ -35,9 +35,10 @@ class BufferSync:
     """The buffers of one replica's modules.
 
     Args:
-        modules: modules with buffers, each with its number among all that there ever were. The
-            number is the same on all replicas; the modules that still exist may differ.
-        places: how many there were.
+        modules: modules with buffers, each with its place among all modules with buffers that the
+            strategy has had. The place is the same on all replicas; replicas may still hold
+            different modules.
+        places: the number of places.
     """
 
     def __init__(self, modules: Sequence[tuple[int, nn.Module]], places: int) -> None:
@@ -48,11 +49,11 @@ class BufferSync:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def keep(self) -> None:
-        """Until `restore`, what is written does not count: this replica has no examples."""
+        """Save the buffers; writes until `restore` are undone, since there are no examples."""
         self._kept = [(buffer, buffer.clone()) for buffer in self.floating()]
 
     def restore(self) -> None:
-        """Put back what `keep` found, if it was called."""
+        """Write back the values that `keep` saved, if it was called."""
         if self._kept is None:
             return
         with torch.no_grad():
@@ -65,14 +66,14 @@ class BufferSync:
                 buffered.seen = _stamps(module)
 
     def weights(self, weight: float) -> torch.Tensor:
-        """What this replica contributes to the mean of each module's buffers: 0 or `weight`.
+        """Return this replica's weights in the mean of each module's buffers: 0 or `weight`.
 
         Args:
             weight: this replica's examples, or 1.
 
         Returns:
-            Shape [2, places], the second row 1 for written modules; to be added up over replicas,
-            and given to `send`.
+            A tensor of shape [2, places]: the weights, and 1 for each module that was written. The
+            caller sums it over replicas and passes the sum to `send`.
         """
         result = torch.zeros(2, self.places)
         self._note_written()
@@ -84,12 +85,12 @@ class BufferSync:
         return result
 
     def send(self, communicator: Communicator, weight: float, totals: torch.Tensor) -> Work | None:
-        """Start to average what any replica has written. Every replica must call.
+        """Start to average the buffers that any replica has written. Every replica must call.
 
         Args:
-            communicator: of all replicas.
+            communicator: connects all replicas.
             weight: as for `weights`.
-            totals: the sum over replicas of what `weights` gave.
+            totals: the sum over replicas of the results of `weights`.
         """
         total_of, writers_of = totals.tolist()
         parts: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
@@ -117,7 +118,7 @@ class BufferSync:
         return work
 
     def take_written(self) -> list[torch.Tensor]:
-        """What was written since the last time; it is up to the caller to make it alike."""
+        """Return the buffers written since the last call; the caller must synchronize them."""
         self._note_written()
         self.restore()
         written = []
@@ -135,7 +136,7 @@ class BufferSync:
         return list({id(b): b for module in alive for b in _floating(module)}.values())
 
     def _note_written(self) -> None:
-        # Torch's batch_norm writes its statistics without a trace; the count beside them has one.
+        # torch's batch_norm bumps only the version of num_batches_tracked, not of its statistics.
         for buffered in self._modules:
             module = buffered.module()
             if module is None:
@@ -149,15 +150,16 @@ class BufferSync:
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that have buffers of their own, each once."""
+    """Return the modules that register buffers themselves, each once; no `Variable`."""
     modules = {id(m): m for root in roots for m in root.modules() if m._buffers}
     return [module for module in modules.values() if not isinstance(module, Variable)]
 
 
 def _share_counts(communicator: Communicator, module: nn.Module, share: float) -> None:
-    """Give a replica that has not written a module the integers of those that have.
+    """Replace integer buffers by their weighted mean over replicas, rounded.
 
-    Every replica must call, each with its share in the mean.
+    So a replica that has not written the module gets the counts of the replicas that have. Every
+    replica must call, each with its share in the mean.
     """
     for buffer in _materialized(module):
         if not buffer.is_floating_point() and not buffer.is_complex():

@@ -1,21 +1,22 @@
-"""Reduces the gradients of one replica with those of the others while backward still runs.
+"""Reduces gradients over replicas while backward runs.
 
-Parameters are put into buckets, the last ones first, as backward reaches them. A hook at each
-parameter notes that its gradient is there; as soon as a bucket is complete, and all before it have
-gone, its gradients go into one fused, asynchronous all_reduce. At the end of backward the remaining
-buckets are sent too, and all are waited for: when `backward()` returns, `.grad` is what one device
-would have computed on the global batch. Where replicas leave no core idle, a progress thread would
-take the time that it saves from backward: there all buckets go in one call at the end.
+Parameters are divided into buckets in reverse order, the order in which backward reaches them. A
+hook on each parameter records the arrival of its gradient. When a bucket is complete and all
+earlier buckets have been sent, one fused, asynchronous all_reduce sends its gradients. At the end
+of backward the remaining buckets are sent, and all results are awaited: when `backward()` returns,
+`.grad` equals the gradient that one device would compute on the global batch. If the replicas use
+all cores, a progress thread would only slow backward down; then all buckets are sent in one call
+at the end of backward.
 
-The gradients are reduced where torch has put them, nothing is packed (docs/decisions/0006).
-A parameter that took no part on this replica contributes zeros; each bucket carries a number per
-parameter that says how many replicas used it, so that a parameter that nobody used keeps `grad`
-None. On GPUs the host would have to wait for that number: there replicas ask each other over their
-hosts, at the end of backward. They do so too where a strategy has several models, and leave out
-buckets that nobody has anything for: a step of a GAN's discriminator does not send the generator's.
+Gradients are reduced in place, without packing (docs/decisions/0006). A parameter that this replica
+did not use contributes zeros. Each bucket carries the number of replicas that used each parameter,
+so that a parameter that no replica used keeps `grad` None. On GPUs the host would have to wait for
+these numbers, so the replicas exchange them on their hosts at the end of backward. A strategy with
+several models does the same, and sends only buckets with a gradient on some replica: a step of a
+GAN's discriminator does not send the generator's gradients.
 
-Gradients are weighted by examples as they are sent. Gradients that `no_sync` keeps back are
-weighted as they are made, since the batch that they are sent with has other weights.
+Gradients are weighted by examples when they are sent. Gradients that `no_sync` holds back are
+weighted when they are computed, since they are sent along with a batch that has other weights.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ GradientReduction = Literal["mean", "sum"]
 
 
 class GradientHook(partial):  # type: ignore[type-arg]
-    """A hook that this module has put at a parameter, to be told from those of users."""
+    """A hook that this module registers, as a class that distinguishes it from users' hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class ReducedParameter:
     """A parameter whose gradient is reduced.
 
     Attributes:
-        name: for messages.
-        ref: the parameter, which may be released.
-        model: number of the model that it is part of.
-        place: its number among the parameters of all models; the same on all replicas.
+        name: the parameter's name, for messages.
+        ref: a weak reference to the parameter.
+        model: the number of the parameter's model.
+        place: the parameter's number among the parameters of all models; the same on all replicas.
     """
 
     name: str
@@ -62,32 +63,32 @@ class ReducedParameter:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are reduced together."""
 
     indices: list[int]
-    used: torch.Tensor  # per parameter: how many replicas used it
-    waiting: int = 0  # for so many gradients
-    sent: list[torch.Tensor] = field(default_factory=list)  # empty: not yet
-    work: Work | None = None  # that sends them, unless they were sent at once
+    used: torch.Tensor  # per parameter: the number of replicas that used it
+    waiting: int = 0  # number of gradients that have not arrived
+    sent: list[torch.Tensor] = field(default_factory=list)  # empty until the bucket is sent
+    work: Work | None = None  # the reduction under way; None if it was synchronous
 
 
 class GradientSync:
     """Keeps the gradients of one replica's parameters equal to those of all other replicas.
 
     Args:
-        communicator: of all replicas, and for nothing else.
-        questions: of all replicas too, and not in use in backward.
-        parameters: in the same order on all replicas; each once.
-        places: of parameters, those included that were released.
-        has_several_models: True if parameters belong, or belonged, to several models.
+        communicator: connects all replicas; used for gradients and buffers only.
+        questions: a second communicator of all replicas, not used by backward itself.
+        parameters: each parameter once, in the same order on all replicas.
+        places: the number of places of parameters, including released ones.
+        has_several_models: True if the strategy has, or has had, several models.
         sparse: ids of the parameters whose gradients are sparse.
-        buffers: of the same modules; averaged at the end of backward where they were written.
+        buffers: buffers of the same modules; written ones are averaged at the end of backward.
         reduction: "mean", weighted by the examples of each replica, or "sum".
-        bucket_bytes: gradients that travel together are at most so large, or a single one.
+        bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
         compress: as for `Communicator.all_reduce`.
-        on_one_device: reduce on the first replica, which then sends the result.
-        overlaps: reduce buckets while backward goes on, by the communicator's progress thread;
-            else all in one call when backward has ended. The same on all replicas.
+        on_one_device: reduce on the first replica, which then broadcasts the result.
+        overlaps: True: the communicator's progress thread reduces buckets during backward; False:
+            one call reduces all buckets after backward. The same on all replicas.
     """
 
     def __init__(
@@ -122,22 +123,22 @@ class GradientSync:
         self._compress = compress
         self._on_one_device = on_one_device
         self._overlaps = overlaps
-        self._task = -1  # backward that is under way
+        self._task = -1  # id of the backward under way
         self._arrived = [False] * len(self._parameters)
-        self._held: set[int] = set()  # gradients that no_sync has kept back
+        self._held: set[int] = set()  # gradients that no_sync has held back
         self._global: dict[int, weakref.ref[torch.Tensor]] = {}
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
-        self._next = 0  # bucket to send
+        self._next = 0  # next bucket to send
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: set[int] = set()
-        self._weighs_early = False  # hooks before gradients are there too
+        self._weighs_early = False  # True once hooks weight gradients as they are computed
         self.watch()
 
     def watch(self) -> None:
-        """Put hooks at parameters that need a gradient and have none yet; they may be unfrozen."""
+        """Register hooks on trainable parameters without a hook, such as newly unfrozen ones."""
         if len(self._hooked) == len(self._parameters):
             return
         for i, reduced in enumerate(self._parameters):
@@ -160,7 +161,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While it is open, gradients of backward stay here; the next backward sends them too."""
+        """A context manager: gradients of backward inside are sent by the next backward outside."""
         if self._reduction == "mean" and not self._weighs_early:
             self._weighs_early = True
             for i in sorted(self._hooked):
@@ -173,11 +174,11 @@ class GradientSync:
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
-        """While it is open, a replica computes on its part of a batch.
+        """A context manager around the computation on a replica's part of a batch.
 
         Args:
-            examples: in each replica's part; None where all weigh the same. A replica without
-                any leaves its buffers as they were.
+            examples: number of examples of each replica; None if all replicas weigh the same. A
+                replica without examples keeps its buffers unchanged.
         """
         self.examples = examples
         self.watch()
@@ -191,19 +192,19 @@ class GradientSync:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the running thread is in a backward whose gradients are not reduced yet."""
+        """True if the calling thread is in a backward whose gradients are not reduced yet."""
         return self._task != -1 and self._task == torch._C._current_graph_task_id()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def require_reduced(self) -> None:
-        """Check that no gradient was made where nothing watched for it.
+        """Check that every gradient belongs to a parameter with a hook.
 
         Raises:
-            FastdistError: all parameters were frozen when the run began, and are not any more.
+            FastdistError: a parameter was unfrozen during the run and has an unreduced gradient.
         """
         if len(self._hooked) == len(self._parameters):
             return
@@ -213,30 +214,37 @@ class GradientSync:
                 continue
             if parameter.grad is not None:
                 raise FastdistError(
-                    f"{reduced.name} was unfrozen in the middle of run, and its gradient is that "
-                    "of one replica; call requires_grad_() before run"
+                    f"{reduced.name} was unfrozen in the middle of run, so its gradient was not "
+                    "reduced over replicas; call requires_grad_() before run"
                 )
 
     def _parameter(self, i: int) -> torch.nn.Parameter:
-        """A parameter that backward has reached, or that is part of a bucket, and so exists."""
+        """Return a parameter that must still exist, since backward uses it.
+
+        Raises:
+            FastdistError: the parameter was released.
+        """
         parameter = self._parameters[i].ref()
         if parameter is None:
             raise FastdistError(f"{self._parameters[i].name} was released during backward")
         return parameter
 
     def _before_gradient(self, i: int, gradient: object = None) -> None:
-        """A sum that is accumulated into: its parts on all replicas must add up to itself."""
+        """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
+
+        The next reduction then adds the parts up to the same sum.
+        """
         grad = self._parameter(i).grad
         known = self._global.pop(i, None)
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
     def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient that is held, or added to one that is, has its weight from the beginning."""
+        """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""
         weight = self._weight()
         if weight is None or (self._enabled and i not in self._held):
             return None
-        if weight == 0.0:  # of an empty batch: NaN, often
+        if weight == 0.0:  # the gradient of an empty batch is often NaN
             return torch.zeros_like(gradient)
         return gradient * (weight * self._communicator.world_size)
 
@@ -250,16 +258,16 @@ class GradientSync:
         self._arrived[i] = True
         bucket = self._bucket_of.get(i)
         if bucket is None:
-            return  # sparse: at the end
+            return  # sparse gradients are reduced at the end
         bucket.waiting -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
             if not self._overlaps:
-                return  # all together, at the end
+                return  # all buckets are sent at the end
             self._send([self._buckets[self._next]])
             self._next += 1
 
     def _begin(self, task: int) -> None:
-        self._abandon()  # a backward that raised in the middle
+        self._abandon()  # drop what an earlier backward left when it raised
         self._task = task
         self._next = 0
         self._arrived = [False] * len(self._parameters)
@@ -282,7 +290,7 @@ class GradientSync:
             bucket.sent = []
 
     def _send(self, buckets: Sequence[_Bucket]) -> None:
-        """Reduce buckets in one fused call; at once, or by the progress thread."""
+        """Reduce buckets in one fused call, synchronously or by the progress thread."""
         op: GradientReduction = self._reduction
         weight = self._weight() if op == "mean" else None
         sent: list[torch.Tensor] = []
@@ -322,7 +330,7 @@ class GradientSync:
             torch._foreach_div_(held, self._communicator.world_size)
 
     def _weight(self) -> float | None:
-        """This replica's share of the examples; None where all have the same."""
+        """This replica's share of the examples; None if all replicas have the same share."""
         examples = self.examples
         if examples is None or examples.count(examples[0]) == len(examples):
             return None
@@ -362,14 +370,14 @@ class GradientSync:
         if work is not None:
             work.wait()
         self._held.clear()
-        self.watch()  # what was unfrozen since this run began
+        self.watch()  # parameters that were unfrozen since this run began
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
-        """Ask all replicas what they have used and written.
+        """Exchange which parameters were used and which buffers were written.
 
         Returns:
-            Of each parameter whether any replica has a gradient for it, or None where the buckets
-            will tell; and of each module with buffers the examples of the replicas that wrote them.
+            For each parameter, True if any replica has a gradient for it, or None if the buckets
+            carry this information; and the sum over replicas of `BufferSync.weights`.
         """
         asks = self._has_several_models or self._is_on_gpu
         if not asks and not self._buffer_sync.places:
@@ -388,11 +396,11 @@ class GradientSync:
         return [by_anyone[reduced.place] > 0.0 for reduced in self._parameters], written
 
     def _own_examples(self) -> float:
-        """How much this replica's buffers count for."""
+        """This replica's number of examples; 1 if all replicas weigh the same."""
         return 1.0 if self.examples is None else float(self.examples[self._communicator.rank])
 
     def _wanted(self, used: list[bool] | None) -> list[bool]:
-        """Of each bucket and each sparse parameter: whether it must be reduced."""
+        """Return True for each bucket, then each sparse parameter, that must be reduced."""
         groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
         if used is None or not self._has_several_models:
             return [True] * len(groups)
@@ -412,7 +420,7 @@ class GradientSync:
         bucket.sent = []
 
     def _reduce_sparse(self, i: int) -> None:
-        """All replicas' rows; equal ones are added up."""
+        """Gather the rows of all replicas, and add up rows with equal indices."""
         parameter = self._parameter(i)
         rows = None
         if parameter.grad is not None:
@@ -432,7 +440,7 @@ class GradientSync:
             self._global[i] = weakref.ref(parameter.grad)
 
     def _share(self, i: int) -> float:
-        """What a replica's gradient is multiplied with before all are added up."""
+        """The factor of this replica's gradient in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
         weight = None if i in self._held else self._weight()
@@ -467,7 +475,7 @@ def _is_trainable(parameter: torch.nn.Parameter) -> bool:
 
 @_disable_dynamo
 def _call(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """A hook keeps no strategy alive: Python cannot collect what torch's hooks refer to."""
+    """Call a weakly bound method; torch's hooks would keep a strategy alive for ever."""
     found = method()
     result: torch.Tensor | None = None if found is None else found(i, gradient)
     return result

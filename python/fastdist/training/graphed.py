@@ -1,4 +1,4 @@
-"""A step as a CUDA graph: captured once, replayed by one launch instead of thousands."""
+"""Steps as CUDA graphs: captured once, replayed by one launch instead of thousands."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.per_replica import leaves, map_structure
 
-# Calls before the capture: libraries choose their kernels, communicators connect.
-_RUN_IN = 3
-_MOST_GRAPHS = 8  # each keeps memory of its own
+# Calls before the capture, in which libraries choose their kernels and communicators connect.
+_WARM_UP_CALLS = 3
+_MAX_GRAPHS = 8  # each graph holds its own memory
 
 Replay = Callable[[], Any]
 
 
 def capture_graph(step: Callable[[], Any]) -> Replay:
-    """Capture what `step` does on the current GPU; what it does elsewhere is done now, and once."""
+    """Capture the GPU operations of `step`; its other effects happen once, during this call."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, those that load data, may do what a capture of this thread could not.
+    # In this mode other threads, which load data, may make calls that the capture cannot contain.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
 
@@ -33,11 +33,11 @@ def capture_graph(step: Callable[[], Any]) -> Replay:
 
 
 class GraphedStep:
-    """What `Strategy.make_graphed` returns; called in `run`, by the one replica of this process.
+    """The result of `Strategy.make_graphed`; must be called in `run`.
 
     Args:
         step: the user's function.
-        capture: makes a function that does again what a function has done on the GPU.
+        capture: calls a function, and returns a function that repeats its GPU operations.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class GraphedStep:
         replica = state.replica
         if replica is None:
             raise RuntimeError("a graphed step must be called by strategy.run")
-        if _is_uneven(replica):  # weighs gradients by numbers that a graph would keep
+        if _is_uneven(replica):  # a graph would repeat this batch's weights
             return self._step(*args, **kwargs)
         given = (args, kwargs)
         key = _kind_of(given)
         if key not in self._graphs:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
-            if calls <= _RUN_IN or not self._has_room():
+            if calls <= _WARM_UP_CALLS or not self._has_room():
                 return self._step(*args, **kwargs)
             self._graphs[key] = self._captured(given)
         inputs, replay = self._graphs[key]
@@ -72,12 +72,12 @@ class GraphedStep:
         return _tensors_of((args, kwargs)), self._capture(lambda: self._step(*args, **kwargs))
 
     def _has_room(self) -> bool:
-        if len(self._graphs) < _MOST_GRAPHS:
+        if len(self._graphs) < _MAX_GRAPHS:
             return True
         warnings.warn(
-            f"a graphed step was called with more than {_MOST_GRAPHS} kinds of arguments (shapes, "
-            "dtypes, values that are no tensors); further ones run without a graph. Pad batches to "
-            "a few shapes",
+            f"a graphed step was called with more than {_MAX_GRAPHS} kinds of arguments (shapes, "
+            "dtypes, values of non-tensors); further kinds run without a graph. Pad batches to a "
+            "few shapes",
             stacklevel=4,
         )
         return False
@@ -89,15 +89,15 @@ def _is_uneven(replica: ReplicaContext) -> bool:
 
 
 def _kind_of(given: Any) -> Hashable:
-    """Equal for arguments that one graph serves."""
+    """Return a key that is equal for arguments that can use the same graph."""
 
     def kind(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
         if type(leaf).__hash__ is None:
             raise TypeError(
-                "arguments of a graphed step must be tensors or hashable, since a graph keeps "
-                f"them, got {type(leaf).__name__}"
+                "arguments of a graphed step must be tensors or hashable, since a graph is "
+                f"captured for their values, got {type(leaf).__name__}"
             )
         return leaf
 

@@ -1,4 +1,4 @@
-"""Proves that replicas hold the same bits."""
+"""Checks that replicas hold bitwise equal tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def require_in_sync(
     """Compare hashes of named tensors over all replicas. Every worker must call.
 
     Args:
-        workers: all processes; None where there is only this one.
-        replicas: for each local replica, its tensors by name.
+        workers: connects all processes; None if this is the only process.
+        replicas: for each local replica, its tensors with their names.
 
     Raises:
-        FastdistError: they differ; the message names the first tensor and who differs from
-            replica 0.
+        FastdistError: the tensors differ; the message names the first tensor that differs, and
+            the replicas that differ from replica 0.
     """
     digests = [{name: tensor_digest(tensor) for name, tensor in named} for named in replicas]
     if workers is not None:

@@ -1,4 +1,4 @@
-"""Modules that make their parameters in the first forward, when they know the shapes."""
+"""Calls back when lazy modules, which infer shapes in their first forward, make parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 
 def when_initialized(roots: Sequence[nn.Module], then: Callable[[nn.Module], None]) -> None:
-    """Call `then(module)` once for each lazy module inside, when it has just made its parameters.
+    """Call `then(module)` for each lazy module in `roots` when it has made its parameters.
 
-    That is before it computes with them, in the thread that runs its first forward.
+    The call happens once per module, in the thread that runs its first forward, before the module
+    computes with the parameters.
     """
     for root in roots:
         for module in root.modules():
@@ -25,5 +26,5 @@ def _call_once(module: nn.Module, then: Callable[[nn.Module], None]) -> None:
         handle.remove()
         then(module)
 
-    # Hooks run in the order in which they came: the module's own, which initializes it, is first.
+    # Hooks run in order of registration: the module's own hook, which initializes it, runs first.
     handle = module.register_forward_pre_hook(initialized)

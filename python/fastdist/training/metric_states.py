@@ -1,4 +1,4 @@
-"""What all replicas have counted in a metric of torchmetrics, as one device would have."""
+"""Joins the states of a torchmetrics metric over all replicas."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NOTHING = object()
 
 
 def join_states(metric: Any, communicator: Communicator) -> None:
-    """Make a metric's states those of all replicas. Every replica must call.
+    """Replace a metric's states by the joined states of all replicas. Every replica must call.
 
-    Replicas that were never updated do not count. Elements of lists come in the order of the
-    updates, and of the replicas within each: that of the examples, up to the first batch that had
-    none for some replicas.
+    Replicas whose metric was never updated contribute nothing. Elements of list states are ordered
+    by update, then by replica. That is the order of the examples, up to the first batch that had
+    no examples for some replicas.
     """
     own = {name: getattr(metric, name) for name in metric._reductions}
     gathered = communicator.all_gather_object((_is_updated(metric), map_structure(_pack, own)))

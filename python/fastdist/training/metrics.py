@@ -1,9 +1,9 @@
-"""Metrics of torchmetrics in a strategy: each replica updates its own, `compute` joins them all.
+"""Adapts torchmetrics: each replica updates its own metric, and `compute` joins all of them.
 
-A metric or collection made in the scope stays torchmetrics' object, of a class that derives from
-its old one. In `run` it is the replica's own, and `compute` gathers all replicas' states; outside,
-`compute` and `reset` are called on every replica. Copies and pickles are of the old class.
-torchmetrics is never imported here: who makes a metric has imported it.
+A metric or collection made in the scope gets a class derived from its original class. In `run`,
+updates change the replica's own states, and `compute` gathers the states of all replicas. Outside
+`run`, `compute` and `reset` are called on every replica. Copies and pickles have the original
+class. This module never imports torchmetrics: code that makes a metric has imported it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Strategy(Replicas, Protocol):
 
 
 class _ThreadState(threading.local):
-    """Whether the thread is in a metric's `forward`, which is about this replica's batch alone."""
+    """`alone` is True in a metric's `forward`, which uses only this replica's batch."""
 
     alone = False
 
@@ -49,13 +49,13 @@ def _kinds() -> tuple[type[nn.Module], ...]:
 
 @contextlib.contextmanager
 def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
-    """While it is open, `note` gets every metric and collection that is made or copied."""
+    """A context manager that passes every metric and collection made or copied to `note`."""
     watched: set[type[nn.Module]] = set()
     with contextlib.ExitStack() as stack:
 
         def look(module: Any = None) -> None:
             for kind in _kinds():
-                if kind not in watched:  # it may be imported while this is open
+                if kind not in watched:  # torchmetrics may be imported inside the context
                     watched.add(kind)
                     stack.enter_context(_watch_calls(kind, "__setstate__", look))
                 if isinstance(module, kind):
@@ -86,20 +86,20 @@ def _watch_calls(kind: type, name: str, note: Callable[[Any], None]) -> Iterator
 
 
 def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
-    """Make the metrics inside modules those of a strategy of several replicas."""
+    """Adapt the metrics inside modules to a strategy of several replicas."""
     for module in metrics_in(roots):
         if not is_adopted(module):
             _adopt(module, strategy)
 
 
 def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """The metrics and collections inside modules."""
+    """Return the metrics and collections inside modules."""
     kinds = _kinds()
     return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
 
 
 def is_adopted(module: nn.Module) -> bool:
-    """Whether a module is a strategy's metric or collection of metrics."""
+    """True for a metric or collection that belongs to a strategy."""
     return _STRATEGY in module.__dict__
 
 
@@ -110,7 +110,7 @@ def _adopt(metric: Any, strategy: _Strategy) -> None:
         _classes[kind] = (_collection_class if is_collection else _metric_class)(kind)
     metric.__dict__[_STRATEGY] = strategy
     for name, call in (("update", _update), ("compute", _compute)):
-        if name in metric.__dict__:  # Metric, but not MetricCollection, has them in each object
+        if name in metric.__dict__:  # Metric sets both on each instance, MetricCollection does not
             metric.__dict__[name] = functools.wraps(metric.__dict__[name])(
                 functools.partial(call, metric, metric.__dict__[name])
             )
@@ -142,13 +142,13 @@ def _alone() -> Iterator[None]:
 
 
 def _everywhere(metric: Any, call: Callable[[], Any]) -> Any:
-    """Call on every replica, in `run`; returns what this process's replica gets."""
+    """Call on every replica, in `run`, and return the result of this process's replica."""
     results = []
 
     def step() -> None:
         results.append(call())
 
-    with torch.random.fork_rng(devices=[]):  # a metric draws no random numbers
+    with torch.random.fork_rng(devices=[]):  # `run` draws a number; a metric must not
         metric.__dict__[_STRATEGY].run(step)
     return results[0]
 
@@ -177,18 +177,18 @@ def _plain_reduce(metric: Any, plain: type) -> Any:
     stripped: Any = object.__new__(plain)
     own = metric.__dict__.items()
     stripped.__dict__.update((k, v) for k, v in own if not k.startswith("_fastdist"))
-    return stripped.__reduce_ex__(1)  # later protocols check that the class is the object's
+    return stripped.__reduce_ex__(1)  # later protocols check the object's class
 
 
 def _gathered(*_: Any, **__: Any) -> None:
-    """Stands for `join_states` where torchmetrics hands a `dist_sync_fn` on."""
+    """A marker for `join_states` in the argument `dist_sync_fn` of torchmetrics."""
 
 
 def _metric_class(plain: Any) -> type:
     class Adopted(plain):  # type: ignore[misc]
         @property
         def update_called(self) -> bool:
-            """In `run` perhaps another replica's was."""
+            """True in `run` of several replicas: another replica's metric may be updated."""
             return super().update_called or _communicator() is not None
 
         def reset(self) -> None:
@@ -203,9 +203,9 @@ def _metric_class(plain: Any) -> type:
                 return super().forward(*args, **kwargs)
             lists = [isinstance(default, list) for default in self._defaults.values()]
             if any(lists) or None in self._reductions.values():
-                return torch.tensor(torch.nan)  # of these torchmetrics has no value of nothing
+                return torch.tensor(torch.nan)  # torchmetrics cannot compute these without data
             kept = {**self._copy_state_dict(), "_update_count": self._update_count}
-            value = super().forward(*args, **kwargs)  # of nothing: it must not count
+            value = super().forward(*args, **kwargs)  # an empty batch must not change the states
             for name, before in kept.items():
                 setattr(self, name, before)
             return value
@@ -229,7 +229,7 @@ def _metric_class(plain: Any) -> type:
                 super()._sync_dist(dist_sync_fn, process_group)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            """With persistent states those of all replicas: every worker must call then."""
+            """Joins persistent states over all replicas; then every worker must call."""
             make = super().state_dict
             if not _is_outside() or not any(self._persistent.values()):
                 return make(*args, **kwargs)
@@ -241,7 +241,7 @@ def _metric_class(plain: Any) -> type:
             return _everywhere(self, joined)
 
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-            """What is loaded counts once, as the first replica's."""
+            """Loads the states on the first replica only, so that they count once."""
             is_held = any(prefix + name in state_dict for name in self._defaults)
             if is_held:
                 self.reset()
@@ -274,10 +274,10 @@ def _collection_class(plain: Any) -> type:
             _reset(self, super().reset)
 
         def _merge_compute_groups(self) -> None:
-            """A replica's first batch is too little to tell which metrics have the same states."""
+            """Does nothing: one replica's first batch cannot show which states are equal."""
 
         def _agree_on_groups(self, communicator: Communicator) -> None:
-            """Metrics whose states are the same on every replica are updated as one from now on."""
+            """Group metrics whose states are equal on every replica, to update each group once."""
             if _GROUPED in self.__dict__:
                 return
             if self._groups_checked:

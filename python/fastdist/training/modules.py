@@ -1,4 +1,4 @@
-"""Modules made in a strategy's scope: found by torch's registration hooks, made alike."""
+"""Finds modules made in a strategy's scope by torch's registration hooks, and synchronizes them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 class SparseWeight:
-    """Base of modules with a `weight` whose gradients are sparse where `sparse` says so."""
+    """Base class of modules whose `weight` has sparse gradients if `sparse` is True."""
 
     weight: torch.Tensor
     sparse: bool
 
 
 class ModuleRecorder:
-    """Notes the modules that this thread makes, or copies, while it is open (a `with` statement).
+    """A context manager that records the modules that this thread makes or copies inside it.
 
-    It keeps none of them alive: what was replaced by another module before the end does not count.
+    Its references are weak: modules that the user replaces and drops are not reported.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class ModuleRecorder:
         ]
         self._set_state = nn.Module.__setstate__
 
-        def noted(module: nn.Module, values: Any) -> None:  # of copies and pickles
+        def noted(module: nn.Module, values: Any) -> None:  # called by copies and pickles
             self._set_state(module, values)  # type: ignore[no-untyped-call]
             self._note(module)
 
@@ -64,22 +64,22 @@ class ModuleRecorder:
             handle.remove()
 
     def note(self, module: nn.Module) -> None:
-        """Note a module, whether or not it registers anything."""
+        """Record a module, whether or not it registers anything."""
         known = self._seen.get(id(module))
         if known is None or known() is not module:
-            self._seen.pop(id(module), None)  # of a module that is gone
+            self._seen.pop(id(module), None)  # the entry of a deleted module with the same id
             self._seen[id(module)] = weakref.ref(module)
 
-    def _note(self, module: nn.Module, *_: object) -> None:  # a hook's None changes nothing
+    def _note(self, module: nn.Module, *_: object) -> None:  # returning None keeps the value
         if threading.get_ident() == self._thread:
             self.note(module)
 
     def roots(self) -> list[nn.Module]:
-        """The modules that are part of no other, in the order in which they were made."""
+        """Return the modules without a parent among the recorded ones, in order of creation."""
         found = self._roots()
         if len(found) > 1:
             del found
-            gc.collect()  # replicas must agree on what is gone
+            gc.collect()  # all replicas must see the same modules
             found = self._roots()
         return found
 
@@ -90,12 +90,12 @@ class ModuleRecorder:
 
 
 def named_parameters(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, with a name that tells the module too where there are several."""
+    """Return every parameter once, with its name; several roots add a prefix to the names."""
     return list(_once(_named(roots, nn.Module.named_parameters)))
 
 
 def named_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """Every buffer once, as `named_parameters`."""
+    """Return every buffer once, named as by `named_parameters`."""
     return list(_once(_named(roots, nn.Module.named_buffers)))
 
 
@@ -115,7 +115,7 @@ def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
 
 
 def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
-    """The ids of parameters whose gradients are sparse."""
+    """Return the ids of the parameters whose gradients are sparse."""
     return {
         id(module.weight)
         for root in roots
@@ -125,7 +125,7 @@ def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
 
 
 def is_materialized(tensor: torch.Tensor) -> bool:
-    """False for a lazy module's parameter or buffer that has no shape yet."""
+    """False for a parameter or buffer of a lazy module whose shape is still unknown."""
     return not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 
@@ -135,7 +135,7 @@ def require_same_structure(
     """Check that all ranks have made the same tensors. Every rank must call.
 
     Raises:
-        FastdistError: the first tensor that differs, with its name and shape on each rank.
+        FastdistError: the tensors differ; the message shows the first difference on each rank.
     """
     own = [f"{name}: {_describe(tensor)}" for name, tensor in named]
     digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
@@ -143,7 +143,7 @@ def require_same_structure(
         return
     everyone = communicator.all_gather_object(own)
     for i in range(max(map(len, everyone))):
-        rows = [lines[i] if i < len(lines) else "nothing more" for lines in everyone]
+        rows = [lines[i] if i < len(lines) else "no tensor" for lines in everyone]
         if len(set(rows)) > 1:
             raise FastdistError(
                 f"the model differs between replicas, first at tensor {i}, seen from rank "
@@ -154,7 +154,7 @@ def require_same_structure(
 
 
 def broadcast_state(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-    """Give every rank the values of rank 0. Every rank must call."""
+    """Broadcast the values of rank 0 to every rank. Every rank must call."""
     ready = [tensor.detach() for tensor in tensors if is_materialized(tensor)]
     dense = [tensor for tensor in ready if tensor.is_contiguous()]
     if dense:
@@ -165,11 +165,11 @@ def broadcast_state(communicator: Communicator, tensors: Sequence[torch.Tensor])
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """A hash of a tensor's bits."""
+    """Return a hash of a tensor's bits; empty for an uninitialized lazy tensor."""
     if not is_materialized(tensor):
         return b""
     data = tensor.detach().cpu().contiguous()
-    # Of one element, strides may be anything, and stay so when it is flattened.
+    # A tensor of one element may have any strides, and flattening keeps them.
     flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 

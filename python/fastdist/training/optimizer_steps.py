@@ -1,4 +1,4 @@
-"""What happens before an optimizer of a strategy steps, in `run` or outside."""
+"""Checks before each step of a strategy's optimizers, in `run` and outside."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fastdist.training.gradients import GradientReduction, GradientSync
 
 
 class OptimizerSteps:
-    """Watches steps of optimizers that hold a strategy's parameters, as long as it lives.
+    """Hooks into the steps of optimizers that hold a strategy's parameters.
 
-    A closure's loss becomes that of the global batch, since optimizers decide by it how far to go,
-    and replicas must decide alike.
+    The loss that a closure returns is reduced over all replicas: optimizers such as LBFGS choose
+    the step size by it, and replicas must take the same step.
 
     Args:
-        reduction: of the strategy's gradients, and so of closures' losses.
+        reduction: the reduction of gradients and of closures' losses.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
         self._reduction = reduction
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # those replaced too
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._foreign = weakref.WeakKeyDictionary()
@@ -37,13 +37,13 @@ class OptimizerSteps:
         self._sync: GradientSync | None = None
 
     def begin(self) -> None:
-        """Watch from now on, in a job of several replicas."""
+        """Register the hook, in a job of several replicas; removed with this object."""
         hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
         weakref.finalize(self, hook.remove)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """While it is open, steps are those of replicas in `run`."""
+        """A context manager: steps inside are steps of replicas in `run`."""
         self._runs += 1
         self._is_running = True
         try:
@@ -57,7 +57,7 @@ class OptimizerSteps:
         parameters: Iterable[torch.Tensor],
         sync: GradientSync | None,
     ) -> None:
-        """Name the strategy's optimizers, the parameters that only these may change, its sync."""
+        """Set the strategy's optimizers, the parameters only they may change, and its sync."""
         self._known = optimizers
         alive = {key: ref for key, ref in self._parameters.items() if ref() is not None}
         self._parameters = alive | {id(p): weakref.ref(p) for p in parameters}
@@ -84,16 +84,16 @@ class OptimizerSteps:
         return args, kwargs
 
     def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that one of the strategy's optimizers may step now.
+        """Check that an optimizer of the strategy may step now.
 
         Raises:
-            FastdistError: its gradients are not those of all replicas.
-            ValueError: it holds a parameter that is not the strategy's.
+            FastdistError: the gradients are not reduced over all replicas yet.
+            ValueError: the optimizer holds a parameter that is not the strategy's.
         """
         if self._sync is not None and self._sync.is_reducing:
             raise FastdistError(
-                f"{type(optimizer).__name__}.step() was called in the middle of backward, where "
-                "gradients are still those of one replica; call it when backward() has returned"
+                f"{type(optimizer).__name__}.step() was called during backward, before the "
+                "gradients were reduced over replicas; call it after backward() has returned"
             )
         if state.replica is None:
             return
@@ -106,7 +106,11 @@ class OptimizerSteps:
         return known is not None and known() is parameter
 
     def _require_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let optimizers pass that a run makes for itself, and no others."""
+        """Check that an optimizer made outside the scope belongs to the current run only.
+
+        Raises:
+            ValueError: it holds the strategy's parameters, or has stepped in an earlier run.
+        """
         name = type(optimizer).__name__
         for group in optimizer.param_groups:
             if any(map(self._is_own, group["params"])):
@@ -116,8 +120,8 @@ class OptimizerSteps:
                 )
         if self._foreign.setdefault(optimizer, self._runs) != self._runs:
             raise ValueError(
-                f"{name} and the module that it trains were made outside the scope, so each "
-                "replica trains its own: make both inside `with strategy.scope():`"
+                f"{name} and the module it trains were made outside the scope, so every replica "
+                "trains a separate model: make both inside `with strategy.scope():`"
             )
 
     def _require_own(self, optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +131,7 @@ class OptimizerSteps:
                     raise ValueError(
                         f"{type(optimizer).__name__} holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is in none of the strategy's modules: make "
-                        "its module in the scope, or pass it to strategy.mirror"
+                        "its module in the scope, or pass the module to strategy.mirror"
                     )
 
     def _global(self, context: ReplicaContext, closure: Any) -> Any:
@@ -139,7 +143,7 @@ class OptimizerSteps:
             if loss is None:
                 return None
             part = torch.as_tensor(loss).detach()
-            # A replica without examples has no loss: NaN, often.
+            # A replica without examples often has the loss NaN.
             part = part * context.weight if context.weight else torch.zeros_like(part)
             return context.all_reduce(self._reduction, part)
 
@@ -147,7 +151,7 @@ class OptimizerSteps:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that its being registered does not keep alive."""
+    """Wrap a method so that a registry of the wrapper does not keep its object alive."""
     known = weakref.WeakMethod(method)
 
     @_disable_dynamo

@@ -1,4 +1,4 @@
-"""Remembers values and gradients, to see later whether they have changed."""
+"""Stamps of values and gradients, to detect later changes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fastdist.training.modules import is_materialized
 
 
 def value_stamp(tensor: torch.Tensor) -> object:
-    """Changes with the values, and with `requires_grad`."""
+    """Return a stamp that changes with the tensor's values and with `requires_grad`."""
     address = tensor.data_ptr() if is_materialized(tensor) else None
     return tensor._version, address, tensor.requires_grad
 
 
 class GradientStamp:
-    """Remembers a tensor's gradient, without keeping it."""
+    """A stamp of a tensor's gradient, which it refers to weakly."""
 
     __slots__ = ("_grad", "_version")
 
@@ -26,7 +26,7 @@ class GradientStamp:
         self._version = 0 if grad is None else grad._version
 
     def is_stale(self, tensor: torch.Tensor) -> bool:
-        """Whether the gradient is another one by now, or has other values."""
+        """True if the gradient was replaced or its values have changed since."""
         grad = tensor.grad
         if grad is None or self._grad is None:
             return grad is not None or self._grad is not None

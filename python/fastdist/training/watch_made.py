@@ -1,4 +1,4 @@
-"""Notes objects of some classes as they are made."""
+"""Reports objects of given classes as they are made."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Iterator[None]:
-    """While it is open, `note` gets every object of these classes that is made, once or more.
+    """A context manager that passes every object made of these classes to `note`.
 
-    Subclasses are watched too: not all of them call the `__init__` that they inherit.
+    An object may be passed several times. Subclasses are patched too, since some do not call the
+    `__init__` that they inherit.
     """
 
     def watched(original: Any) -> Any:

@@ -48,7 +48,7 @@ class CentralParameters:
         self._addresses: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id
 
     def moved(self) -> list[nn.Parameter]:
-        """The parameters whose memory users have replaced, by `module.double()`, say."""
+        """Return parameters whose memory users have replaced, for example by `module.double()`."""
         known = [(ref(), address) for ref, address in self._addresses.values()]
         return [p for p, address in known if p is not None and p.data_ptr() != address]
 

@@ -7,13 +7,18 @@ import os
 import time
 from dataclasses import asdict, dataclass
 
-from fastdist.cluster.environ import Environ
-from fastdist.cluster.launch import JOB_VARIABLE, Launch, note_launch, without_rank
+from fastdist.cluster.launch import (
+    JOB_VARIABLE,
+    REPLICAS_VARIABLE,
+    Launch,
+    note_launch,
+    without_rank,
+)
 
-REPLICAS_VARIABLE = "FASTDIST_REPLICAS"
-"""Set by a strategy for the processes that it starts: JSON of a `StartedReplica`."""
-
-INITIAL_DIRECTORY = os.getcwd()
+try:
+    INITIAL_DIRECTORY: str | None = os.getcwd()
+except FileNotFoundError:  # it was removed
+    INITIAL_DIRECTORY = None
 """Where `import fastdist` found this process: where its program is started again."""
 
 
@@ -78,13 +83,18 @@ class _Known:
     own: StartedReplica | None = None
 
 
-def started_replica(environ: Environ = os.environ) -> StartedReplica | None:
-    """This process's place; None where no strategy has started replicas."""
-    text = environ.get(REPLICAS_VARIABLE)
+def started_replica() -> StartedReplica | None:
+    """Return this process's place; None if no strategy has started replicas.
+
+    The place is taken out of the environment: programs that this process starts are no replicas.
+    """
+    text = os.environ.get(REPLICAS_VARIABLE)
     if text is not None and _Known.own is None:
         fields = json.loads(text)
         _Known.own = StartedReplica(**{**fields, "devices": tuple(fields["devices"])})
         note_launch(_Known.own.launch())
+        for name in os.environ.keys() - without_rank(os.environ).keys():
+            del os.environ[name]
     return _Known.own
 
 

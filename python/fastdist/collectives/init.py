@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ipaddress
+import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from typing import Any, Protocol
@@ -186,9 +189,26 @@ def _let_threads_go() -> None:
     _core.begin_exit()
     if threading.active_count() > 1:
         time.sleep(0.05)  # lets threads that are returning to Python finish returning
+    if _Exit.code is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_Exit.code)  # an atexit function can set the exit code only like this
 
 
-atexit.register(_let_threads_go)
+class _Exit:
+    """The exit code for a program that ended well, but whose replicas did not."""
+
+    code: int | None = None
+
+
+def exit_with(code: int) -> None:
+    """Set the exit code of this process, from an atexit function."""
+    _Exit.code = code
+
+
+atexit.register(_let_threads_go)  # early, so that it runs after nearly all others
 
 
 def _from_launch(timeout_s: float) -> Engine:

@@ -78,6 +78,8 @@ def launch(
                 children.wait(_FAILED_END_S)
         finally:
             children.stop(_STOP_S)
+        if children.forward_error is not None:  # the output that it shows could not be written
+            raise children.forward_error
         return _result(folder, children)
 
 

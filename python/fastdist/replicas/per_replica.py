@@ -46,6 +46,12 @@ class PerReplica(Generic[T]):
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(f"a PerReplica cannot be used as a number or array: {_HINT}")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _VALUES):
+            self._refuse()
+        return self is other
+
+    __hash__ = object.__hash__
     __float__ = __int__ = __complex__ = __bool__ = __index__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse

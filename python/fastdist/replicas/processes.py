@@ -68,6 +68,7 @@ class Children:
 
     def __init__(self, forward: Callable[[bytes], None] | None = None) -> None:
         self.children: list[Child] = []
+        self.forward_error: Exception | None = None
         self._forward = forward
         self._wake = threading.Condition()
         self._failure: BaseException | None = None
@@ -196,7 +197,10 @@ class Children:
         child.tail += data
         del child.tail[:-_TAIL_BYTES]
         if data and self._forward is not None and child is self.children[0]:
-            self._forward(data)
+            try:
+                self._forward(data)
+            except Exception as error:  # a closed pipe, say; the processes go on
+                self.forward_error, self._forward = error, None
         return bool(data)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import multiprocessing
 import os
 import secrets
@@ -24,10 +23,10 @@ from fastdist.cluster.replicas import (
     become_first,
     started_replica,
 )
-from fastdist.collectives.init import has_communicator
+from fastdist.collectives.init import exit_with, has_communicator
 from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError, PeerFailureError
-from fastdist.replicas.processes import Child, Children
+from fastdist.replicas.processes import Children
 
 _END_S = 30.0  # for the other replicas to end after the first one
 _PEER_END_S = 10.0  # for a failed replica, which is still ending
@@ -175,21 +174,13 @@ class _Started:
         if not has_failed or isinstance(self._error, PeerFailureError):
             for cause in (causes or failed)[:1]:
                 _say(cause.describe())
-        if failed and not has_failed:
-            self._exit((causes or failed)[0])
-
-    def _exit(self, child: Child) -> None:
-        """Exit with a child's exit code; an atexit function can set it only by os._exit."""
-        atexit.unregister(self._end)
-        atexit._run_exitfuncs()
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        code = child.popen.returncode
-        os._exit(code if code > 0 else 128 - code)
+        if has_failed or not (failed or stopped):
+            return
+        code = (causes or failed)[0].popen.returncode if failed else 1
+        exit_with(code if code > 0 else 128 - code)
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"fastdist: {message}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # standard error may be closed
+        sys.stderr.write(f"fastdist: {message}\n")
+        sys.stderr.flush()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,13 +22,14 @@ from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.training.buffers import BufferSync, buffered_modules
-from fastdist.training.gradients import GradientSync, ReducedParameter
+from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
+from fastdist.training.gradients import Accumulation, GradientSync, ReducedParameter
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.lazy_modules import when_initialized
 from fastdist.training.module_structure import structure_of
 from fastdist.training.modules import (
     broadcast_state,
+    is_materialized,
     named_buffers,
     named_parameters,
     require_same_structure,
@@ -45,28 +47,25 @@ class _Model:
     Attributes:
         number: the model's number in this strategy; the same on all replicas.
         root: a weak reference to the module.
-        place: place of its first parameter among the parameters of all models, including released
-            models.
-        buffer_place: place of its first module with buffers among these modules of all models.
         buffered: its modules with buffers.
-        parameters: its parameters, with their names.
+        parameters: its parameters; those that it shares with another model have the same place.
         tensors: its parameters and buffers, by id.
         structure: the result of `structure_of`.
     """
 
     number: int
     root: weakref.ref[nn.Module]
-    place: int = 0
-    buffer_place: int = 0
-    buffered: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    parameters: list[tuple[str, weakref.ref[nn.Parameter]]] = field(default_factory=list)
+    buffered: list[BufferedModule] = field(default_factory=list)
+    parameters: list[ReducedParameter] = field(default_factory=list)
     tensors: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     structure: list[object] = field(default_factory=list)
 
     @property
     def is_alive(self) -> bool:
         """True while the module or one of its parameters exists."""
-        return self.root() is not None or any(ref() is not None for _, ref in self.parameters)
+        return self.root() is not None or any(
+            reduced.ref() is not None for reduced in self.parameters
+        )
 
 
 class AdoptedModules:
@@ -78,6 +77,7 @@ class AdoptedModules:
         replicas: number of replicas of the job.
         options: communication options.
         central: holds the only copy of all parameters; None if every replica has its own copy.
+        reconnect: makes the communicators again where a run has failed.
 
     Attributes:
         sync: reduces the gradients; None if the job has one replica.
@@ -90,7 +90,9 @@ class AdoptedModules:
         replicas: int,
         options: CommunicationOptions,
         central: CentralParameters | None = None,
+        reconnect: Callable[[], None] | None = None,
     ) -> None:
+        self._reconnect = None if reconnect is None else weakref.WeakMethod(reconnect)
         self.local_replica_ids = replica_ids
         self.num_replicas_in_sync = replicas
         self.sync: GradientSync | None = None
@@ -102,10 +104,11 @@ class AdoptedModules:
         self._adopted = 0  # number of models so far
         self._places = 0  # number of their parameters
         self._buffer_places = 0
+        self._accumulation = Accumulation()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
         if replicas > 1:
-            self._steps.begin()
+            self._steps.begin(has_one_copy=central is not None)
 
     def adopt(
         self,
@@ -121,6 +124,7 @@ class AdoptedModules:
         """
         self._communicators = communicators
         self.refresh()
+        self._release()
         self._require_free(roots)
         for root in roots:
             root.to(self._device)
@@ -144,6 +148,15 @@ class AdoptedModules:
             for module in root.modules():
                 if isinstance(module, Variable):
                     own(module, self)
+
+    def _release(self) -> None:
+        """Forget the models that no replica has any more. Every replica must call."""
+        alive = np.array([model.is_alive for model in self._models], np.uint8)
+        if self.workers is not None and len(alive):
+            self.workers.all_reduce(alive, "max")
+        self._models = [
+            model for model, is_alive in zip(self._models, alive, strict=True) if is_alive
+        ]
 
     def _require_free(self, roots: Sequence[nn.Module]) -> None:
         if self.num_replicas_in_sync == 1:
@@ -192,16 +205,15 @@ class AdoptedModules:
             if root is None:
                 continue
             parameters_of = named_parameters([root])
-            model.place = self._places
-            self._places += len(parameters_of)
-            model.parameters = [(name, weakref.ref(p)) for name, p in parameters_of]
+            sparse = sparse_parameters([root])
+            model.parameters = [
+                self._reduced_parameter(model.number, name, parameter, id(parameter) in sparse)
+                for name, parameter in parameters_of
+            ]
             both = [*parameters_of, *named_buffers([root])]
             model.tensors = {id(tensor): weakref.ref(tensor) for _, tensor in both}
             model.structure = structure_of([root])
-            buffered = buffered_modules([root])
-            model.buffer_place = self._buffer_places
-            self._buffer_places += len(buffered)
-            model.buffered = [weakref.ref(module) for module in buffered]
+            model.buffered = [self._buffered_module(module) for module in buffered_modules([root])]
         if self.workers is not None:
             when_initialized(roots, self._share_lazy)
 
@@ -211,8 +223,6 @@ class AdoptedModules:
         if self.sync is not None:
             self.sync.close()
             self.sync = None
-        self._models = [model for model in self._models if model.is_alive]
-        roots = list(self._roots())
         if communicators is not None:
             self.sync = GradientSync(
                 communicators.gradients,
@@ -220,7 +230,7 @@ class AdoptedModules:
                 list(self._reduced()),
                 self._places,
                 self._adopted > 1,
-                sparse_parameters(roots),
+                self._accumulation,
                 BufferSync(list(self._buffered()), self._buffer_places),
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
@@ -228,35 +238,49 @@ class AdoptedModules:
                 on_one_device=self._options.implementation == "reduce_to_one_device",
                 overlaps=communicators.overlaps or self._device.type == "cuda",
             )
-        refs = (ref for model in self._models for _, ref in model.parameters)
+        refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
 
+    def _reduced_parameter(
+        self, number: int, name: str, parameter: nn.Parameter, is_sparse: bool
+    ) -> ReducedParameter:
+        """Describe a parameter; one that is known keeps its place."""
+        known = (reduced for model in self._models for reduced in model.parameters)
+        place = next((reduced.place for reduced in known if reduced.ref() is parameter), None)
+        if place is None:
+            place = self._places
+            self._places += 1
+        shape = parameter.shape if is_materialized(parameter) else torch.Size([0])
+        ref = weakref.ref(parameter)
+        return ReducedParameter(name, ref, number, place, shape, parameter.dtype, is_sparse)
+
+    def _buffered_module(self, module: nn.Module) -> BufferedModule:
+        """Describe a module with buffers; one that is known keeps its place."""
+        known = (buffered for model in self._models for buffered in model.buffered)
+        place = next((buffered.place for buffered in known if buffered.ref() is module), None)
+        if place is None:
+            place = self._buffer_places
+            self._buffer_places += 1
+        return BufferedModule.of(place, module)
+
     def _reduced(self) -> Iterator[ReducedParameter]:
         """Yield every parameter once, as part of the first model that contains it."""
-        seen: set[int] = set()
+        places = {r.place: r for model in reversed(self._models) for r in model.parameters}
         for model in self._models:
-            for i, (name, ref) in enumerate(model.parameters):
-                parameter = ref()
-                if parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield ReducedParameter(name, ref, model.number, model.place + i)
+            yield from (r for r in model.parameters if places[r.place] is r)
 
-    def _buffered(self) -> Iterator[tuple[int, nn.Module]]:
-        for model in self._models:
-            for i, ref in enumerate(model.buffered):
-                if (module := ref()) is not None:
-                    yield model.buffer_place + i, module
-
-    def _roots(self) -> Iterator[nn.Module]:
-        for model in self._models:
-            root = model.root()
-            if root is not None:
-                yield root
+    def _buffered(self) -> Iterator[BufferedModule]:
+        """Yield every module with buffers once."""
+        places = {b.place: b for model in self._models for b in model.buffered}
+        yield from places.values()
 
     @property
     def workers(self) -> Communicator | None:
         """Connects all replicas; None if there is one replica."""
+        reconnect = None if self._reconnect is None else self._reconnect()
+        if reconnect is not None:
+            reconnect()
         return None if self._communicators is None else self._communicators.replicas
 
     def refresh(self) -> None:
@@ -270,7 +294,6 @@ class AdoptedModules:
         ]
         if changed:
             self._compare(changed)
-        if changed or not all(model.is_alive for model in self._models):
             self.connect(self._communicators)
         if self._central is not None and self.workers is not None:
             self._central.take_parameters(self.workers, self._central.moved())
@@ -278,12 +301,14 @@ class AdoptedModules:
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """A context manager around the user's function."""
-        if self._central is not None:
+        if self._central is not None and self.workers is not None:
+            self.workers.barrier()  # what replicas have written between runs is there
             self._central.note_versions()
         with self._steps.run():
             yield
-        if self._central is not None:
+        if self._central is not None and self.workers is not None:
             self._central.require_unchanged()
+            self.workers.barrier()  # no replica writes while another one computes
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
         """Call `call` with the component of a variable. Every replica must call.

@@ -69,6 +69,7 @@ class CentralParameters:
     def _share(self, workers: Communicator, ready: Sequence[nn.Parameter]) -> None:
         """Make the parameters views of shared memory."""
         offsets, size = [], 0
+        ready = [parameter for parameter in ready if parameter.numel()]
         for parameter in ready:
             offsets.append(size)
             nbytes = parameter.numel() * parameter.element_size()
@@ -77,8 +78,8 @@ class CentralParameters:
         with torch.no_grad():
             for parameter, offset in zip(ready, offsets, strict=True):
                 view = torch.frombuffer(
-                    memory, dtype=parameter.dtype, count=max(parameter.numel(), 1), offset=offset
-                )[: parameter.numel()]
+                    memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset
+                )
                 layout = parameter.data.stride() if _is_dense(parameter) else None
                 shared = (
                     view.view(parameter.shape)

@@ -23,8 +23,11 @@ class CentralStorageStrategy(ReplicatedStrategy):
     Each replica has its own buffers, as under MirroredStrategy.
 
     Every replica runs the program, so each in-place change of a parameter is applied to the one
-    copy once per replica. In `run` such a change is an error. Between runs, use `update`;
-    idempotent operations such as `load_state_dict` and `clamp_` also work without it.
+    copy once per replica. In `run` such a change is an error, unless it goes through `.data`, which
+    torch does not trace. Between runs, use `update`: replicas do not wait for each other there.
+    Operations that write the same values in every replica, such as `load_state_dict` of a
+    checkpoint and `clamp_`, work without it; saving values and loading others before the next run
+    does not, since another replica may load first.
 
     Args:
         compute_devices: devices of the replicas; None: every GPU, or else one CPU.

@@ -63,8 +63,8 @@ def replica_of_machine(
     Raises:
         ClusterConfigError: the processes do not fit the devices.
     """
-    launch = detect_launch()
     is_started = started_replica() is not None
+    launch = detect_launch()
     if is_started or launch is None or launch.world_size == 1:
         own = given or every_device()
         if len(own) == 1 and not is_started:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,8 +61,15 @@ class ReplicatedStrategy(Strategy):
         self._communicators: ReplicaCommunicators | None = None
         self._is_connected = False
         self._members = AdoptedModules(
-            device, self.local_replica_ids, self.num_replicas_in_sync, self.options, central
+            device,
+            self.local_replica_ids,
+            self.num_replicas_in_sync,
+            self.options,
+            central,
+            self._connect,
         )
+        if replicas > 1:
+            _leave_at_exit(self)
         self._is_running = False
         self._connect()
 
@@ -247,3 +256,19 @@ class ReplicatedStrategy(Strategy):
         with self._talking():
             self._members.refresh()
             self._members.require_in_sync()
+
+
+_connected: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
+
+
+def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
+    """At exit, other replicas that still wait for this one must not wait until it is gone."""
+    if not _connected:
+        atexit.unregister(_leave_all)
+        atexit.register(_leave_all)
+    _connected.add(strategy)
+
+
+def _leave_all() -> None:
+    for strategy in list(_connected):
+        strategy._leave()

@@ -16,7 +16,7 @@ from torch import nn
 from fastdist.collectives.communicator import Communicator
 from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.padding import Padding
-from fastdist.training.buffers import BufferSync, buffered_modules
+from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.gradients import GradientReduction
 
 
@@ -149,4 +149,5 @@ def _set_engine(engine: Callable[..., Any]) -> None:
 
 def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:
     modules = buffered_modules(roots)
-    return BufferSync(list(enumerate(modules)), len(modules))
+    described = [BufferedModule.of(place, module) for place, module in enumerate(modules)]
+    return BufferSync(described, len(modules))

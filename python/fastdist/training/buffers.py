@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,30 +21,65 @@ from fastdist.replicas.variables import Variable
 from fastdist.training.modules import is_materialized
 
 
-@dataclass(slots=True)
-class _Buffered:
-    """A module with buffers, and the versions of its buffers at the last check."""
+@dataclass(frozen=True, slots=True)
+class BufferedModule:
+    """A module with buffers.
+
+    Attributes:
+        place: its number among all modules with buffers that the strategy has had; the same on all
+            replicas.
+        ref: a weak reference to the module.
+        specs: shape and dtype of each buffer; replicas that have released the module contribute
+            zeros of these shapes.
+    """
 
     place: int
-    module: weakref.ref[nn.Module]
-    seen: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    ref: weakref.ref[nn.Module]
+    specs: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, place: int, module: nn.Module) -> BufferedModule:
+        """Describe a module as it is now."""
+        specs = tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
+        return cls(place, weakref.ref(module), specs)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A module with buffers, and the versions of its buffers at the last check."""
+
+    buffered: BufferedModule
+    seen: list[tuple[weakref.ref[torch.Tensor], int]]
     is_written: bool = False
+
+    @property
+    def place(self) -> int:
+        return self.buffered.place
+
+    def module(self) -> nn.Module | None:
+        return self.buffered.ref()
+
+    def buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return its buffers; zeros in their place if the module was released."""
+        module = self.module()
+        if module is not None:
+            return _materialized(module)
+        return [torch.zeros(s, dtype=d, device=device) for s, d in self.buffered.specs]
 
 
 class BufferSync:
     """The buffers of one replica's modules.
 
     Args:
-        modules: modules with buffers, each with its place among all modules with buffers that the
-            strategy has had. The place is the same on all replicas; replicas may still hold
-            different modules.
-        places: the number of places.
+        modules: the same on all replicas, some of which may have released some of them.
+        places: the number of places of modules.
     """
 
-    def __init__(self, modules: Sequence[tuple[int, nn.Module]], places: int) -> None:
+    def __init__(self, modules: Sequence[BufferedModule], places: int) -> None:
         self.places = places
         self._modules = [
-            _Buffered(place, weakref.ref(module), _stamps(module)) for place, module in modules
+            _Watched(buffered, [] if (module := buffered.ref()) is None else _stamps(module))
+            for buffered in modules
         ]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -94,24 +129,29 @@ class BufferSync:
         """
         total_of, writers_of = totals.tolist()
         parts: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
+        alive = self.floating()
+        device = alive[0].device if alive else torch.device("cpu")
         with torch.no_grad():
-            for buffered in self._modules:
-                module, total = buffered.module(), total_of[buffered.place]
-                own = weight if buffered.is_written else 0.0
-                buffered.is_written = False
-                if module is None or not total > 0.0:
+            for watched in self._modules:
+                total = total_of[watched.place]
+                own = weight if watched.is_written else 0.0
+                watched.is_written = False
+                if not total > 0.0:
                     continue
-                if writers_of[buffered.place] < communicator.world_size:
-                    _share_counts(communicator, module, own / total)
-                for buffer in _floating(module):
-                    if id(buffer) in parts:
+                buffers = watched.buffers(device)
+                if writers_of[watched.place] < communicator.world_size:
+                    _share_counts(communicator, buffers, own / total)
+                for buffer in buffers:
+                    if id(buffer) in parts or not buffer.is_floating_point():
                         continue
                     if own:
                         buffer.mul_(own / total)
                     else:
                         buffer.zero_()
                     parts[id(buffer)] = buffer
-                buffered.seen = _stamps(module)
+                module = watched.module()
+                if module is not None:
+                    watched.seen = _stamps(module)
         if not parts:
             return None
         work: Work = communicator.all_reduce(list(parts.values()), "sum", async_op=True)
@@ -155,13 +195,15 @@ def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules.values() if not isinstance(module, Variable)]
 
 
-def _share_counts(communicator: Communicator, module: nn.Module, share: float) -> None:
+def _share_counts(
+    communicator: Communicator, buffers: Sequence[torch.Tensor], share: float
+) -> None:
     """Replace integer buffers by their weighted mean over replicas, rounded.
 
     So a replica that has not written the module gets the counts of the replicas that have. Every
     replica must call, each with its share in the mean.
     """
-    for buffer in _materialized(module):
+    for buffer in buffers:
         if not buffer.is_floating_point() and not buffer.is_complex():
             mean = (
                 buffer.double() * share if share else torch.zeros_like(buffer, dtype=torch.double)

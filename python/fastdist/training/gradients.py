@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -53,12 +53,35 @@ class ReducedParameter:
         ref: a weak reference to the parameter.
         model: the number of the parameter's model.
         place: the parameter's number among the parameters of all models; the same on all replicas.
+        shape: its shape; replicas that have released it contribute zeros of this shape.
+        dtype: its dtype.
+        is_sparse: True if its gradients are sparse.
     """
 
     name: str
     ref: weakref.ref[torch.nn.Parameter]
     model: int
     place: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_sparse: bool
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """What backward has left for later ones; it outlives a `GradientSync`. Keys are places.
+
+    Attributes:
+        is_held: True inside `no_sync`.
+        held: parameters whose gradients no_sync has held back.
+        weighs_early: True once hooks weight gradients as they are computed.
+        reduced: gradients that are sums over replicas already.
+    """
+
+    is_held: bool = False
+    held: set[int] = field(default_factory=set)
+    weighs_early: bool = False
+    reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,7 +104,7 @@ class GradientSync:
         parameters: each parameter once, in the same order on all replicas.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
-        sparse: ids of the parameters whose gradients are sparse.
+        accumulation: of this strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
@@ -98,7 +121,7 @@ class GradientSync:
         parameters: Sequence[ReducedParameter],
         places: int,
         has_several_models: bool,
-        sparse: Set[int],
+        accumulation: Accumulation,
         buffers: BufferSync,
         *,
         reduction: GradientReduction = "mean",
@@ -108,25 +131,22 @@ class GradientSync:
         overlaps: bool = True,
     ) -> None:
         self.examples: tuple[int, ...] | None = None
-        self._enabled = True
+        self._accumulation = accumulation
         self._communicator = communicator
         self._questions = questions
         self._has_several_models = has_several_models
         self._is_on_gpu = False
         self._parameters = parameters
         self._places = places
-        self._sparse = [
-            i for i, parameter in enumerate(parameters) if id(parameter.ref()) in sparse
-        ]
+        self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
         self._reduction = reduction
         self._compress = compress
         self._on_one_device = on_one_device
         self._overlaps = overlaps
+        self._device = torch.device("cpu")
         self._task = -1  # id of the backward under way
         self._arrived = [False] * len(self._parameters)
-        self._held: set[int] = set()  # gradients that no_sync has held back
-        self._global: dict[int, weakref.ref[torch.Tensor]] = {}
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
         self._buckets: list[_Bucket] = []
@@ -134,7 +154,6 @@ class GradientSync:
         self._next = 0  # next bucket to send
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: set[int] = set()
-        self._weighs_early = False  # True once hooks weight gradients as they are computed
         self.watch()
 
     def watch(self) -> None:
@@ -150,7 +169,7 @@ class GradientSync:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             if self._reduction == "sum":
                 self._watch_before(i, self._before_gradient)
-            elif self._weighs_early:
+            elif self._accumulation.weighs_early:
                 self._watch_before(i, self._weighted)
 
     def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
@@ -162,15 +181,16 @@ class GradientSync:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A context manager: gradients of backward inside are sent by the next backward outside."""
-        if self._reduction == "mean" and not self._weighs_early:
-            self._weighs_early = True
+        accumulation = self._accumulation  # another sync may take over while this is open
+        if self._reduction == "mean" and not accumulation.weighs_early:
+            accumulation.weighs_early = True
             for i in sorted(self._hooked):
                 self._watch_before(i, self._weighted)
-        self._enabled = False
+        accumulation.is_held = True
         try:
             yield
         finally:
-            self._enabled = True
+            accumulation.is_held = False
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
@@ -218,6 +238,9 @@ class GradientSync:
                     "reduced over replicas; call requires_grad_() before run"
                 )
 
+    def _is_held(self, i: int) -> bool:
+        return self._parameters[i].place in self._accumulation.held
+
     def _parameter(self, i: int) -> torch.nn.Parameter:
         """Return a parameter that must still exist, since backward uses it.
 
@@ -235,22 +258,22 @@ class GradientSync:
         The next reduction then adds the parts up to the same sum.
         """
         grad = self._parameter(i).grad
-        known = self._global.pop(i, None)
+        known = self._accumulation.reduced.pop(self._parameters[i].place, None)
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)
 
     def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""
         weight = self._weight()
-        if weight is None or (self._enabled and i not in self._held):
+        if weight is None or (not self._accumulation.is_held and not self._is_held(i)):
             return None
         if weight == 0.0:  # the gradient of an empty batch is often NaN
             return torch.zeros_like(gradient)
         return gradient * (weight * self._communicator.world_size)
 
     def _on_gradient(self, i: int, parameter: object) -> None:
-        if not self._enabled:
-            self._held.add(i)
+        if self._accumulation.is_held:
+            self._accumulation.held.add(self._parameters[i].place)
             return
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -271,9 +294,10 @@ class GradientSync:
         self._task = task
         self._next = 0
         self._arrived = [False] * len(self._parameters)
-        trainable = [
-            (parameter := reduced.ref()) is not None and _is_trainable(parameter)
-            for reduced in self._parameters
+        before = self._trainable or [True] * len(self._parameters)
+        trainable = [  # a released parameter stays as it was: other replicas may still have theirs
+            was if (parameter := reduced.ref()) is None else _is_trainable(parameter)
+            for reduced, was in zip(self._parameters, before, strict=True)
         ]
         if trainable != self._trainable:
             self._make_buckets(trainable)
@@ -283,9 +307,9 @@ class GradientSync:
 
     def _abandon(self) -> None:
         for bucket in self._buckets:
-            if bucket.work is not None:
+            if bucket.work is not None:  # its gradients are sums over replicas
                 with contextlib.suppress(FastdistError):
-                    bucket.work.wait()
+                    self._receive(bucket, [True] * len(self._parameters))
             bucket.work = None
             bucket.sent = []
 
@@ -295,7 +319,7 @@ class GradientSync:
         weight = self._weight() if op == "mean" else None
         sent: list[torch.Tensor] = []
         for bucket in buckets:
-            arrived = [self._arrived[i] for i in bucket.indices]
+            arrived = [self._arrived[i] or self._is_held(i) for i in bucket.indices]
             bucket.sent = [self._contribution(i) for i in bucket.indices]
             if all(arrived):
                 bucket.used.fill_(1)
@@ -321,7 +345,7 @@ class GradientSync:
         fresh: list[torch.Tensor] = []
         held: list[torch.Tensor] = []
         for i, gradient in zip(bucket.indices, bucket.sent, strict=True):
-            (held if i in self._held else fresh).append(gradient)
+            (held if self._is_held(i) else fresh).append(gradient)
         if fresh and weight == 0.0:
             torch._foreach_zero_(fresh)
         elif fresh:
@@ -337,7 +361,10 @@ class GradientSync:
         return examples[self._communicator.rank] / sum(examples)
 
     def _contribution(self, i: int) -> torch.Tensor:
-        parameter = self._parameter(i)
+        reduced = self._parameters[i]
+        parameter = reduced.ref()
+        if parameter is None:
+            return torch.zeros(reduced.shape, dtype=reduced.dtype, device=self._device)
         if parameter.grad is not None:
             if self._reduction == "sum" and not self._arrived[i]:
                 self._before_gradient(i)
@@ -369,7 +396,7 @@ class GradientSync:
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
-        self._held.clear()
+        self._accumulation.held.clear()
         self.watch()  # parameters that were unfrozen since this run began
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
@@ -385,7 +412,7 @@ class GradientSync:
         used = torch.zeros(self._places if asks else 0)
         if asks:
             for i, arrived in enumerate(self._arrived):
-                if arrived or i in self._held:
+                if arrived or self._is_held(i):
                     used[self._parameters[i].place] = 1.0
         both = torch.cat([used, self._buffer_sync.weights(self._own_examples()).flatten()])
         self._questions.all_reduce(both)
@@ -410,26 +437,28 @@ class GradientSync:
         if bucket.work is not None:
             bucket.work.wait()
         for place, i in enumerate(bucket.indices):
-            parameter = self._parameter(i)
+            parameter = self._parameters[i].ref()
+            if parameter is None:
+                continue
             is_used = bucket.used[place] > 0 if used is None else used[i]
             if parameter.grad is None and is_used:
                 parameter.grad = bucket.sent[place]
             if self._reduction == "sum" and parameter.grad is not None:
-                self._global[i] = weakref.ref(parameter.grad)
+                self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
         bucket.work = None
         bucket.sent = []
 
     def _reduce_sparse(self, i: int) -> None:
         """Gather the rows of all replicas, and add up rows with equal indices."""
-        parameter = self._parameter(i)
+        parameter = self._parameters[i].ref()
         rows = None
-        if parameter.grad is not None:
+        if parameter is not None and parameter.grad is not None:
             if not self._arrived[i]:
                 self._before_gradient(i)
             grad = parameter.grad.coalesce()
             rows = grad.indices().cpu(), (grad.values() * self._share(i)).cpu()
         parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
-        if not parts:
+        if not parts or parameter is None:
             return
         indices = torch.cat([part[0] for part in parts], 1).to(parameter.device)
         values = torch.cat([part[1] for part in parts]).to(parameter.device)
@@ -437,28 +466,30 @@ class GradientSync:
         grad = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
         parameter.grad = grad.coalesce()
         if self._reduction == "sum":
-            self._global[i] = weakref.ref(parameter.grad)
+            self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
 
     def _share(self, i: int) -> float:
         """The factor of this replica's gradient in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
-        weight = None if i in self._held else self._weight()
+        weight = None if self._is_held(i) else self._weight()
         return 1.0 / self._communicator.world_size if weight is None else weight
 
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable
         parameters = [reduced.ref() for reduced in self._parameters]
-        self._is_on_gpu = any(
-            parameter is not None and parameter.is_cuda for parameter in parameters
-        )
+        alive = [parameter for parameter in parameters if parameter is not None]
+        self._is_on_gpu = any(parameter.is_cuda for parameter in alive)
+        self._device = alive[0].device if alive else torch.device("cpu")
         groups: list[list[int]] = []
         size = 0
         for i in reversed(range(len(self._parameters))):
-            parameter, model = parameters[i], self._parameters[i].model
-            if not trainable[i] or parameter is None or i in self._sparse:
+            reduced, parameter = self._parameters[i], parameters[i]
+            if not trainable[i] or i in self._sparse:
                 continue
-            bytes_ = parameter.numel() * parameter.element_size()
+            shape = reduced.shape if parameter is None else parameter.shape
+            bytes_ = shape.numel() * reduced.dtype.itemsize
+            model = reduced.model
             is_other = bool(groups) and model != self._parameters[groups[-1][0]].model
             if not groups or is_other or size + bytes_ > self._bucket_bytes:
                 groups.append([])

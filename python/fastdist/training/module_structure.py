@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from fastdist.training.modules import is_materialized
 
 
 def structure_of(roots: Sequence[nn.Module]) -> list[object]:
-    """Return the ids and types of modules and of their tensors, with dtypes and shapes.
+    """Return the ids and types of modules and of their parameters, with dtypes and shapes.
 
-    The result changes when a module or tensor is replaced, added or removed.
+    The result changes when a module or parameter is replaced, added or removed. Buffers do not
+    count: forward replaces them, caches for instance, on each replica in its own time.
     """
     found: list[object] = []
     for module in modules_of(roots):
         found += (id(module), type(module))
-        for tensor in tensors_in(module):
-            shape = tensor.shape if is_materialized(tensor) else None
-            found += (id(tensor), type(tensor), tensor.dtype, shape)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                shape = parameter.shape if is_materialized(parameter) else None
+                found += (id(parameter), type(parameter), parameter.dtype, shape)
     return found
 
 
@@ -29,9 +30,3 @@ def modules_of(roots: Sequence[nn.Module]) -> Iterator[nn.Module]:
     seen: set[nn.Module] = set()
     for root in roots:
         yield from (module for _, module in root.named_modules(seen))
-
-
-def tensors_in(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module, without its children's."""
-    named = (module.__dict__["_parameters"], module.__dict__["_buffers"])
-    return [tensor for tensors in named for tensor in tensors.values() if tensor is not None]

@@ -76,14 +76,8 @@ class ModuleRecorder:
 
     def roots(self) -> list[nn.Module]:
         """Return the modules without a parent among the recorded ones, in order of creation."""
-        found = self._roots()
-        if len(found) > 1:
-            del found
+        if len(self._seen) > 1:
             gc.collect()  # all replicas must see the same modules
-            found = self._roots()
-        return found
-
-    def _roots(self) -> list[nn.Module]:
         alive = [module for ref in self._seen.values() if (module := ref()) is not None]
         inner = {id(child) for module in alive for child in module.modules() if child is not module}
         return [module for module in alive if id(module) not in inner]

@@ -34,10 +34,16 @@ class OptimizerSteps:
         self._foreign = weakref.WeakKeyDictionary()
         self._runs = 0
         self._is_running = False
+        self._has_one_copy = False
         self._sync: GradientSync | None = None
 
-    def begin(self) -> None:
-        """Register the hook, in a job of several replicas; removed with this object."""
+    def begin(self, *, has_one_copy: bool) -> None:
+        """Register the hook, in a job of several replicas; removed with this object.
+
+        Args:
+            has_one_copy: True if all replicas have one copy of the parameters.
+        """
+        self._has_one_copy = has_one_copy
         hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
         weakref.finalize(self, hook.remove)
 
@@ -69,7 +75,7 @@ class OptimizerSteps:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         context = state.replica
         if optimizer not in self._known:
-            if context is not None and self._is_running:
+            if (context is not None and self._is_running) or self._has_one_copy:
                 self._require_foreign(optimizer)
             return None
         self.require_allowed(optimizer)
@@ -118,7 +124,8 @@ class OptimizerSteps:
                     f"{name} was made outside the scope of the strategy whose parameters it "
                     "holds; make it inside `with strategy.scope():`"
                 )
-        if self._foreign.setdefault(optimizer, self._runs) != self._runs:
+        in_run = state.replica is not None and self._is_running
+        if in_run and self._foreign.setdefault(optimizer, self._runs) != self._runs:
             raise ValueError(
                 f"{name} and the module it trains were made outside the scope, so every replica "
                 "trains a separate model: make both inside `with strategy.scope():`"

@@ -239,6 +239,7 @@ LAUNCH = """
             print(error)
         return strategy.reduce("sum", strategy.run(lambda: torch.ones(2) * scale))
     def failing(how):
+        import beside  # found as here
         comm = fd.init()
         if how == "raises" and comm.rank == 1:
             raise KeyError("lost")
@@ -259,6 +260,7 @@ LAUNCH = """
 
 @pytest.mark.parametrize("by", ["stdin", "interactive"])
 def test_launch(programs: Programs, by: str) -> None:
+    (programs.folder / "beside.py").write_text("")
     text = f"TRAINS = {by == 'stdin'}\n{textwrap.dedent(LAUNCH)}"
     code, out, err = programs.run(text, by=by, given=text if by == "stdin" else "")
     assert code == 0, err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import fastdist as fd
@@ -11,6 +10,7 @@ import torch
 from fastdist import PerReplica, TPUStrategy, VariableAggregation
 from fastdist.errors import FastdistError
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from tpu_pieces import (
     FIRST,
     MEAN,
@@ -143,7 +143,10 @@ def test_checkpoints_move_between_strategies(strategy: TPUStrategy) -> None:
     states = optimizer.state_dict()
 
     seen, parameters, values, others_states = mirrored(
-        step_from_a_checkpoint, saved, copy.deepcopy(states), replicas=3
+        step_from_a_checkpoint,
+        saved,
+        tree_map_only(torch.Tensor, torch.Tensor.cpu, states),
+        replicas=3,
     )
     assert seen == 3 * N
     strategy.run(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import pickle
 import secrets
 import sys
@@ -66,7 +67,8 @@ def launch(
     children = Children(_Shown())
     with tempfile.TemporaryDirectory(prefix="fastdist-") as folder:
         call = Path(folder, "call")
-        call.write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}), sys.path)))
+        call.write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
+        Path(folder, "path").write_text(json.dumps(sys.path))
         try:
             children.start(
                 [f"replica {i} of {replicas}" for i in range(replicas)],

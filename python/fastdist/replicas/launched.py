@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -12,9 +13,9 @@ def main(folder: Path, replica: int) -> int:
     """Call the function pickled in the folder; write its result or error there."""
     import cloudpickle  # type: ignore[import-untyped]
 
-    fn, args, kwargs, path = pickle.loads((folder / "call").read_bytes())
-    sys.path[:] = path
+    sys.path[:] = json.loads((folder / "path").read_text())
     try:
+        fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
         result = fn(*args, **kwargs)
         if replica == 0:
             _leave(folder / "result.0", cloudpickle.dumps(result))

@@ -39,7 +39,6 @@ class TracedGradients:
         self._reduction = reduction
         self._padding: Padding | None = None
         self._buffers = _buffer_sync(adopted.roots)
-        self._before: dict[int, torch.Tensor] = {}  # buffers, if some replicas have no examples
         self._thread = 0
         self._plain: Callable[..., Any] = _engine()
 
@@ -50,9 +49,6 @@ class TracedGradients:
         self._thread = threading.get_ident()
         self._plain = _engine()
         self._buffers = _buffer_sync(self._adopted.roots)
-        if padding is not None:
-            kept = self._buffers.floating()
-            self._before = {id(buffer): buffer.detach().clone() for buffer in kept}
         _set_engine(self._run_backward)
         try:
             yield
@@ -61,7 +57,6 @@ class TracedGradients:
         finally:
             _set_engine(self._plain)
             self._padding = None
-            self._before = {}
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
         is_own = threading.get_ident() == self._thread and not self.is_suspended
@@ -107,17 +102,19 @@ class TracedGradients:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Reduce gradients; written buffers travel with them and become the mean of replicas."""
+        """Reduce gradients; written buffers travel with them and become the mean over examples."""
         buffers = self._buffers.take_written()
-        with torch.no_grad():
-            for buffer in buffers:
-                if self._padding is not None:
-                    has_examples = self._padding.count > 0
-                    buffer.data = torch.where(has_examples, buffer, self._before[id(buffer)])
+        shares: list[torch.Tensor] = list(buffers)
+        if self._padding is not None:
+            has_examples, weight = self._padding.count > 0, self._padding.weight
+            shares = [
+                torch.where(has_examples, buffer * weight, torch.zeros_like(buffer))
+                for buffer in buffers
+            ]
         # One list with one op becomes one all-reduce per dtype.
         is_mean = self._reduction == "mean"
         sent = gradients if is_mean else [grad * self._size for grad in gradients]
-        reduced = [tensor.clone() for tensor in (*sent, *buffers)]
+        reduced = [tensor.clone() for tensor in (*sent, *shares)]
         if reduced:
             self._communicator.all_reduce(reduced, "mean")
         for buffer, mean in zip(buffers, reduced[len(gradients) :], strict=True):

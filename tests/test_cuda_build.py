@@ -129,6 +129,11 @@ def configure(
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("needs cmake")
+    version = subprocess.run(
+        [cmake, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (3, 26):
+        pytest.skip("needs cmake 3.26 or newer on PATH")
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.26)\nproject(trial LANGUAGES NONE)\n"
         f'include("{ROOT}/cmake/cuda.cmake")\nmessage(STATUS "builds: ${{FASTDIST_BUILDS_CUDA}}")\n'

@@ -69,7 +69,7 @@ class ReducedParameter:
 
 @dataclass(slots=True)
 class Accumulation:
-    """What backward has left for later ones; it outlives a `GradientSync`. Keys are places.
+    """The state that one backward leaves to the next; outlives a `GradientSync`. Keys are places.
 
     Attributes:
         is_held: True inside `no_sync`.
@@ -241,23 +241,13 @@ class GradientSync:
     def _is_held(self, i: int) -> bool:
         return self._parameters[i].place in self._accumulation.held
 
-    def _parameter(self, i: int) -> torch.nn.Parameter:
-        """Return a parameter that must still exist, since backward uses it.
-
-        Raises:
-            FastdistError: the parameter was released.
-        """
-        parameter = self._parameters[i].ref()
-        if parameter is None:
-            raise FastdistError(f"{self._parameters[i].name} was released during backward")
-        return parameter
-
     def _before_gradient(self, i: int, gradient: object = None) -> None:
         """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
 
         The next reduction then adds the parts up to the same sum.
         """
-        grad = self._parameter(i).grad
+        parameter = self._parameters[i].ref()
+        grad = None if parameter is None else parameter.grad
         known = self._accumulation.reduced.pop(self._parameters[i].place, None)
         if grad is not None and known is not None and known() is grad:
             grad.div_(self._communicator.world_size)

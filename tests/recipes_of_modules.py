@@ -123,6 +123,24 @@ def parametrized_after_the_scope(strategy: Strategy) -> list[torch.Tensor]:
     return simply_trained(strategy, model, optimizer)
 
 
+class TwoBiases(nn.Module):
+    """Autograd's gradients of the biases are two views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.biases = nn.ParameterList(torch.randn(2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (bias.view(1, 2) for bias in self.biases)
+        return self.linear(x) * (first + second)
+
+
+@recipe
+def gradients_in_one_memory(strategy: Strategy) -> list[torch.Tensor]:
+    return simply_trained(strategy, *made(strategy, TwoBiases))
+
+
 @recipe
 def spectral_norm(strategy: Strategy) -> list[torch.Tensor]:
     def make() -> nn.Module:

@@ -18,7 +18,9 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fastdist import Strategy
+from fastdist.errors import CollectiveMismatchError, FastdistError, PeerFailureError
 from strategy_pieces import replica_id, require_close
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -191,7 +193,93 @@ class ProgramsContract:
 
         strategies.run(case)
 
+    def test_values_that_cannot_be_reduced(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            ones = strategy.run(lambda: torch.ones(2, 2))
+            n = strategy.num_replicas_in_sync
+            assert float(strategy.reduce("sum", ones, axis=(0, 1))) == 4 * n
+            assert float(strategy.reduce("max", ones, axis=(0, 1))) == 1
+            assert strategy.reduce("sum", strategy.run(lambda: True)) == n
+            hint = "got None; does the function passed to run return a value"
+            with pytest.raises(TypeError, match=hint):
+                strategy.reduce("mean", strategy.run(lambda: None))
+            with pytest.raises(TypeError, match="expected tensors or numbers, got 'a'"):
+                strategy.reduce("sum", strategy.run(lambda: "a"))
+            for axis in (2, (0, 2), ()):
+                with pytest.raises(ValueError, match=r"out of range for a value of shape \(2, 2\)"):
+                    strategy.reduce("sum", ones, axis=axis)
+            with pytest.raises(TypeError, match=r"sparse_coo tensor of shape \(2, 2\).*to_dense"):
+                strategy.run(
+                    lambda: fd.get_replica_context().all_reduce("sum", torch.eye(2).to_sparse())
+                )
+
+        strategies.run(case)
+
+    def test_a_mismatch_names_the_users_line(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            def uneven() -> None:
+                fd.get_replica_context().all_reduce("sum", torch.ones(1 + replica_id()))
+
+            with pytest.raises(CollectiveMismatchError) as caught:
+                strategy.run(uneven)
+            lines = str(caught.value).splitlines()[1:]
+            assert len(lines) == strategy.num_replicas_in_sync
+            assert all(line.endswith(" in uneven") for line in lines), lines
+
+        strategies.run(case)
+
+    def test_a_model_that_needs_examples(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(4, 1)
+
+            def step(x: torch.Tensor) -> None:
+                if not len(x):
+                    raise ZeroDivisionError("no sequence")
+                model(x).sum().backward()
+
+            (batch,) = strategy.distribute_dataset(rows(1), global_batch_size=4)
+            error: type[FastdistError] = PeerFailureError
+            message = "rank [0-9] "
+            if strategy.local_replica_ids[0] > 0:
+                error, message = FastdistError, "no example of this batch.*Zero.*drop_remainder"
+            with pytest.raises(error, match=message):
+                strategy.run(step, (batch,))
+
+        strategies.run(case)
+
     # --- around run -----------------------------------------------------------------------------
+
+    def test_gradients_through_gathers_of_uneven_batches(self, strategies: Any) -> None:
+        """A contrastive loss compares all examples of the global batch with each other."""
+
+        def trained(strategy: Strategy, size: int) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = nn.Linear(4, 8).double()
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> None:
+                optimizer.zero_grad()
+                context = fd.get_replica_context()
+                a, b = context.all_gather((model(x), model(y)))
+                total = context.all_reduce("sum", model(x).sum(0))
+                loss = F.cross_entropy(a @ b.T, torch.arange(len(a)))
+                (loss + 1e-2 * total.square().sum()).backward()
+                optimizer.step()
+
+            pairs = rows(16).double(), rows(16, seed=1).double()
+            for batch in strategy.distribute_dataset(pairs, global_batch_size=size):
+                strategy.run(step, batch)
+            strategy.check_in_sync()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        def case(strategy: Strategy) -> None:
+            for size in (8, 5, 3):  # of 16 examples: even, uneven, and one replica without any
+                one = trained(fd.OneDeviceStrategy("cpu"), size)
+                require_close(trained(strategy, size), one, 1e-12)
+
+        strategies.run(case)
 
     def test_changes_between_runs(self, strategies: Any) -> None:
         def clamp(model: nn.Module, optimizer: Any) -> None:

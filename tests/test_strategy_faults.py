@@ -176,6 +176,37 @@ def test_workers_that_run_different_collectives(run: Callable[[Any], Any]) -> No
     run(case)
 
 
+def test_hyperparameters_that_differ(run: Callable[[Any], Any]) -> None:
+    """Central storage has one optimizer, so nothing diverges."""
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            own = fd.get_replica_context().replica_id_in_sync_group
+            scheduler.step(1.0 if own == 1 else -float(scheduler.last_epoch))
+
+        for _ in range(3):
+            strategy.run(step)
+        if isinstance(strategy, fd.CentralStorageStrategy):
+            return
+        with pytest.raises(
+            FastdistError, match=r"lr=0.5 on replica 0, 0.05 on replica 1"
+        ) as caught:
+            strategy.run(step)
+        assert caught.value.ranks == (1,)
+        optimizer.param_groups[0]["lr"] = 0.5
+        strategy.run(lambda: model(torch.ones(1, 4)).sum().backward())
+
+    run(case)
+
+
 @pytest.mark.parametrize("what", ["all_reduce", "backward", "assign"])
 def test_a_collective_that_only_some_replicas_call(run: Callable[[Any], Any], what: str) -> None:
     """The replica that leaves it out calls another one next, which all are told of."""

@@ -27,6 +27,11 @@ std::string to_utf8(const py::object& text) {
   return py::bytes(text.attr("encode")("utf-8", "backslashreplace")).cast<std::string>();
 }
 
+bool is_in_package(const std::string& module, const std::string& package) {
+  return module.rfind(package, 0) == 0 &&
+         (module.size() == package.size() || module[package.size()] == '.');
+}
+
 }  // namespace
 
 void begin_exit() noexcept { exiting.store(true, std::memory_order_relaxed); }
@@ -39,20 +44,24 @@ void retake_gil(PyThreadState* state) noexcept {
 }
 
 std::string python_location() {
+  std::string inner;  // in torch: the user's frame may be in another thread
   py::object frame =
       py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none()) {
     const std::string module =
         to_utf8(py::str(frame.attr("f_globals").attr("get")("__name__", "")));
-    if (module != "fastdist" && module.rfind("fastdist.", 0) != 0) {
+    const bool is_torch = is_in_package(module, "torch");
+    if (!is_in_package(module, "fastdist") && (!is_torch || inner.empty())) {
       const py::object code = frame.attr("f_code");
-      return to_utf8(
+      std::string found = to_utf8(
           py::str("{}:{} in {}")
               .format(code.attr("co_filename"), frame.attr("f_lineno"), code.attr("co_name")));
+      if (!is_torch) return found;
+      inner = std::move(found);
     }
     frame = frame.attr("f_back");
   }
-  return "";
+  return inner;
 }
 
 std::string PythonCaller::location() const {

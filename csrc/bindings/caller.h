@@ -10,8 +10,8 @@
 
 namespace fastdist::bindings {
 
-// Returns "file.py:12 in train" for the innermost frame outside fastdist, or "" if there is none.
-// Needs the GIL.
+// Returns "file.py:12 in train" for the innermost frame outside fastdist and torch; "" if all
+// frames are fastdist's, and the innermost frame in torch if the others are torch's. Needs the GIL.
 [[nodiscard]] std::string python_location();
 
 // Must be called when the interpreter is about to shut down.

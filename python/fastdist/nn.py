@@ -85,12 +85,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         axes = [axis for axis in range(input.dim()) if axis != 1]
         # Count by a sum over the batch, so that padding examples do not count.
         own_count = torch.ones_like(input.detach()[:, :1]).sum(axes)
-        total = _sum_over_replicas(replica, torch.cat([input.sum(axes), own_count]))
+        total = replica.all_reduce("sum", torch.cat([input.sum(axes), own_count]))
         count = total[-1].detach()
         mean = total[:-1] / count
         shape = (1, -1, *(1,) * (input.dim() - 2))
         squares = (input - mean.reshape(shape)).square().sum(axes)
-        variance = _sum_over_replicas(replica, squares) / count
+        variance = replica.all_reduce("sum", squares) / count
         return mean, variance, count
 
     @torch.no_grad()
@@ -126,34 +126,6 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         for name, child in module.named_children():
             setattr(converted, name, cls.convert(child))
         return converted
-
-
-def _sum_over_replicas(replica: ReplicaContext, value: torch.Tensor) -> torch.Tensor:
-    """Sum with gradients for the weighted mean of the replicas' losses.
-
-    At the end of backward, a replica's gradients are multiplied by its weight. Gradients that reach
-    it through the sum, from other replicas' losses, need those replicas' weights instead.
-    """
-    weight: Any = replica.weight
-    if isinstance(weight, torch.Tensor):  # traced
-        inverse: Any = torch.where(weight > 0, 1.0 / weight, 0.0)
-    else:
-        inverse = 1.0 / weight if weight else 0.0
-    inside = _ScaleGradient.apply(value, inverse)  # type: ignore[no-untyped-call]
-    total: torch.Tensor = replica.all_reduce("sum", inside)
-    scaled: torch.Tensor = _ScaleGradient.apply(total, weight)  # type: ignore[no-untyped-call]
-    return scaled
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return gradients[0] * ctx.factor, None
 
 
 def _global_batch_size(losses: torch.Tensor) -> int:

@@ -10,8 +10,19 @@ from fastdist.collectives.communicator import Communicator, ReduceOp
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Convert a number or array to a tensor; return a tensor unchanged."""
-    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    """Convert a number or array to a tensor; return a tensor unchanged.
+
+    Raises:
+        TypeError: the tensor is sparse.
+    """
+    tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise TypeError(
+            f"expected a dense tensor, got a {layout} tensor of shape {tuple(tensor.shape)}: use "
+            "tensor.to_dense()"
+        )
+    return tensor
 
 
 def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> torch.Tensor:
@@ -39,6 +50,11 @@ def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torc
     if communicator is None:
         return tensor
     return _AllGather.apply(tensor, communicator, axis, sizes)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def scale_gradient(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
+    """Return the tensor; backward multiplies the gradient of the result by `factor`."""
+    return _ScaleGradient.apply(tensor, factor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
@@ -114,3 +130,14 @@ class _AllGather(torch.autograd.Function):
         rank = ctx.communicator.rank
         own = total.narrow(ctx.axis, sum(ctx.sizes[:rank]), ctx.sizes[rank])
         return own, None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: Any) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return gradients[0] * ctx.factor, None

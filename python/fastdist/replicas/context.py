@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
-from fastdist.collectives.autograd import all_gather, all_reduce
+from fastdist.collectives.autograd import all_gather, all_reduce, as_tensor, scale_gradient
 from fastdist.collectives.communicator import Communicator, ReduceOp
 from fastdist.replicas.per_replica import map_structure
 
@@ -76,22 +76,26 @@ class ReplicaContext:
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
         """Reduce over all replicas; every replica gets the result, in new tensors.
 
-        Every replica must call. Differentiable for sum and mean: the gradient is the all_reduce
-        of the gradients.
+        Every replica must call. Differentiable for sum and mean, also if replicas have different
+        numbers of examples.
 
         Args:
             op: as for `Communicator.all_reduce`.
             value: a tensor, a number, or a structure of tensors and numbers, which all replicas
                 pass with equal shapes and dtypes.
         """
-        return map_structure(lambda leaf: all_reduce(self.communicator, op, leaf), value)
+
+        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+            return all_reduce(self.communicator, op, tensor)
+
+        return map_structure(lambda leaf: self._weighted(reduced, leaf), value)
 
     @_disable_dynamo
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Join the replicas' tensors along an axis, in replica order.
 
-        Every replica must call. Differentiable: the gradient is this replica's part of the
-        all_reduce of the gradients.
+        Every replica must call. Differentiable, also if replicas have different numbers of
+        examples.
 
         Args:
             value: a tensor of at least one dimension, or a structure of tensors; sizes may differ
@@ -101,7 +105,27 @@ class ReplicaContext:
         Raises:
             ValueError: the value is a scalar, or shapes differ in another dimension than `axis`.
         """
-        return map_structure(lambda leaf: all_gather(self.communicator, leaf, axis), value)
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            return all_gather(self.communicator, tensor, axis)
+
+        return map_structure(lambda leaf: self._weighted(gathered, leaf), value)
+
+    def _weighted(self, collective: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+        """Call a collective whose gradients are those of the weighted mean of all losses.
+
+        Other replicas' losses count with the weights of those replicas, but at the end of backward
+        all gradients of this replica are multiplied by its own weight.
+        """
+        tensor = as_tensor(leaf)
+        weight: Any = self.weight
+        if not tensor.requires_grad or (isinstance(weight, float) and weight == 1.0):
+            return collective(tensor)
+        if isinstance(weight, torch.Tensor):  # traced
+            inverse: Any = torch.where(weight > 0, 1.0 / weight, 0.0)
+        else:
+            inverse = 1.0 / weight if weight else 0.0
+        return scale_gradient(collective(scale_gradient(tensor, inverse)), weight)
 
     @_disable_dynamo
     def merge_call(

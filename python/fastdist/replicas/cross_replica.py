@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
 
 from fastdist.collectives.autograd import all_gather, as_tensor, check_joinable
 from fastdist.collectives.communicator import Communicator
 
 CrossReplicaOp = Literal["sum", "mean", "min", "max"]
+Axes = int | tuple[int, ...] | None
 
 
 def reduce_values(
     workers: Communicator | None,
     op: CrossReplicaOp,
     values: Sequence[object],
-    axis: int | None,
+    axis: Axes,
     weights: Sequence[float] | None,
 ) -> torch.Tensor:
     """Reduce one value per replica; the result is on the first value's device.
@@ -26,20 +29,26 @@ def reduce_values(
         workers: connects all processes; None if this is the only process.
         op: the reduction.
         values: one value for each replica of this process.
-        axis: also reduce along this axis, in which the lengths of values may differ; None: no axis.
+        axis: also reduce along this axis or these axes, in which the lengths of values may differ;
+            None: no axis.
         weights: weights of this process's replicas in a mean; the weights of all replicas sum to 1.
+
+    Raises:
+        TypeError: a value is no tensor or number.
+        ValueError: an axis is out of range.
     """
-    tensors = [as_tensor(value).detach() for value in values]
+    tensors = [_to_tensor("reduce", value) for value in values]
+    axes = None if axis is None else _axes(axis, tensors)
     if op in ("min", "max"):
-        return _extreme(workers, op, tensors, axis)
+        return _extreme(workers, op, tensors, axes)
     if op == "mean":
         tensors = [_floating(tensor) for tensor in tensors]
-    if op == "mean" and axis is None:
+    if op == "mean" and axes is None:
         return _mean(workers, tensors, weights)
     count = float(len(tensors))
-    if axis is not None:
-        count = float(sum(tensor.shape[axis] for tensor in tensors))
-        tensors = [tensor.sum(axis) for tensor in tensors]
+    if axes is not None:
+        count = float(sum(prod(tensor.shape[i] for i in axes) for tensor in tensors))
+        tensors = [tensor.sum(axes) for tensor in tensors]
     total = _sum(tensors)
     if workers is not None:
         counts = torch.tensor(count, dtype=torch.float64, device=total.device)
@@ -54,10 +63,11 @@ def gather_values(
     """Join the replicas' tensors along an axis, in replica order.
 
     Raises:
+        TypeError: a value is no tensor or number.
         ValueError: a value is a scalar, or shapes differ in another dimension; the message shows
             the shapes.
     """
-    tensors = [as_tensor(value).detach() for value in values]
+    tensors = [_to_tensor("gather", value) for value in values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if workers is not None:
         shapes = [shape for worker in workers.all_gather_object(shapes) for shape in worker]
@@ -93,12 +103,12 @@ def _extreme(
     workers: Communicator | None,
     op: Literal["min", "max"],
     tensors: Sequence[torch.Tensor],
-    axis: int | None,
+    axes: tuple[int, ...] | None,
 ) -> torch.Tensor:
     pick = torch.minimum if op == "min" else torch.maximum
-    if axis is not None:
+    if axes is not None:
         along = torch.amin if op == "min" else torch.amax
-        tensors = [along(tensor, axis) for tensor in tensors]
+        tensors = [along(tensor, axes) for tensor in tensors]
     result = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         result = pick(result, tensor.to(result.device))
@@ -107,8 +117,28 @@ def _extreme(
     return result
 
 
+def _to_tensor(call: str, value: object) -> torch.Tensor:
+    if not isinstance(value, _VALUES):
+        hint = "; does the function passed to run return a value?" if value is None else ""
+        raise TypeError(f"{call}: expected tensors or numbers, got {value!r}{hint}")
+    tensor = as_tensor(value).detach()
+    return tensor
+
+
+def _axes(axis: int | tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    for tensor in tensors:
+        if not axes or any(not -tensor.dim() <= i < tensor.dim() for i in axes):
+            raise ValueError(
+                f"reduce: axis {axis} is out of range for a value of shape {tuple(tensor.shape)}"
+            )
+    return axes
+
+
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     total = tensors[0].clone(memory_format=torch.contiguous_format)
+    if total.dtype == torch.bool:
+        total = total.long()  # as in torch.sum
     for tensor in tensors[1:]:
         total += tensor.to(total.device)
     return total
@@ -118,3 +148,6 @@ def _floating(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor
     return tensor.to(torch.get_default_dtype())
+
+
+_VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)

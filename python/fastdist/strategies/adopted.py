@@ -220,6 +220,7 @@ class AdoptedModules:
     def connect(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""
         self._communicators = communicators
+        self._steps.record.clear()
         if self.sync is not None:
             self.sync.close()
             self.sync = None
@@ -232,6 +233,7 @@ class AdoptedModules:
                 self._adopted > 1,
                 self._accumulation,
                 BufferSync(list(self._buffered()), self._buffer_places),
+                self._steps.record,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,

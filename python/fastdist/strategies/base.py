@@ -20,7 +20,7 @@ from fastdist.data import (
 )
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.replicas.cross_replica import CrossReplicaOp
+from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
 from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope
@@ -233,7 +233,7 @@ class Strategy(ABC):
     # --- values of all replicas -----------------------------------------------------------------
 
     @final
-    def reduce(self, op: CrossReplicaOp, value: Any, axis: int | None = None) -> Any:
+    def reduce(self, op: CrossReplicaOp, value: Any, axis: Axes = None) -> Any:
         """Reduce per-replica values over all replicas. Every worker must call.
 
         Args:
@@ -241,10 +241,12 @@ class Strategy(ABC):
                 `distribute_dataset`, or of `fastdist.map` on these results, "mean" weights each
                 replica by its number of examples.
             value: a result of `run`, or a structure of results.
-            axis: also reduce along this axis of each value, in which lengths may differ.
+            axis: also reduce along this axis or these axes of each value, in which lengths may
+                differ.
 
         Raises:
-            ValueError: op is none of these.
+            TypeError: a value is no tensor or number.
+            ValueError: op is none of these, or an axis is out of range.
             RuntimeError: called inside `run`; use `get_replica_context().all_reduce` there.
         """
         self._require_cross_replica("reduce")
@@ -253,7 +255,7 @@ class Strategy(ABC):
         return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
 
     @abstractmethod
-    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         """Implement `reduce` for a leaf."""
 
     @final

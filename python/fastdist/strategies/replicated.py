@@ -15,9 +15,14 @@ from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import InputLayout
-from fastdist.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError
+from fastdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduce_values
+from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.devices import working_on
 from fastdist.replicas.per_replica import PerReplica, select, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
@@ -155,6 +160,17 @@ class ReplicatedStrategy(Strategy):
             step = nullcontext() if sync is None else sync.step(examples)
             with replica_stream(context, seed), step:
                 return fn(*args, **kwargs)
+        except Exception as error:
+            is_empty = examples is not None and examples[context.replica_id_in_sync_group] == 0
+            if not is_empty or isinstance(error, FastdistError):
+                raise
+            assert examples is not None
+            raise FastdistError(
+                f"replica {context.replica_id_in_sync_group} has no example of this batch, whose "
+                f"{sum(examples)} examples were divided {list(examples)}, and the function failed "
+                f"without examples: {type(error).__name__}: {error}. If the model needs examples, "
+                "use drop_remainder=True in distribute_dataset, or another global_batch_size"
+            ) from error
         finally:
             state.replica = None
 
@@ -203,7 +219,7 @@ class ReplicatedStrategy(Strategy):
 
     # --- values of all replicas -----------------------------------------------------------------
 
-    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         weights = None
         if op == "mean" and axis is None and type(value) is PerReplica:
             examples = value.examples

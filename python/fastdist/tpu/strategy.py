@@ -15,7 +15,7 @@ from fastdist.collectives.autograd import check_joinable
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import InputLayout
 from fastdist.replicas.context import ReplicaContext
-from fastdist.replicas.cross_replica import CrossReplicaOp, gather_values, reduce_values
+from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.per_replica import PerReplica, map_structure, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
@@ -147,7 +147,7 @@ class TPUStrategy(Strategy):
 
     # --- values of all replicas -----------------------------------------------------------------
 
-    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: int | None) -> Any:
+    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         if isinstance(value, Variable):
             value = PerReplica(tuple(self._adopted.components(value)))
         if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
@@ -174,7 +174,7 @@ class TPUStrategy(Strategy):
         }
         return self._runs.computed(reductions[op](tensor, along))
 
-    def _weights(self, op: str, value: Any, axis: int | None) -> list[float] | None:
+    def _weights(self, op: str, value: Any, axis: Axes) -> list[float] | None:
         examples = value.examples if type(value) is PerReplica else None
         if op != "mean" or axis is not None or examples is None:
             return None

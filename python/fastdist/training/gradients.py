@@ -36,6 +36,7 @@ from fastdist.collectives.communicator import Communicator, Compression, Work
 from fastdist.errors import FastdistError
 from fastdist.training.buffers import BufferSync
 from fastdist.training.modules import is_materialized
+from fastdist.training.step_record import StepRecord
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -106,6 +107,7 @@ class GradientSync:
         has_several_models: True if the strategy has, or has had, several models.
         accumulation: of this strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
+        steps: the optimizers' steps, which travel with the first gradients.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
         compress: as for `Communicator.all_reduce`.
@@ -123,6 +125,7 @@ class GradientSync:
         has_several_models: bool,
         accumulation: Accumulation,
         buffers: BufferSync,
+        steps: StepRecord,
         *,
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
@@ -140,6 +143,8 @@ class GradientSync:
         self._places = places
         self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
+        self._steps = steps
+        self._record: torch.Tensor | None = None  # what `steps` recorded; None until it is sent
         self._reduction = reduction
         self._compress = compress
         self._on_one_device = on_one_device
@@ -283,6 +288,7 @@ class GradientSync:
         self._abandon()  # drop what an earlier backward left when it raised
         self._task = task
         self._next = 0
+        self._record = None
         self._arrived = [False] * len(self._parameters)
         before = self._trainable or [True] * len(self._parameters)
         trainable = [  # a released parameter stays as it was: other replicas may still have theirs
@@ -318,6 +324,9 @@ class GradientSync:
             if weight is not None:
                 self._weigh(bucket, weight)
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
+        if self._record is None and not self._is_on_gpu:
+            self._record = self._steps.take()
+            sent.append(self._record)
         if weight is not None:
             op = "sum"
         work = None
@@ -358,6 +367,8 @@ class GradientSync:
         if parameter.grad is not None:
             if self._reduction == "sum" and not self._arrived[i]:
                 self._before_gradient(i)
+            if _is_shared(parameter.grad):
+                parameter.grad = parameter.grad.clone()
             return parameter.grad
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -388,6 +399,8 @@ class GradientSync:
             work.wait()
         self._accumulation.held.clear()
         self.watch()  # parameters that were unfrozen since this run began
+        if self._record is not None:
+            self._steps.require_equal(self._record, self._questions)
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
         """Exchange which parameters were used and which buffers were written.
@@ -404,9 +417,15 @@ class GradientSync:
             for i, arrived in enumerate(self._arrived):
                 if arrived or self._is_held(i):
                     used[self._parameters[i].place] = 1.0
-        both = torch.cat([used, self._buffer_sync.weights(self._own_examples()).flatten()])
-        self._questions.all_reduce(both)
-        used, written = both[: len(used)], both[len(used) :].view(2, -1)
+        record = torch.zeros(0)
+        if self._is_on_gpu:
+            self._record = record = self._steps.take()
+        written = self._buffer_sync.weights(self._own_examples())
+        whole = torch.cat([record, used, written.flatten()])
+        self._questions.all_reduce(whole)
+        parts = torch.split(whole, [len(record), len(used), written.numel()])
+        record.copy_(parts[0])
+        used, written = parts[1], parts[2].view(2, -1)
         if not asks:
             return None, written
         by_anyone = used.tolist()
@@ -492,6 +511,25 @@ class GradientSync:
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and is_materialized(parameter)
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """True for a new gradient in memory that something else uses, such as another gradient.
+
+    Autograd gives several parameters views of one result if no summation lies between, so that
+    each must not be reduced in place.
+    """
+    if gradient._version or gradient.requires_grad:
+        return False
+    return _uses(gradient) > _USES_OF_ONE_TENSOR
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+_USES_OF_ONE_TENSOR = _uses(torch.ones(1))
 
 
 @_disable_dynamo

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fastdist.errors import FastdistError
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.training.gradients import GradientReduction, GradientSync
+from fastdist.training.step_record import StepRecord
 
 
 class OptimizerSteps:
@@ -24,9 +25,13 @@ class OptimizerSteps:
 
     Args:
         reduction: the reduction of gradients and of closures' losses.
+
+    Attributes:
+        record: the steps so far, to be compared with other replicas.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
+        self.record = StepRecord()
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -79,6 +84,8 @@ class OptimizerSteps:
                 self._require_foreign(optimizer)
             return None
         self.require_allowed(optimizer)
+        if not self._has_one_copy:
+            self.record.note(optimizer)
         if context is None:
             return None
         if "closure" in kwargs:

@@ -1,0 +1,25 @@
+"""Models of torchvision, timm and transformers train on two replicas as on one device."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from library_models import MODELS
+
+PROGRAM = Path(__file__).parent / "library_models.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_model_trains_as_on_one_device(name: str) -> None:
+    library = name.split()[0]
+    if importlib.util.find_spec(library) is None or importlib.util.find_spec("torchvision") is None:
+        pytest.skip(f"needs {library} and torchvision")
+    command = [sys.executable, str(PROGRAM), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("equal ")

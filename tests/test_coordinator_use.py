@@ -336,9 +336,12 @@ print("begun", flush=True)
 @pytest.mark.parametrize(
     ("count", "then", "code", "said"),
     [
-        (100, "", 0, ""),
+        pytest.param(100, "", 0, "", marks=pytest.mark.slow),
         (100, "coordinator.join()", -signal.SIGINT, "KeyboardInterrupt"),
-        (4, "threading.Thread(target=coordinator.join).start()", 0, ""),
+        pytest.param(
+            *(4, "threading.Thread(target=coordinator.join).start()", 0, ""),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["queued", "interrupted", "thread"],
 )

@@ -55,7 +55,13 @@ SOURCES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "processes" in name else [])
+        for name in SOURCES
+    ],
+)
 def test_resume_after_every_step(name: str) -> None:
     make = SOURCES[name]
     dataset = make(alone(2))

@@ -211,6 +211,7 @@ def test_multi_worker_by_tf_config(start: Start, tmp_path: Path) -> None:
     assert f"{2 * len(devices)} replicas" in outputs[0]
 
 
+@pytest.mark.slow
 def test_word_vectors_in_all_modes(start: Start) -> None:
     pytest.importorskip("zmq")
     pytest.importorskip("cloudpickle")

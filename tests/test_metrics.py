@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import fastdist as fd
+import pytest
 import torchmetrics
 
 IMPORTED_LATE = """
@@ -25,6 +26,7 @@ assert first.compute() == 2 and second.compute() == 4
 """
 
 
+@pytest.mark.slow
 def test_torchmetrics_is_imported_in_the_scope() -> None:
     subprocess.run([sys.executable, "-c", IMPORTED_LATE], check=True, timeout=60)
 

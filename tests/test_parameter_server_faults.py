@@ -46,6 +46,7 @@ def test_synchronous_with_killed_workers(cluster: PsCluster) -> None:
     wait_for(lambda: coordinator.workers == [0, 1])
 
 
+@pytest.mark.slow
 def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)

@@ -79,6 +79,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
             again.end()
 
 
+@pytest.mark.slow
 def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
     """More parts than the window; afterwards the client works with the remaining servers."""
     size = 40 * PART_SIZE
@@ -101,6 +102,7 @@ def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
             again.end()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
     with Client([server.address], grace_s=0.5) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))

@@ -387,12 +387,12 @@ def test_another_version(server: Server, client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
+    "seconds", [1, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(240)])]
 )
 def test_garbage(server: Server, client: Client, seconds: float) -> None:
     """Random bytes, frames and headers do not affect well-behaved clients."""
     dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
-    fuzz(server, client, dense, 2)  # one-time allocations, such as buffers
+    fuzz(server, client, dense, seconds / 2)  # one-time allocations, such as buffers
     before = resident_bytes()
     fuzz(server, client, dense, seconds)
     assert server.stats()["malformed"] > 100
@@ -461,15 +461,27 @@ def test_a_message_beyond_the_limit() -> None:
             assert (client.pull(0, dense, (2,)) == 1).all()
 
 
-@pytest.mark.parametrize(
-    "use",
-    ["fd.ps.Client", "fd.ps.Server", "fd.ps.Keys", "fd.ParameterServerStrategy"],
+WITHOUT_PYZMQ = """
+import sys
+sys.modules["zmq"] = None
+import fastdist as fd
+fd.nn.Embedding(3, 2)
+uses = (
+    lambda: fd.ps.Client, lambda: fd.ps.Server, lambda: fd.ps.Keys,
+    lambda: fd.ParameterServerStrategy,
 )
-def test_without_pyzmq(use: str) -> None:
-    code = "import sys; sys.modules['zmq'] = None; import fastdist as fd; "
-    code += f"fd.nn.Embedding(3, 2); {use}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "fastdist.ps needs pyzmq: pip install pyzmq" in done.stderr
+for use in uses:
+    try:
+        use()
+    except ImportError as error:
+        assert "fastdist.ps needs pyzmq: pip install pyzmq" in str(error)
+    else:
+        raise AssertionError
+"""
+
+
+def test_without_pyzmq() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_PYZMQ], check=True)
 
 
 def test_a_server_rejects_invalid_objects(client: Client) -> None:

@@ -143,6 +143,7 @@ def test_workers_with_two_devices_start_their_second_replica(network: Network) -
     assert apart.split(" ", 2)[2] == here.split(" ", 2)[2]
 
 
+@pytest.mark.slow
 def test_workers_with_different_numbers_of_devices() -> None:
     cluster = {"worker": [f"localhost:{next(ports)}" for _ in range(2)]}
     started = [start([], cluster, "worker", i, 10, devices=1 + i) for i in range(2)]
@@ -152,7 +153,7 @@ def test_workers_with_different_numbers_of_devices() -> None:
 
 
 def test_tf_config_that_names_a_task_twice() -> None:
-    started = on_one_machine([("worker", 0), ("worker", 0)], patience_s=10)
+    started = on_one_machine([("worker", 0), ("worker", 0)], patience_s=4)
     errors = [process.communicate(timeout=60)[1] for process in started]
     assert any("ClusterConfigError" in error for error in errors), errors
     assert all(process.returncode != 0 for process in started)

@@ -13,7 +13,10 @@ import pytest
 # One thread for each process: the tests run beside each other, with several processes each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import fork_server
 from launched import Launcher
+
+_LARGE_RUN = 500  # tests
 
 
 def pytest_configure() -> None:
@@ -52,6 +55,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(
                 fixture, sizes, indirect=True, scope=scope, ids=lambda n: f"world{n}"
             )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A large run needs the fork server, which can import its packages now."""
+    if len(session.items) > _LARGE_RUN:
+        fork_server.start()
 
 
 @pytest.fixture(scope="class")

@@ -1,8 +1,9 @@
 """Python processes that start in milliseconds: forks of a server that has imported torch.
 
-Each test process has one server, started at the first call of `python`. The server imports the
-packages that ranks need and runs a single thread without a communicator; every process is a fork of
-it with arguments, environment, working directory and file descriptors of its own.
+The test processes of a run share one server, which the first call of `python` or `start` starts.
+The server imports the packages that ranks need and runs a single thread without a communicator;
+every process is a fork of it with arguments, environment, working directory and file descriptors of
+its own.
 
 `python(*arguments, ...)` replaces `subprocess.Popen([sys.executable, "-W", "error", *arguments])`,
 except that
@@ -11,7 +12,7 @@ except that
 - BLAS and OpenMP run one thread, whatever the environment says.
 A test that depends on these starts its processes with `subprocess`.
 
-The server ends with the test process, even if that is killed, and its processes end with it.
+The processes of a test process end with it, even if it is killed; the server ends with the last.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +60,7 @@ _MAX_DESCRIPTORS = 64
 _INT = struct.Struct("i")
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
+_TAKEN = 3  # exit code of a server that finds another one
 
 # --- in the test process ------------------------------------------------------------------------
 
@@ -133,32 +136,63 @@ class ForkedPython(subprocess.Popen[Any]):
 
 
 _lock = threading.Lock()
+_started: subprocess.Popen[bytes] | None = None
 _control: socket.socket | None = None
+
+
+def start() -> None:
+    """Start the server unless another test process of this run has done so; do not wait for it."""
+    global _started
+    if _started is None and _connected() is None:
+        _started = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, _run_id()],
+            env=os.environ | _ONE_THREAD,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        atexit.register(_end, _started)
 
 
 def _server() -> socket.socket:
     """The control socket of the server, which the first call starts."""
-    global _control
     with _lock:
-        if _control is None:
-            control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, str(theirs.fileno())],
-                env=os.environ | _ONE_THREAD,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-            theirs.close()
-            atexit.register(_end, control, process)
+        start()
+        while (control := _connected()) is None:
+            assert _started is not None
+            if _started.poll() not in (None, _TAKEN):
+                raise OSError(f"the fork server has ended with {_started.returncode}")
+            time.sleep(0.02)
+        return control
+
+
+def _connected() -> socket.socket | None:
+    """The control socket; None while there is no server."""
+    global _control
+    if _control is None:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            control.connect(_address(_run_id()))
+        except OSError:
+            control.close()
+        else:
             _control = control
-        return _control
+    return _control
 
 
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     if os.getpid() == _owner:
-        control.close()
-        process.wait(20)
+        if _control is not None:
+            _control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+
+
+def _run_id() -> str:
+    return os.environ.get("PYTEST_XDIST_TESTRUNUID", str(_owner))
+
+
+def _address(run: str) -> str:
+    return f"\0fastdist-tests-{os.getuid()}-{run}"
 
 
 _owner = os.getpid()
@@ -177,7 +211,7 @@ def _preload() -> None:
     gc.freeze()  # collections in the forks leave the server's pages shared
 
 
-def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request, and report exit statuses; in a fork, return its request.
 
     Answers to a request are the process id and, later, the wait status.
@@ -185,32 +219,65 @@ def _serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
     server = os.getpid()
     prctl = ctypes.CDLL(None).prctl
     selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    clients: set[socket.socket] = set()
+    starter = os.getppid()
     while True:
-        for key, _ in selector.select():
-            if key.fileobj is control:
-                message, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
+        if not clients and os.getppid() != starter:
+            os._exit(0)
+        for key, _ in selector.select(None if clients else 1.0):
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                if _user_of(client) == os.getuid():
+                    clients.add(client)
+                    selector.register(client, selectors.EVENT_READ)
+            elif key.fileobj in clients:
+                client = key.fileobj  # type: ignore[assignment]
+                message, fds = b"", []
+                with contextlib.suppress(ConnectionResetError):
+                    message, fds, _, _ = socket.recv_fds(
+                        client, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS
+                    )
                 if not message:
-                    os._exit(0)
+                    selector.unregister(client)
+                    clients.remove(client)
+                    client.close()
+                    _kill_processes_of(selector, client)
+                    if not clients:
+                        os._exit(0)
+                    continue
                 status, *given = fds
                 pid = os.fork()
                 if pid == 0:
                     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                     if os.getppid() != server:
                         os._exit(1)
-                    _close_all_of(selector, control)
+                    _close_all_of(selector)
                     os.close(status)
                     return json.loads(message), given
                 for fd in given:
                     os.close(fd)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
+                watched = os.pidfd_open(pid)
+                selector.register(watched, selectors.EVENT_READ, (pid, status, client))
                 _tell(status, pid)
             else:
-                pid, status = key.data
+                pid, status, _ = key.data
                 _tell(status, os.waitpid(pid, 0)[1])
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 os.close(status)
+
+
+def _user_of(client: socket.socket) -> int:
+    size = 3 * _INT.size
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _kill_processes_of(selector: selectors.BaseSelector, client: socket.socket) -> None:
+    for key in selector.get_map().values():
+        if key.data is not None and key.data[2] is client:
+            os.kill(key.data[0], signal.SIGKILL)
 
 
 def _tell(status: int, value: int) -> None:
@@ -218,13 +285,14 @@ def _tell(status: int, value: int) -> None:
         os.write(status, _INT.pack(value))
 
 
-def _close_all_of(selector: selectors.BaseSelector, control: socket.socket) -> None:
+def _close_all_of(selector: selectors.BaseSelector) -> None:
     for key in list(selector.get_map().values()):
-        if key.data is not None:
+        if key.data is None:
+            key.fileobj.close()  # type: ignore[union-attr]
+        else:
             os.close(key.fd)
             os.close(key.data[1])
     selector.close()
-    control.close()
 
 
 # --- in a fork ----------------------------------------------------------------------------------
@@ -278,10 +346,16 @@ def _run(arguments: list[str], path: list[str]) -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the server
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(_address(sys.argv[1]))
+    except OSError:
+        sys.exit(_TAKEN)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [entry for entry in sys.path[1:] if entry not in before]
     _preload()
-    request, given = _serve(socket.socket(fileno=int(sys.argv[1])))
+    listener.listen()
+    request, given = _serve(listener)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _take_descriptors(given, request["descriptors"])
     os.environ.clear()

@@ -107,9 +107,7 @@ class CompiledModules:
     """torch.compile takes seconds: bound to few kinds of replicas."""
 
     @pytest.mark.timeout(120)
-    @pytest.mark.parametrize(
-        "compiled", ["step", *(pytest.param(c, marks=pytest.mark.slow) for c in ("model", "loss"))]
-    )
+    @pytest.mark.parametrize("compiled", ["model", "loss", "step"])
     def test_compiled(self, strategies: Any, compiled: str) -> None:
         def case(strategy: Strategy) -> None:
             with warnings.catch_warnings():

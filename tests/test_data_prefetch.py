@@ -97,7 +97,9 @@ class Broken(Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize(("prefetch", "loaders"), [(0, 0), (4, 0), (4, 1)])
+@pytest.mark.parametrize(
+    ("prefetch", "loaders"), [(0, 0), (4, 0), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_an_error_comes_after_the_batches_before_it(prefetch: int, loaders: int) -> None:
     made = distribute_dataset(
         Broken(), alone(), global_batch_size=2, prefetch=prefetch, num_workers=loaders
@@ -164,7 +166,7 @@ def test_dropped_without_close() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_interpreter_exits_amid_an_epoch(loaders: int) -> None:
     script = f"""
         import torch

@@ -124,6 +124,7 @@ def run_digits(start: Start, ranks: int, weights: Path) -> tuple[float, dict[str
     return float(found[1]), torch.load(weights)
 
 
+@pytest.mark.slow
 def test_digits_all_reduce_gives_the_same_on_any_number_of_ranks(
     start: Start, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_same_on_every_strategy(
         assert same_accuracy == pytest.approx(accuracy, abs=0.003)
 
 
+@pytest.mark.slow
 def test_central_storage_keeps_one_copy(start: Start) -> None:
     for strategy, kept in (("central_storage", 1), ("mirrored", 2)):
         options = ("--strategy", strategy)

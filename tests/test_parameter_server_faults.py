@@ -94,6 +94,7 @@ def _restored(strategy: Any, directory: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
@@ -142,7 +143,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
     values = [coordinator.schedule(train, (gradient,)) for gradient in (1.0, 3.0)]
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(coordinator.join)  # starts the group
-        wait_for(begun.exists)
+        wait_for(lambda: begun.exists() and begun.read_text())
         leader = int(begun.read_text())
         victim = leader if lost == "who commits" else 1 - leader
         cluster.kill("worker", victim)

@@ -310,6 +310,7 @@ def test_of_another_shape_or_rule(
     assert (after[0].pull() == 2).all()
 
 
+@pytest.mark.slow
 def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:
     """Restored into as many pieces, and into one."""
     client = stack.enter_context(Client([stack.enter_context(Server()).address]))

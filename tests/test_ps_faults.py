@@ -55,6 +55,7 @@ def server() -> Iterator[Process]:
     made.end()
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed_soon(server: Process) -> None:
     with Server() as alive, Client([server.address, alive.address]) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))

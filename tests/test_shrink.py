@@ -121,6 +121,7 @@ print(comm.rank, comm.world_size, x[0])
     assert found == [(0, "0 2 2.0"), (-signal.SIGKILL, ""), (0, "1 2 2.0")]
 
 
+@pytest.mark.slow
 def test_ranks_that_exclude_others_do_not_meet() -> None:
     script = """
 import fastdist as fd

@@ -97,7 +97,7 @@ def programs(launcher: Launcher, tmp_path: Path) -> Programs:
     return Programs(launcher, tmp_path)
 
 
-@pytest.mark.parametrize("by", ["script", "module", "command"])
+@pytest.mark.parametrize("by", ["command", *slow("script", "module")])
 def test_the_same_by_every_start(programs: Programs, by: str) -> None:
     """Only the first replica's output is shown, and standard input is its."""
     speaks = "\n    print('replica', rank, sys.stdin.read() if rank == 0 else '', flush=True)"
@@ -105,6 +105,7 @@ def test_the_same_by_every_start(programs: Programs, by: str) -> None:
     assert (code, out, err) == (0, "replica 0 typed\n", "")
 
 
+@pytest.mark.slow
 def test_trains_as_on_one_device(programs: Programs) -> None:
     code, out, err = programs.run(TRAIN + END)
     assert code == 0, err
@@ -114,6 +115,7 @@ def test_trains_as_on_one_device(programs: Programs) -> None:
     assert out.removeprefix("in 2") == single.getvalue().removeprefix("in 1")
 
 
+@pytest.mark.slow
 def test_the_working_directory_and_a_second_strategy(programs: Programs) -> None:
     text = "    import os, fastdist\n    os.makedirs('data', exist_ok=True)\n    os.chdir('data')"
     again = """
@@ -191,9 +193,14 @@ def test_a_replica_that_ends_amid_training(programs: Programs, how: str) -> None
     assert cause in err
 
 
-def test_exit_codes(programs: Programs) -> None:
+@pytest.mark.slow
+def test_an_exit_code(programs: Programs) -> None:
     code, out, err = programs.run(TALK + "\n    train()\n    sys.exit(7)")
     assert code == 7, (out, err)
+
+
+@pytest.mark.slow
+def test_a_replica_that_fails_after_the_last_call(programs: Programs) -> None:
     code, _, err = programs.run(
         TALK + "\n    train()\n    if rank == 1: raise KeyError('in the end')"
     )
@@ -233,6 +240,7 @@ def test_nothing_is_left_when_the_first_ends(programs: Programs, number: signal.
     wait_until(lambda: programs.launcher.left() == [])
 
 
+@pytest.mark.slow
 def test_a_model_that_only_the_first_makes(programs: Programs) -> None:
     lines = TRAIN.splitlines()
     at = next(i for i, line in enumerate(lines) if "strategy.scope()" in line)
@@ -246,6 +254,7 @@ def test_a_model_that_only_the_first_makes(programs: Programs) -> None:
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_a_world_that_was_made_before(programs: Programs) -> None:
     code, _, err = programs.run(TALK.replace("    strategy =", "    fd.init()\n    strategy =", 1))
     assert code == 1
@@ -283,7 +292,7 @@ LAUNCH = """
 """
 
 
-@pytest.mark.parametrize("by", ["stdin", "interactive"])
+@pytest.mark.parametrize("by", ["stdin", *slow("interactive")])
 def test_launch(programs: Programs, by: str) -> None:
     (programs.folder / "beside.py").write_text("")
     text = f"TRAINS = {by == 'stdin'}\n{textwrap.dedent(LAUNCH)}"

@@ -86,9 +86,13 @@ KINDS: dict[str, Callable[[fd.CommunicationOptions], fd.Strategy]] = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is None:
         return
-    sizes = metafunc.cls.sizes
+    slow = getattr(metafunc.cls, "slow_sizes", ())
+    sizes = [
+        *getattr(metafunc.cls, "sizes", ()),
+        *(pytest.param(size, marks=pytest.mark.slow) for size in slow),
+    ]
     metafunc.parametrize(
-        "strategies", sizes, indirect=True, scope="class", ids=[f"replicas{n}" for n in sizes]
+        "strategies", sizes, indirect=True, scope="class", ids=lambda n: f"replicas{n}"
     )
 
 
@@ -106,7 +110,7 @@ class Contract(
 
 
 class TestOneDevice(Contract):
-    sizes = (1,)
+    slow_sizes = (1,)
 
     @staticmethod
     def make(size: int) -> OneProcess:
@@ -114,7 +118,8 @@ class TestOneDevice(Contract):
 
 
 class TestMirrored(Contract):
-    sizes = (2, 3)
+    sizes = (2,)
+    slow_sizes = (3,)
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
@@ -132,7 +137,7 @@ class TestMirroredOverlapping(TrainingContract):
 
 
 class TestMultiWorkerMirrored(Contract):
-    sizes = (2,)
+    slow_sizes = (2,)
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
@@ -230,7 +235,7 @@ class TestCentralStorage(Contract):
 
 
 class TestCentralStorageApart(Contract):
-    sizes = (2,)
+    slow_sizes = (2,)
     copies_parameters = False
 
     @staticmethod
@@ -277,7 +282,8 @@ def test_devices_that_are_not_there() -> None:
 
 
 class TestProgramsMirrored(ProgramsContract):
-    sizes = (2, 3)
+    sizes = (2,)
+    slow_sizes = (3,)
     make = staticmethod(TestMirrored.make)
 
 
@@ -292,7 +298,7 @@ class TestModulesMirrored(StrategyModules):
 
 
 class TestCompiled(CompiledModules):
-    sizes = (2,)
+    slow_sizes = (2,)
     make = staticmethod(TestMirrored.make)
 
 

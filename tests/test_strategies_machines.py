@@ -152,6 +152,7 @@ def test_workers_with_different_numbers_of_devices() -> None:
     assert all(process.returncode != 0 for process in started)
 
 
+@pytest.mark.slow
 def test_tf_config_that_names_a_task_twice() -> None:
     started = on_one_machine([("worker", 0), ("worker", 0)], patience_s=4)
     errors = [process.communicate(timeout=60)[1] for process in started]

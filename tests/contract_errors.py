@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import pickle
 import time
@@ -14,6 +15,29 @@ import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+
+class Misshapen:
+    """A DLPack array with wrong lengths in its shape."""
+
+    def __init__(self, *lengths: int) -> None:
+        self._array = np.zeros((1,) * len(lengths), np.float32)
+        self._lengths = lengths
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options:
+            raise TypeError("only the first version of DLPack")
+        capsule = self._array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        words = ctypes.cast(pointer(capsule, b"dltensor"), ctypes.POINTER(ctypes.c_void_p))
+        shape = ctypes.cast(words[3], ctypes.POINTER(ctypes.c_int64))  # data, device, kinds, shape
+        for axis, length in enumerate(self._lengths):
+            shape[axis] = length
+        return capsule
 
 
 def check_bad_arguments(comm: Communicator) -> None:
@@ -31,6 +55,7 @@ def check_bad_arguments(comm: Communicator) -> None:
         (TypeError, "float", lambda: comm.all_reduce([1.0, 2.0])),
         (TypeError, "NoneType", lambda: comm.all_reduce(None)),
         (TypeError, "str", lambda: comm.all_reduce("text")),
+        (ValueError, "array .*negative .*-2", lambda: comm.all_reduce(Misshapen(2, -2))),
         (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
         (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
         (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
@@ -72,6 +97,10 @@ def check_bad_arguments(comm: Communicator) -> None:
         (ValueError, "color", lambda: comm.split(-1)),
         (TypeError, "color must be an integer, got 'a'", lambda: comm.split("a")),
         (TypeError, "key must be an integer, got 0.5", lambda: comm.split(0, 0.5)),
+        (ValueError, "color must fit in 64 bits, got 9", lambda: comm.split(2**63)),
+        (ValueError, "key must fit in 64 bits", lambda: comm.split(0, -(2**70))),
+        (ValueError, "splits must fit in 64 bits", lambda: comm.all_to_all(x, splits=[2**64])),
+        (ValueError, "ranks must fit in 64 bits", lambda: comm.subgroup([2**64])),
         (TypeError, "dtype must be.*float64.*got <class 'object'>", lambda: comm.empty(3, object)),
         (TypeError, "dtype must be", lambda: comm.empty(3, "datetime64[s]")),
         (TypeError, "dtype must be", lambda: comm.empty(3, [("a", "float32")])),

@@ -18,9 +18,10 @@ from typing import Any
 import fastdist
 import numpy as np
 import pytest
+from contract_errors import Misshapen
 from fastdist import Communicator
 from fastdist.errors import FastdistError, PeerFailureError
-from ranks import ProcessRanks, RankError
+from ranks import ProcessRanks, RankError, ThreadRanks
 
 PREAMBLE = "import os, sys, time, signal, numpy as np, fastdist as fd\n"
 
@@ -103,6 +104,50 @@ def recv_from_dying_rank(comm: Communicator) -> None:
     if comm.rank == 1:
         time.sleep(0.1)
         os._exit(3)
+
+
+def die_behind_a_late_rank(comm: Communicator) -> None:
+    """Rank 0 waits for rank 1, which comes late, while the last rank dies."""
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    if comm.rank == 1:
+        time.sleep(4)
+        start = time.monotonic()
+    with pytest.raises(PeerFailureError) as caught:
+        comm.barrier()
+    assert time.monotonic() - start < 1.5
+    assert caught.value.ranks == (comm.world_size - 1,)
+
+
+def test_a_death_behind_a_late_rank() -> None:
+    ranks = ProcessRanks(3)
+    try:
+        with pytest.raises(RankError) as caught:
+            ranks.run(die_behind_a_late_rank)
+        assert list(caught.value.errors) == [2], caught.value
+    finally:
+        ranks.close()
+
+
+def lose_a_rank_with_calls_in_flight(comm: Communicator) -> None:
+    """Each call and each later one names the lost rank."""
+    comm.barrier()
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [comm.all_reduce(np.ones(9), async_op=True) for _ in range(3)]
+    calls: list[Callable[[], Any]] = [works[i].wait for i in (2, 0, 1)]
+    for call in (*calls, comm.barrier, lambda: comm.all_reduce(np.ones(3), async_op=True)):
+        with pytest.raises(PeerFailureError) as caught:
+            call()
+        assert caught.value.ranks == (comm.world_size - 1,), str(caught.value)
+
+
+def test_all_calls_name_the_lost_rank(processes: ProcessRanks) -> None:
+    with pytest.raises(RankError) as caught:
+        processes.run(lose_a_rank_with_calls_in_flight)
+    assert list(caught.value.errors) == [processes.size - 1], caught.value
 
 
 def test_killed_sender(processes: ProcessRanks) -> None:
@@ -200,6 +245,102 @@ except fd.errors.ClusterConfigError as e: print("refused:", e)
 SOON = {"FASTDIST_RENDEZVOUS_TIMEOUT_S": "1"}
 
 
+def test_ctrl_c_for_all_ranks_ends_all_of_them(job: str) -> None:
+    """Those that learn of an interrupted rank are interrupted while they make their error."""
+    code = "comm = fd.init()\nx = np.ones(1000)\nprint('r', flush=True)\n"
+    code += "if comm.rank == 0: time.sleep(60)\nwhile True: comm.all_reduce(x)"
+    ranks = [start(rank, 4, job, code) for rank in range(4)]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "r\n"
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    assert [finish(rank)[0] for rank in ranks] == [-signal.SIGINT] * 4
+
+
+def test_an_error_where_no_frame_can_be_made(job: str) -> None:
+    code = """
+comm = fd.local_group(1)[0]
+comm.close()
+def call():
+    try:
+        call()
+    except RecursionError:
+        comm.barrier()
+try:
+    call()
+except (RecursionError, fd.errors.FastdistError):
+    print("fine")
+"""
+    assert finish(start(0, 1, job, code)) == (0, "fine\n")
+
+
+def test_a_collective_in_a_signal_handler(job: str) -> None:
+    code = """
+comm = fd.init()
+def on_signal(*_):
+    try:
+        comm.all_reduce(np.ones(4))
+    except fd.errors.FastdistError as error:
+        print(str(error).split(" while ")[0], flush=True)
+signal.signal(signal.SIGUSR1, on_signal)
+print("r", flush=True)
+if comm.rank == 1:
+    sys.stdin.readline()
+comm.barrier()
+"""
+    environ = os.environ | {"FASTDIST_JOB": job, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PREAMBLE + code],
+            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "r\n"
+    time.sleep(0.3)
+    ranks[0].send_signal(signal.SIGUSR1)
+    assert ranks[0].stdout is not None
+    assert ranks[0].stdout.readline() == "a signal handler called a collective\n"
+    for rank in reversed(ranks):
+        rank.communicate("go\n", timeout=20)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+def test_a_thread_that_cannot_start(job: str) -> None:
+    code = """
+import resource
+comm = fd.local_group(1)[0]
+soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+os.setuid(12345) if os.getuid() == 0 else None
+resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
+try:
+    comm.all_reduce(np.ones(3), async_op=True)
+except OSError as error:
+    print(error)
+comm.all_reduce(np.ones(3))
+os._exit(0)
+"""
+    assert (
+        "cannot start the thread that runs asynchronous calls" in finish(start(0, 1, job, code))[1]
+    )
+
+
+def test_a_dropped_communicator_finishes_its_calls() -> None:
+    def body(comm: Communicator) -> None:
+        works = [comm.split(0).all_reduce(np.ones(100_000), async_op=True) for _ in range(5)]
+        assert [work.wait()[0] for work in works] == [2.0] * 5
+
+    ranks = ThreadRanks(2)
+    ranks.run(body)
+    ranks.close()
+
+
 def test_missing_rank(job: str) -> None:
     ranks = [start(r, 3, job, MEET, **SOON) for r in (0, 2)]
     for rank in ranks:
@@ -212,6 +353,11 @@ def test_missing_first_rank(job: str) -> None:
     returncode, output = finish(start(1, 2, job, MEET, **SOON))
     assert returncode == 0
     assert "rank 1 of 2 did not find rank 0 within 1 s" in output
+
+
+def test_more_elements_than_can_be_counted() -> None:
+    with pytest.raises(ValueError, match="more elements than memory can hold"):
+        fastdist.local_group(1)[0].all_reduce(Misshapen(1 << 40, 1 << 40))
 
 
 def test_wrong_count(job: str) -> None:

@@ -187,10 +187,9 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
                     type_name(object) + ", DLPack code " + std::to_string(t.dtype.code) + ", " +
                     std::to_string(t.dtype.bits) + " bits)");
   }
+  const std::size_t count = count_elements(t.shape, t.ndim, size_of(*dtype), argument, object);
   const auto order = axis_order(t.shape, t.strides, t.ndim);
   if (!order) throw_strided(argument, object);
-  std::size_t count = 1;
-  for (int i = 0; i < t.ndim; ++i) count *= static_cast<std::size_t>(t.shape[i]);
   if (t.data == nullptr && count != 0) {
     throw Error(ErrorCode::kValue,
                 std::string(argument) + " has no memory: its data pointer is null (" +

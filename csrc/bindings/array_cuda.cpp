@@ -66,6 +66,8 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
   const auto [address, read_only] = interface["data"].cast<std::pair<std::uintptr_t, bool>>();
   if (access == Access::kWrite && read_only) throw_read_only(argument);
   const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
+  const std::size_t count = count_elements(shape.data(), static_cast<int>(shape.size()),
+                                           size_of(*dtype), argument, object);
   std::vector<std::int64_t> strides;
   const py::object given = interface.attr("get")("strides");
   if (!given.is_none()) {
@@ -77,8 +79,6 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
   const auto order = axis_order(shape.data(), given.is_none() ? nullptr : strides.data(),
                                 static_cast<int>(shape.size()));
   if (!order) throw_strided(argument, object);
-  std::size_t count = 1;
-  for (const std::int64_t length : shape) count *= static_cast<std::size_t>(length);
   auto* const data = reinterpret_cast<std::byte*>(address);
   if (count != 0) {
     const auto found = cuda::device_of(data);

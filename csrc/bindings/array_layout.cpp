@@ -41,6 +41,27 @@ void throw_read_only(const char* argument) {
       std::string(argument) + " must be writable, got a read-only array; pass out= or copy it");
 }
 
+std::size_t count_elements(const std::int64_t* shape, int ndim, std::size_t item_bytes,
+                           const char* argument, py::handle object) {
+  std::int64_t count = 1;
+  std::int64_t bytes = 0;
+  bool fits = true;
+  for (int i = 0; i < ndim; ++i) {
+    if (shape[i] < 0) {
+      throw Error(ErrorCode::kValue, std::string(argument) + " has a negative length in axis " +
+                                         std::to_string(i) + ": " + std::to_string(shape[i]) +
+                                         " (" + type_name(object) + ")");
+    }
+    fits = !__builtin_mul_overflow(count, shape[i], &count) && fits;
+  }
+  if (!fits || __builtin_mul_overflow(count, static_cast<std::int64_t>(item_bytes), &bytes)) {
+    throw Error(ErrorCode::kValue, std::string(argument) +
+                                       " has more elements than memory can hold (" +
+                                       type_name(object) + ")");
+  }
+  return static_cast<std::size_t>(count);
+}
+
 std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
                                         int ndim) {
   if (strides == nullptr || is_row_major(shape, strides, ndim)) return 0;

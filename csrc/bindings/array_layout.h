@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -19,6 +20,12 @@ namespace fastdist::bindings {
 // has gaps. Strides are in elements; null means row-major.
 [[nodiscard]] std::optional<std::uint32_t> axis_order(const std::int64_t* shape,
                                                       const std::int64_t* strides, int ndim);
+
+// Returns the number of elements. Throws kValue if a length is negative or the bytes cannot be
+// counted.
+[[nodiscard]] std::size_t count_elements(const std::int64_t* shape, int ndim,
+                                         std::size_t item_bytes, const char* argument,
+                                         pybind11::handle object);
 
 [[noreturn]] void throw_strided(const char* argument, pybind11::handle object);
 [[noreturn]] void throw_read_only(const char* argument);

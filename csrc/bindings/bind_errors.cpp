@@ -1,9 +1,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <exception>
 #include <new>
-#include <string>
+#include <vector>
 
 #include "bindings/bind.h"
 #include "core/error.h"
@@ -13,16 +14,36 @@ namespace py = pybind11;
 namespace fastdist::bindings {
 namespace {
 
-void raise(const Error& error) {
+py::object own(PyObject* made) noexcept { return py::reinterpret_steal<py::object>(made); }
+
+py::object to_tuple(const std::vector<int>& ranks) noexcept {
+  py::object tuple = own(PyTuple_New(static_cast<Py_ssize_t>(ranks.size())));
+  for (std::size_t i = 0; tuple && i < ranks.size(); ++i) {
+    PyObject* rank = PyLong_FromLong(ranks[i]);
+    if (rank == nullptr) return {};
+    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), rank);
+  }
+  return tuple;
+}
+
+// Sets the Python error of `error`. Making it runs Python code, which may raise another error, such
+// as KeyboardInterrupt or RecursionError; that error is then set instead. Never throws: the callers
+// are C functions.
+void raise(const Error& error) noexcept {
   // Messages may be cut in the middle of a UTF-8 character.
-  const std::string message = error.what();
-  const auto text = py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
+  const char* message = error.what();
+  const py::object text =
+      own(PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::strlen(message)), "replace"));
   if (!text) return;
   const auto fastdist_error = [&](const char* name) {
-    const py::object type = py::module_::import("fastdist.errors").attr(name);
-    const py::object value = type(text, py::tuple(py::cast(error.ranks())));
-    PyErr_SetObject(type.ptr(), value.ptr());
+    const py::object module = own(PyImport_ImportModule("fastdist.errors"));
+    if (!module) return;
+    const py::object type = own(PyObject_GetAttrString(module.ptr(), name));
+    const py::object ranks = to_tuple(error.ranks());
+    if (!type || !ranks) return;
+    const py::object value =
+        own(PyObject_CallFunctionObjArgs(type.ptr(), text.ptr(), ranks.ptr(), nullptr));
+    if (value) PyErr_SetObject(type.ptr(), value.ptr());
   };
   switch (error.code()) {
     case ErrorCode::kValue:

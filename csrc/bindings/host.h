@@ -64,6 +64,7 @@ class Host {
   template <class Call>
   void run_without_gil(const Call& call, const CallOptions& options) {
     if (collectives_.try_run([&] { call(communicator_, options); })) return;
+    refuse_nested(collectives_);
     const RecordedCaller caller(options.caller->location());
     CallOptions later = options;
     later.caller = &caller;
@@ -87,6 +88,13 @@ class Host {
   }
 
  private:
+  static void refuse_nested(const WorkQueue& queue) {
+    if (!queue.is_running_here()) return;
+    throw Error(ErrorCode::kState,
+                "a signal handler called a collective while its thread waits in another one of the "
+                "same communicator, which must end first; set a flag in the handler and call the "
+                "collective later");
+  }
   WorkQueue& lane(int peer, bool sends) {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
@@ -114,12 +122,14 @@ class Host {
       return py::reinterpret_borrow<py::object>(result);
     }
     communicator_.check_usable();
+    refuse_nested(queue);
     const auto caller = std::make_shared<RecordedCaller>(python_location());
     PendingCall pending{queue.submit([this, call = std::move(call), caller, timeout] {
                           call(communicator_, CallOptions{timeout, caller.get()});
                         }),
                         py::reinterpret_borrow<py::object>(result),
-                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept))};
+                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
+                        py::cast(this, py::return_value_policy::reference)};
     keep_until_done(pending);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));

@@ -17,6 +17,7 @@ struct PendingCall {
   pybind11::object result;
   // Shared with the communicator. The first thread that sees the call has ended empties it.
   std::shared_ptr<pybind11::object> kept;
+  pybind11::object owner;  // the communicator
 };
 
 // Waits for a call in slices, so that Ctrl-C is handled. Needs the GIL and releases it. Returns

@@ -1,6 +1,10 @@
 #include "core/work.h"
 
+#include <string>
+#include <system_error>
 #include <utility>
+
+#include "core/error.h"
 
 namespace fastdist {
 
@@ -46,8 +50,17 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
   auto work = std::make_shared<Work>(std::move(task));
   pending_.fetch_add(1, std::memory_order_acquire);
   const std::lock_guard lock(state_->mutex);
+  if (!state_->thread.joinable()) {
+    try {
+      state_->thread = std::thread([this] { loop(); });
+    } catch (const std::system_error& error) {
+      pending_.fetch_sub(1, std::memory_order_release);
+      throw Error(ErrorCode::kSystem,
+                  std::string("cannot start the thread that runs asynchronous calls: ") +
+                      error.code().message() + "; the machine or this user has too many threads");
+    }
+  }
   state_->queue.push_back(work);
-  if (!state_->thread.joinable()) state_->thread = std::thread([this] { loop(); });
   state_->submitted.notify_all();
   return work;
 }

@@ -46,6 +46,11 @@ class WorkQueue {
 
   std::shared_ptr<Work> submit(std::function<void()> task);
 
+  // True in a signal handler that has interrupted a call of this thread.
+  [[nodiscard]] bool is_running_here() const noexcept {
+    return runner_.load(std::memory_order_relaxed) == &this_thread;
+  }
+
   // Runs `task` in this thread and returns true, or returns false if calls are pending.
   template <class Task>
   bool try_run(Task&& task) {
@@ -53,14 +58,16 @@ class WorkQueue {
     if (!pending_.compare_exchange_strong(idle, kRunningHere, std::memory_order_acquire)) {
       return false;
     }
+    runner_.store(&this_thread, std::memory_order_relaxed);
     struct Release {
-      std::atomic<int>& pending;
+      WorkQueue& queue;
       ~Release() {
-        if (pending.fetch_sub(kRunningHere, std::memory_order_acq_rel) != kRunningHere) {
-          pending.notify_all();
+        queue.runner_.store(nullptr, std::memory_order_relaxed);
+        if (queue.pending_.fetch_sub(kRunningHere, std::memory_order_acq_rel) != kRunningHere) {
+          queue.pending_.notify_all();
         }
       }
-    } release{pending_};
+    } release{*this};
     task();
     return true;
   }
@@ -80,7 +87,10 @@ class WorkQueue {
     std::thread thread;
   };
 
-  std::atomic<int> pending_{0};  // unfinished submitted calls, plus kRunningHere
+  inline static thread_local const char this_thread = 0;  // its address identifies a thread
+
+  std::atomic<const char*> runner_{nullptr};  // the thread in `try_run`
+  std::atomic<int> pending_{0};               // unfinished submitted calls, plus kRunningHere
   std::unique_ptr<State> state_ = std::make_unique<State>();
   int generation_ = process_generation();
 };

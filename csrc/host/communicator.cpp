@@ -118,32 +118,12 @@ void HostCommunicator::choose_spin() noexcept {
   has_chosen_spin_.store(true, std::memory_order_relaxed);
 }
 
-void HostCommunicator::check_usable() const {
-  if (generation_ != process_generation()) {
-    throw Error(ErrorCode::kState,
-                "the communicator belongs to the parent process; a forked child cannot use it");
-  }
-  const auto* control = peers_[static_cast<std::size_t>(rank_)].control;
-  switch (static_cast<RankState>(control->state.load(std::memory_order_seq_cst))) {
-    case RankState::kActive:
-      return;
-    case RankState::kClosed:
-      throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
-    case RankState::kTimeout:
-    case RankState::kPeerFailure:
-    case RankState::kInterrupted:
-      throw Error(ErrorCode::kState, "the communicator cannot be used any more on rank " +
-                                         std::to_string(rank_) +
-                                         ": an earlier call failed half-way; make a new one");
-  }
-}
-
 Header& HostCommunicator::announce(const Signature& signature, const CallOptions& options) {
   check_usable();
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
   const Signature& announced = options.whole != nullptr ? *options.whole : signature;
-  wait_ = {&options, announced, &me().control->bell, {}};
+  wait_ = {&options, announced, &me().control->bell, true, {}};
   Header& header = header_of(rank_);
   header.signature.store(announced.packed(), std::memory_order_relaxed);
   header.count.store(announced.count, std::memory_order_relaxed);
@@ -158,6 +138,7 @@ void HostCommunicator::exchange(Header& header) {
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, header_of(p).sequence, sequence_);
   }
+  wait_.needs_all = false;
   const Signature& signature = wait_.signature;
   const std::uint64_t packed = signature.packed();
   for (int p = 0; p < size(); ++p) {
@@ -273,9 +254,9 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
     if (now - last_poll < kPollInterval) continue;
     last_poll = now;
     check_interrupt(wait);
-    const bool gone = has_left(p);
+    const std::optional<int> lost = find_left(p, wait);
     if (ready()) return;  // values published before the peer left are still valid
-    if (gone) throw_peer_failure(p, wait);
+    if (lost) throw_peer_failure(*lost, wait);
     check_timeout(wait, p);
   }
 }

@@ -92,6 +92,7 @@ class HostCommunicator final : public Communicator {
     const CallOptions* options;
     Signature signature;
     Bell* bell;
+    bool needs_all;  // until all ranks have announced a collective
     std::chrono::steady_clock::time_point start;
   };
   enum class Results { kEverywhere, kAtRoot, kOwnSlice };
@@ -145,6 +146,7 @@ class HostCommunicator final : public Communicator {
   void check_failures(const Wait& wait);
   void check_timeout(const Wait& wait, int p);
   [[nodiscard]] bool has_left(int p) const noexcept;
+  [[nodiscard]] std::optional<int> find_left(int p, const Wait& wait) const noexcept;
   [[nodiscard]] std::string describe_exit(int p) const;
   [[noreturn]] void throw_peer_failure(int p, const Wait& wait);
   [[noreturn]] void fail(RankState why, int failed_rank, const Error& error);

@@ -21,6 +21,36 @@ std::string seconds(std::chrono::nanoseconds duration) {
 
 }  // namespace
 
+// Throws the cause again if an earlier call has failed.
+void HostCommunicator::check_usable() const {
+  if (generation_ != process_generation()) {
+    throw Error(ErrorCode::kState,
+                "the communicator belongs to the parent process; a forked child cannot use it");
+  }
+  const Control& control = *peers_[static_cast<std::size_t>(rank_)].control;
+  const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
+  if (state == RankState::kActive) return;
+  const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
+  const std::string unusable = "the communicator cannot be used any more on rank " +
+                               std::to_string(rank_) + ", make a new one: in an earlier call, ";
+  switch (state) {
+    case RankState::kActive:
+    case RankState::kClosed:
+      break;
+    case RankState::kTimeout:
+      throw Error(ErrorCode::kTimeout,
+                  unusable + "rank " + std::to_string(failed_rank) + " did not come in time",
+                  {failed_rank});
+    case RankState::kPeerFailure:
+      throw Error(ErrorCode::kPeerFailure,
+                  unusable + "rank " + std::to_string(failed_rank) + describe_exit(failed_rank),
+                  {failed_rank});
+    case RankState::kInterrupted:
+      throw Error(ErrorCode::kState, unusable + "this rank was interrupted");
+  }
+  throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
+}
+
 // Throws if any rank has failed: the call cannot finish, whichever rank this rank waits for.
 void HostCommunicator::check_failures(const Wait& wait) {
   check_usable();
@@ -59,6 +89,16 @@ bool HostCommunicator::has_left(int p) const noexcept {
   return them.control->state.load(std::memory_order_acquire) !=
              static_cast<std::uint32_t>(RankState::kActive) ||
          !machine_->is_alive(them.machine_rank);
+}
+
+// Returns a rank without which the wait for rank p cannot end. Until all ranks have announced the
+// call, no rank can have finished it, so it needs all of them.
+std::optional<int> HostCommunicator::find_left(int p, const Wait& wait) const noexcept {
+  if (has_left(p)) return p;
+  for (int q = 0; wait.needs_all && q < size(); ++q) {
+    if (q != rank_ && has_left(q)) return q;
+  }
+  return std::nullopt;
 }
 
 std::optional<int> HostCommunicator::find_lost() const noexcept {

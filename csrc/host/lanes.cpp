@@ -39,7 +39,7 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                     &half,
                     &peer(dst).lanes[rank_].from,
                     in_place ? locate({&in, 1}) : 0,
-                    Wait{&options, signature, &half.bell, {}}};
+                    Wait{&options, signature, &half.bell, false, {}}};
   try {
     check_usable();
     if (transfer.location == 0) {  // the first chunk travels with the header
@@ -67,7 +67,7 @@ void HostCommunicator::recv(TensorView out, int src, const CallOptions& options)
                     &half,
                     &peer(src).lanes[rank_].to,
                     0,
-                    Wait{&options, signature, &half.bell, {}}};
+                    Wait{&options, signature, &half.bell, false, {}}};
   open(transfer);
   receive_chunks(transfer);
 }

@@ -5,21 +5,29 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+_END = 1 << 63
+
 
 def to_integer(value: Any, argument: str) -> int:
-    """Convert to an integer."""
+    """Convert to an integer of 64 bits."""
     try:
-        return index(value)
+        integer = index(value)
     except TypeError:
         raise TypeError(f"{argument} must be an integer, got {value!r}") from None
+    if not -_END <= integer < _END:
+        raise ValueError(f"{argument} must fit in 64 bits, got {value!r}")
+    return integer
 
 
 def to_integers(values: Any, argument: str) -> list[int]:
-    """Convert to a list of integers."""
+    """Convert to a list of integers of 64 bits."""
     try:
-        return [index(value) for value in values]
+        integers = [index(value) for value in values]
     except TypeError:
         raise TypeError(f"{argument} must be integers, got {values!r}") from None
+    if not all(-_END <= integer < _END for integer in integers):
+        raise ValueError(f"{argument} must fit in 64 bits, got {values!r}")
+    return integers
 
 
 def to_rank(value: Any, argument: str, size: int, this: int | None = None) -> int:

@@ -297,7 +297,11 @@ def _view_dlpack(array: Any, writable: bool, argument: str) -> View:
         import torch.utils.dlpack
     except ImportError:
         return _view_numpy(np.from_dlpack(array), writable, argument)
-    return _view_torch(torch, torch.utils.dlpack.from_dlpack(array), argument)
+    try:
+        tensor = torch.utils.dlpack.from_dlpack(array)
+    except RuntimeError as error:
+        raise ValueError(f"{argument} is no valid array: {error}") from None
+    return _view_torch(torch, tensor, argument)
 
 
 def _axes_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fastdist as fd
@@ -49,6 +50,23 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert "weight" not in table.state_dict()
     kept = [s["rows"] for i in range(3) for s in strategy.client.stats(i)["objects"] if "rows" in s]
     assert sum(kept) == 6
+
+
+def peak_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def test_the_chief_does_not_hold_the_rows(cluster: PsCluster) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
+    before = peak_kib()
+    with strategy.scope():
+        table = fd.nn.Embedding(1_000_000, 64)  # 250 MiB
+        sgd(table.parameters())
+    assert peak_kib() - before < 100 << 10
+    with pytest.raises(ValueError, match="num_embeddings must be at least 0"), strategy.scope():
+        fd.nn.Embedding(-1, 64)
 
 
 @pytest.mark.parametrize("limit", [None, 10])

@@ -150,6 +150,8 @@ class TableLayer(TableLookup, nn.Module):
             raise ValueError(
                 f"cached_rows and cache_age must be at least 0, got {cached_rows} and {cache_age}"
             )
+        if num_embeddings is not None and num_embeddings < 0:
+            raise ValueError(f"num_embeddings must be at least 0, or None, got {num_embeddings}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.initializer = initializer
@@ -161,18 +163,18 @@ class TableLayer(TableLookup, nn.Module):
         self.cached_rows = cached_rows
         self.cache_age = cache_age
         rows = UNLIMITED if num_embeddings is None else num_embeddings
-        # Checks the arguments, with and without servers.
+        self.sparse = bool(state.scopes) and state.scopes[-1].has_servers
+        # Checks the arguments, with and without servers; the rows of the servers are not made here.
         table = _core.RowTable(
             embedding_dim,
             _core.UpdateRule("SGD"),
-            rows=num_embeddings,
+            rows=num_embeddings if num_embeddings is None or not self.sparse else min(rows, 1),
             initializer=initializer,
             seed=seed,
             storage=storage,
             max_rows=max_rows,
             max_age=max_age,
         )
-        self.sparse = bool(state.scopes) and state.scopes[-1].has_servers
         if self.sparse:
             self.weight: nn.Parameter = table_weight(rows, embedding_dim)
         elif num_embeddings is None:

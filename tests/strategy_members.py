@@ -20,6 +20,7 @@ from strategy_pieces import (
     Net,
     adam,
     batch,
+    own_devices,
     replica_id,
     require_close,
 )
@@ -188,7 +189,7 @@ class MembersContract:
             model = nn.Linear(2, 1)
             if strategy.num_replicas_in_sync == 1:
                 return
-            other: Any = fd.MirroredStrategy()
+            other: Any = fd.MirroredStrategy(own_devices())
             other.mirror(model)
             with pytest.raises(ValueError, match="weight belongs to another strategy"):
                 strategy.mirror(model)

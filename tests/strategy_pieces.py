@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import fastdist as fd
@@ -16,6 +17,12 @@ def replica_id() -> int:
     context = fd.get_replica_context()
     assert context is not None
     return context.replica_id_in_sync_group
+
+
+def own_devices() -> list[str] | None:
+    """The devices of a program that starts itself; None under a launcher."""
+    count = os.environ.get("REPLICAS")
+    return None if count is None else [f"cpu:{i}" for i in range(int(count))]
 
 
 def per_replica(strategy: Strategy, values: list[Any], counts: Any = None) -> Any:

@@ -20,6 +20,7 @@ from strategy_contract import StrategyContract
 from strategy_members import MembersContract
 from strategy_metrics import MetricsContract
 from strategy_modules import CompiledModules, StrategyModules
+from strategy_pieces import own_devices
 from strategy_programs import ProgramsContract
 from strategy_training import TrainingContract
 from strategy_variables import VariableContract
@@ -73,12 +74,12 @@ def central_apart(options: fd.CommunicationOptions) -> fd.Strategy:
 
 
 KINDS: dict[str, Callable[[fd.CommunicationOptions], fd.Strategy]] = {
-    "mirrored": lambda options: fd.MirroredStrategy(options=options),
+    "mirrored": lambda options: fd.MirroredStrategy(own_devices(), options=options),
     "overlapping": lambda options: fd.MirroredStrategy(
         options=dataclasses.replace(options, overlap=True)
     ),
     "multi_worker": lambda options: fd.MultiWorkerMirroredStrategy(options=options),
-    "central": lambda options: fd.CentralStorageStrategy(options=options),
+    "central": lambda options: fd.CentralStorageStrategy(own_devices(), options=options),
     "central_apart": central_apart,
 }
 

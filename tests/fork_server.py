@@ -350,6 +350,7 @@ def _main() -> None:
     try:
         listener.bind(_address(sys.argv[1]))
     except OSError:
+        listener.close()
         sys.exit(_TAKEN)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     installed = [entry for entry in sys.path[1:] if entry not in before]

@@ -20,26 +20,18 @@ from torch import nn
 
 
 def of_torchvision(name: str, **settings: Any) -> nn.Module:
-    # PyPI's build of torchvision cannot load its operators into a torch for CPUs; models need none,
-    # but the import fails if these names are missing.
-    if not hasattr(torch.ops.torchvision, "nms"):
-        for operator in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{operator}", schema)
     from torchvision import models
 
     return models.get_model(name, num_classes=5, **settings)
 
 
 def of_timm(name: str, **settings: Any) -> nn.Module:
-    of_torchvision("squeezenet1_1")  # which timm imports
     import timm
 
     return timm.create_model(name, num_classes=5, in_chans=3, **settings)
 
 
 def of_transformers(kind: str, **settings: Any) -> nn.Module:
-    of_torchvision("squeezenet1_1")
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(

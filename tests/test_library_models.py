@@ -17,9 +17,9 @@ PROGRAM = Path(__file__).parent / "library_models.py"
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_model_trains_as_on_one_device(name: str) -> None:
     library = name.split()[0]
-    if importlib.util.find_spec(library) is None or importlib.util.find_spec("torchvision") is None:
-        pytest.skip(f"needs {library} and torchvision")
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
     command = [sys.executable, str(PROGRAM), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("equal ")
+    assert done.stdout.splitlines()[-1].startswith("equal ")  # transformers prints, too

@@ -20,7 +20,7 @@ _LARGE_RUN = 500  # tests
 
 
 def pytest_configure() -> None:
-    """What is started in the background or by nohup ignores signals, and so would its children."""
+    """Undo the ignored signals of runs in the background; child processes would inherit them."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -60,6 +60,7 @@ _MAX_DESCRIPTORS = 64
 _INT = struct.Struct("i")
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
+_START_S = 60
 _TAKEN = 3  # exit code of a server that finds another one
 
 # --- in the test process ------------------------------------------------------------------------
@@ -157,10 +158,13 @@ def _server() -> socket.socket:
     """The control socket of the server, which the first call starts."""
     with _lock:
         start()
+        deadline = time.monotonic() + _START_S
         while (control := _connected()) is None:
             assert _started is not None
             if _started.poll() not in (None, _TAKEN):
                 raise OSError(f"the fork server has ended with {_started.returncode}")
+            if time.monotonic() > deadline:
+                raise OSError(f"the fork server did not start within {_START_S} s")
             time.sleep(0.02)
         return control
 

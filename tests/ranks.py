@@ -68,6 +68,8 @@ class ThreadRanks:
 class ProcessRanks:
     """Ranks as processes that serve one call after another."""
 
+    _end_s = 2.0
+
     def __init__(self, size: int) -> None:
         self.size = size
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -121,7 +123,7 @@ class ProcessRanks:
             pipe.close()
         for process in self._processes:
             try:
-                process.wait(2)
+                process.wait(self._end_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -133,9 +135,8 @@ class ProcessRanks:
         return [process.pid for process in self._processes]
 
 
-def _serve(fd: int) -> None:
-    pipe = Connection(fd)
-    comm = fastdist.init()
+def serve(pipe: Connection, comm: Communicator) -> None:
+    """Call the functions that `ProcessRanks.run` sends; end the process with the pipe."""
     while True:
         try:
             function, args = pipe.recv()
@@ -150,4 +151,4 @@ def _serve(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    serve(Connection(int(sys.argv[1])), fastdist.init())

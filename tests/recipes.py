@@ -1,4 +1,4 @@
-"""What recipes for training are made of.
+"""The list of recipes for training, and the parts they share.
 
 A recipe makes its modules in the strategy's scope, trains three steps, the last batch uneven, and
 returns what must be the same however many replicas there are.

@@ -1,4 +1,4 @@
-"""What people do with modules."""
+"""Recipes for training that use modules in the ways of existing programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do with gradients, optimizers and schedulers."""
+"""Recipes for training that use gradients, optimizers and schedulers as existing programs do."""
 
 from __future__ import annotations
 

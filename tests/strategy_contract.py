@@ -1,4 +1,4 @@
-"""What every strategy with replicas must do, whatever its replicas are.
+"""Tests of contexts and values, for every strategy.
 
 A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
 """
@@ -20,7 +20,7 @@ from torch import nn
 
 
 class StrategyContract:
-    """Contexts and values, bound to a kind of replicas by a subclass of a few lines."""
+    """Contexts and values. Subclasses choose the strategy."""
 
     copies_parameters = True
 

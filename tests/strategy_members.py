@@ -1,4 +1,4 @@
-"""What modules and optimizers must do that belong to a strategy.
+"""Tests of the modules and optimizers of a strategy, for every strategy.
 
 A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
 """
@@ -28,7 +28,7 @@ from torch import nn
 
 
 class MembersContract:
-    """Bound as the contract."""
+    """Modules and optimizers. Subclasses choose the strategy."""
 
     def test_batch_norm_keeps_the_mean_over_replicas(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:

@@ -1,4 +1,4 @@
-"""What metrics of torchmetrics do in every strategy: what they do on one device."""
+"""Metrics of torchmetrics give the same in every strategy as on one device."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def require_same(got: Any, wanted: Any) -> None:
 
 
 class MetricsContract:
-    """Bound to a kind of replicas by a subclass of a few lines."""
+    """Metrics. Subclasses choose the strategy."""
 
     def test_metrics_see_all_examples(self, strategies: Any) -> None:
         @quiet

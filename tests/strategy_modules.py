@@ -1,4 +1,4 @@
-"""What people do with modules and optimizers: under every strategy as on one device."""
+"""Recipes for training give the same under every strategy as on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_one_device(recipe: Recipe) -> list[torch.Tensor]:
 
 
 class StrategyModules:
-    """Bound to a kind of replicas, beside the contract."""
+    """Recipes for training. Subclasses choose the strategy."""
 
     @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
     def test_trains_as_on_one_device(self, strategies: Any, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""What tests of strategies are made of: batches of real data, and training with and without one."""
+"""Parts of the tests of strategies: batches of real data, training with and without a strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_devices() -> list[str] | None:
 
 
 def per_replica(strategy: Strategy, values: list[Any], counts: Any = None) -> Any:
-    """Of values for all replicas, this process's."""
+    """Choose this process's values from those of all replicas."""
     own = tuple(values[i] for i in strategy.local_replica_ids)
     return PerReplica(own, counts)
 

@@ -1,4 +1,4 @@
-"""What users do around `run`, and mistakes that must be told: the same for every kind of replicas.
+"""Tests of calls around `run` and of mistakes that must be reported, for every strategy.
 
 A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
 """
@@ -71,12 +71,12 @@ def trained(
 
 
 class ProgramsContract:
-    """Bound as the contract."""
+    """Calls around `run`. Subclasses choose the strategy."""
 
     # --- results --------------------------------------------------------------------------------
 
     def test_a_mean_weighs_whatever_was_computed(self, strategies: Any) -> None:
-        """Of 1, 1, 4 on one device: 2; numbers, numpy values, and what is computed of them too."""
+        """The mean of 1, 1, 4 is 2 for tensors, numbers, numpy values and their results."""
 
         def case(strategy: Strategy) -> None:
             (batch,) = strategy.distribute_dataset(

@@ -5,35 +5,14 @@ Run as `python strategy_server.py SOCKET KIND`. Every replica connects to the te
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
-import traceback
 from multiprocessing.connection import Client
 
 import fastdist as fd
-import torch
+from ranks import serve
 from test_strategies import KINDS
 
-
-def main() -> None:
-    torch.set_num_threads(1)
+if __name__ == "__main__":
     address, kind = sys.argv[1:]
     KINDS[kind](fd.CommunicationOptions())  # starts the other replicas, if nobody else has
-    with Client(address, "AF_UNIX") as connection:
-        while True:
-            try:
-                case, options = connection.recv()
-            except EOFError:
-                os._exit(0)  # as in ranks.py
-            try:
-                strategy = KINDS[kind](fd.CommunicationOptions(**options))
-                answer = (False, pickle.loads(case)(strategy))
-            except BaseException:
-                answer = (True, traceback.format_exc())
-            strategy = None
-            connection.send(answer)
-
-
-if __name__ == "__main__":
-    main()
+    serve(Client(address, "AF_UNIX"), fd.init())

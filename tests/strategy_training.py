@@ -1,4 +1,4 @@
-"""What training must do under every strategy.
+"""Tests of training, for every strategy.
 
 A test hands a function to `strategies.run`, which calls it with a strategy once in every process.
 """

@@ -1,4 +1,4 @@
-"""What variables do under every strategy, whatever its replicas are."""
+"""Tests of variables, for every strategy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(strategy: Strategy, *args: Any, **kwargs: Any) -> fd.Variable:
 
 
 def in_replicas(strategy: Strategy, fn: Any) -> list[Any]:
-    """What fn returns on the local replicas."""
+    """Return the values of fn on the local replicas."""
     return [strategy.run(lambda: Box(fn())).content]
 
 

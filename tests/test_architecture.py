@@ -94,7 +94,7 @@ def is_module(name: str) -> bool:
 
 
 def place_of(module: str) -> int:
-    """Where in the chain a module stands."""
+    """Return the position of a module in the chain."""
     parts = module.split(".")
     return PLACE[".".join(parts[:2])]
 
@@ -105,7 +105,7 @@ def place_in_ps(module: str) -> int:
 
 
 def imports_of(module: str, path: Path) -> Iterator[tuple[str, int]]:
-    """What a file imports of fastdist, wherever in the file it does so, and in which line."""
+    """Yield every fastdist module that a file imports, with the line, inside functions too."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

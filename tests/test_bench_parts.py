@@ -163,7 +163,7 @@ def test_messages_arrive_whole_and_in_order(messages: list[dict[str, Any]]) -> N
 
 
 def right_result(name: str, inputs: list[np.ndarray[Any, Any]], rank: int, redop: str) -> Any:
-    """What a collective gives, by numpy alone."""
+    """Return the result of a collective, computed by numpy."""
     world_size = len(inputs)
     stacked = np.stack(inputs).astype(np.float64 if inputs[0].dtype.kind == "f" else np.int64)
     reduced = {

@@ -17,7 +17,7 @@ CYCLIC = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]
 
 
 def srun(rank: int, places: list[tuple[int, int]] = BLOCK, **changes: str | None) -> dict[str, str]:
-    """What srun sets for a task of a step of five, in an allocation that is larger."""
+    """Return srun's variables for a task of a step of five, in a larger allocation."""
     node, number = places[rank]
     environ: dict[str, str | None] = {
         "SLURM_JOB_ID": "77",

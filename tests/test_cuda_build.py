@@ -1,4 +1,4 @@
-"""What the compiled module links to, and how a build with CUDA behaves where there is no GPU."""
+"""The compiled module's libraries, and a build with CUDA on a machine without a GPU."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""How a global batch is cut, by the numbers that tf.distribute documents, and what always holds."""
+"""Global batches are divided by the numbers that tf.distribute documents."""
 
 from __future__ import annotations
 

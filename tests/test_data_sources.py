@@ -1,4 +1,4 @@
-"""What can be distributed: arrays in structures, datasets, DataLoaders; and what cannot."""
+"""Sources of data that can be distributed, and those that are refused."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Start:
     epochs: int
 
     def ranks(self, script: str, *options: str, count: int = 1) -> str:
-        """What a job of equal ranks prints."""
+        """Run a job of equal ranks; return its output."""
         if count == 1:
             return self._wait_for([self._python(script, *options)])[0]
         if not self.is_forked:
@@ -45,7 +45,7 @@ class Start:
         return "".join(self._wait_for(self._fork(rank_tasks(count, {}), script, *options)))
 
     def roles(self, workers: int, servers: int, script: str, *options: str) -> str:
-        """What the chief of a job with parameter servers prints."""
+        """Run a job with parameter servers; return the chief's output."""
         if not self.is_forked:
             roles = ("--workers", str(workers), "--ps", str(servers))
             return self._launch(*roles, script, *options)
@@ -63,7 +63,7 @@ class Start:
                     task.communicate()
 
     def tf_config(self, cluster: dict[str, list[str]], script: str, *options: str) -> list[str]:
-        """What each worker of a cluster prints."""
+        """Run a worker for each address of a cluster; return their outputs."""
         tasks = [
             {"cluster": cluster, "task": {"type": "worker", "index": index}}
             for index in range(len(cluster["worker"]))

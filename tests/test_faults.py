@@ -246,7 +246,7 @@ SOON = {"FASTDIST_RENDEZVOUS_TIMEOUT_S": "1"}
 
 
 def test_ctrl_c_for_all_ranks_ends_all_of_them(job: str) -> None:
-    """Those that learn of an interrupted rank are interrupted while they make their error."""
+    """Ranks that report another interrupted rank are interrupted while they make the error."""
     code = "comm = fd.init()\nx = np.ones(1000)\nprint('r', flush=True)\n"
     code += "if comm.rank == 0: time.sleep(60)\nwhile True: comm.all_reduce(x)"
     ranks = [start(rank, 4, job, code) for rank in range(4)]

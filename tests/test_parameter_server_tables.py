@@ -71,7 +71,7 @@ def test_the_chief_does_not_hold_the_rows(cluster: PsCluster) -> None:
 
 @pytest.mark.parametrize("limit", [None, 10])
 def test_gradients_that_outlive_a_step(cluster: PsCluster, limit: int | None) -> None:
-    """As in torch: a gradient that is not zeroed is applied again, with the next one added."""
+    """A gradient that is not zeroed is applied again with the next one added, as in torch."""
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
@@ -148,7 +148,7 @@ CLIPPINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("limit", [None, 9])
 def test_clipping(cluster: PsCluster, limit: int | None) -> None:
-    """As with the dense gradient: the gradients of a row that is used twice are summed first."""
+    """Gradients of a row that is used twice are summed before clipping, as for dense gradients."""
     torch.manual_seed(0)
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)

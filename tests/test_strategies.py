@@ -46,8 +46,10 @@ class ManyProcesses:
 
     runs_in_one_process = False
 
-    def __init__(self, size: int, kind: str = "mirrored") -> None:
-        self._ranks = ProcessRanks(size)
+    def __init__(
+        self, size: int, kind: str = "mirrored", ranks: ProcessRanks | None = None
+    ) -> None:
+        self._ranks = ProcessRanks(size) if ranks is None else ranks
         self._kind = kind
 
     def run(self, case: Callable[[fd.Strategy], Any], **options: Any) -> list[Any]:
@@ -107,7 +109,7 @@ def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
 class Contract(
     StrategyContract, TrainingContract, MembersContract, VariableContract, MetricsContract
 ):
-    """All of it."""
+    """The whole contract."""
 
 
 class TestOneDevice(Contract):

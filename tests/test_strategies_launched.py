@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import cloudpickle
 import test_strategies
-from ranks import RankError
-from test_strategies import Contract, pytest_generate_tests, strategies  # noqa: F401
+from ranks import ProcessRanks
+from test_strategies import (  # noqa: F401
+    Contract,
+    ManyProcesses,
+    pytest_generate_tests,
+    strategies,
+)
 
 PROGRAM = Path(__file__).parent / "strategy_server.py"
 LAUNCHERS = {
@@ -27,55 +29,39 @@ LAUNCHERS = {
 }
 
 
-class Program:
-    """Replicas of a program that serves cases."""
+class LaunchedRanks(ProcessRanks):
+    """The replicas of a program that a launcher starts, or that starts them itself."""
 
-    runs_in_one_process = False
+    _end_s = 20.0
 
-    def __init__(self, launcher: str, kind: str, replicas: int) -> None:
-        self._folder = TemporaryDirectory()
-        address = f"{self._folder.name}/socket"
-        words = LAUNCHERS[launcher](replicas)
+    def __init__(self, size: int, launcher: str, kind: str) -> None:
+        super().__init__(size)
+        self._launcher = launcher
+        self._kind = kind
+
+    def start(self) -> None:
+        words = LAUNCHERS[self._launcher](self.size)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        devices = {"REPLICAS": str(replicas)} if launcher == "self-started" else {}
-        with Listener(address, "AF_UNIX") as listener:
-            self._process = subprocess.Popen(
-                [sys.executable, *words, str(PROGRAM), address, kind],
+        devices = {"REPLICAS": str(self.size)} if self._launcher == "self-started" else {}
+        with TemporaryDirectory() as folder, Listener(f"{folder}/socket", "AF_UNIX") as listener:
+            process = subprocess.Popen(
+                [sys.executable, *words, str(PROGRAM), str(listener.address), self._kind],
                 env=kept | {"OMP_NUM_THREADS": "1"} | devices,
             )
-            self._replicas: list[Connection] = [listener.accept() for _ in range(replicas)]
+            self._pipes = [listener.accept() for _ in range(self.size)]
+        self._processes = [process] * self.size
 
-    def run(self, case: Any, **options: Any) -> list[Any]:
-        for replica in self._replicas:
-            replica.send((cloudpickle.dumps(case), options))
-        deadline = time.monotonic() + 60
-        results: list[Any] = []
-        errors: dict[int, BaseException | str] = {}
-        for i, replica in enumerate(self._replicas):
-            if not replica.poll(max(0.0, deadline - time.monotonic())):
-                errors[i] = "no answer after 60 s"
-                continue
-            failed, value = replica.recv()
-            if failed:
-                errors[i] = value
-            results.append(value)
-        if errors:
-            raise RankError(errors)
-        return results
 
-    def close(self) -> None:
-        for replica in self._replicas:
-            replica.close()
-        self._process.wait(20)
-        self._folder.cleanup()
+def launched(size: int, launcher: str, kind: str) -> ManyProcesses:
+    return ManyProcesses(size, kind, LaunchedRanks(size, launcher, kind))
 
 
 class TestSelfStarted(Contract):
     slow_sizes = (2, 3)
 
     @staticmethod
-    def make(size: int) -> Program:
-        return Program("self-started", "mirrored", size)
+    def make(size: int) -> ManyProcesses:
+        return launched(size, "self-started", "mirrored")
 
 
 class TestSelfStartedCentral(Contract):
@@ -83,8 +69,8 @@ class TestSelfStartedCentral(Contract):
     copies_parameters = False
 
     @staticmethod
-    def make(size: int) -> Program:
-        return Program("self-started", "central", size)
+    def make(size: int) -> ManyProcesses:
+        return launched(size, "self-started", "central")
 
     test_out_of_sync_is_seen = test_strategies.TestCentralStorage.test_out_of_sync_is_seen
 
@@ -93,13 +79,13 @@ class TestFastdistRun(Contract):
     slow_sizes = (2,)
 
     @staticmethod
-    def make(size: int) -> Program:
-        return Program("fastdist run", "mirrored", size)
+    def make(size: int) -> ManyProcesses:
+        return launched(size, "fastdist run", "mirrored")
 
 
 class TestTorchrun(Contract):
     slow_sizes = (2,)
 
     @staticmethod
-    def make(size: int) -> Program:
-        return Program("torchrun", "multi_worker", size)
+    def make(size: int) -> ManyProcesses:
+        return launched(size, "torchrun", "multi_worker")

@@ -58,7 +58,7 @@ def test_a_worker_that_is_killed_in_a_step(run: Callable[[Any], Any]) -> None:
 
 
 def test_a_worker_that_raises_in_a_step(run: Callable[[Any], Any]) -> None:
-    """What it raises ends it, as it does a script; the others learn of it where they wait."""
+    """Its error ends the worker; waiting workers get an error that names it."""
 
     def case(strategy: Strategy) -> None:
         with strategy.scope():

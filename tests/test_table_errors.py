@@ -1,4 +1,4 @@
-"""What tables refuse, and that nothing has changed then."""
+"""Bad requests to tables are refused and change nothing."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Reads the settings.
 
     Raises:
-        ValueError: a time is not a positive number, or a flag is not 0 or 1.
+        ValueError: a time is not between 0 and 1e9 s, or a flag is not 0 or 1.
     """
     defaults = Settings()
     return Settings(
@@ -60,6 +60,6 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number of seconds, got {text!r}")
+    if not 0 < value <= 1e9:
+        raise ValueError(f"{name} must be a positive number of seconds, at most 1e9, got {text!r}")
     return value

@@ -49,7 +49,7 @@ def exchange_addresses(
     own = own_address(host, port)
     holder, own_port = reserve_port(own)
     _ports.append(holder)
-    patience = datetime.timedelta(seconds=min(max(1.0, timeout_s), 1e9))
+    patience = datetime.timedelta(seconds=max(1.0, timeout_s))
     try:
         url = f"tcp://{store_address}"
         whole, _, _ = next(distributed.rendezvous(url, rank, world_size, timeout=patience))

@@ -19,7 +19,7 @@ try:
     INITIAL_DIRECTORY: str | None = os.getcwd()
 except FileNotFoundError:  # it was removed
     INITIAL_DIRECTORY = None
-"""Where `import fastdist` found this process: where its program is started again."""
+"""The working directory when fastdist was imported; replicas are started in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,12 +161,11 @@ class ReplicatedStrategy(Strategy):
             with replica_stream(context, seed), step:
                 return fn(*args, **kwargs)
         except Exception as error:
-            is_empty = examples is not None and examples[context.replica_id_in_sync_group] == 0
-            if not is_empty or isinstance(error, FastdistError):
+            replica_id = context.replica_id_in_sync_group
+            if examples is None or examples[replica_id] or isinstance(error, FastdistError):
                 raise
-            assert examples is not None
             raise FastdistError(
-                f"replica {context.replica_id_in_sync_group} has no example of this batch, whose "
+                f"replica {replica_id} has no example of this batch, whose "
                 f"{sum(examples)} examples were divided {list(examples)}, and the function failed "
                 f"without examples: {type(error).__name__}: {error}. If the model needs examples, "
                 "use drop_remainder=True in distribute_dataset, or another global_batch_size"

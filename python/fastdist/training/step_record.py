@@ -17,6 +17,8 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
 
+_WIDTH = 1 + 32  # numbers
+
 
 @dataclass(slots=True)
 class _Steps:
@@ -30,8 +32,6 @@ class _Steps:
 
 class StepRecord:
     """The steps of one replica's optimizers since the last reduction of gradients."""
-
-    width = 1 + 32  # numbers
 
     def __init__(self) -> None:
         self._taken = _Steps()
@@ -48,12 +48,12 @@ class StepRecord:
         """Return the bits of the hash after a one, and start a new record.
 
         Returns:
-            A tensor of shape [width], which the caller adds up over replicas.
+            A tensor of shape [33], which the caller adds up over replicas.
         """
         self._sent = self._taken
         self.clear()
         code = np.array([1, self._sent.code], ">u4").view(np.uint8)
-        return torch.from_numpy(np.unpackbits(code)[-self.width :].astype(np.float32))
+        return torch.from_numpy(np.unpackbits(code)[-_WIDTH:].astype(np.float32))
 
     def require_equal(self, total: torch.Tensor, workers: Communicator) -> None:
         """Check that all replicas had the same record. Every replica must call.

@@ -140,7 +140,7 @@ def _open_store(
     host: str, port: int, listens: bool, prefix: str, rank: int, timeout_s: float
 ) -> Any:
     distributed = c10d()
-    patience = datetime.timedelta(seconds=min(max(1.0, timeout_s), 1e9))
+    patience = datetime.timedelta(seconds=max(1.0, timeout_s))
     options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
     if listens:
         options |= {"is_master": True, "multi_tenant": True}

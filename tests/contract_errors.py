@@ -8,13 +8,24 @@ import functools
 import pickle
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+Bad = tuple[type[Exception], str, Callable[[], Any]]  # error, pattern of its message, call
+
+
+class RedOpType(Enum):
+    """Reductions that print as those of torch.distributed do."""
+
+    SUM = 0
+    BAND = 1
 
 
 class Misshapen:
@@ -41,11 +52,19 @@ class Misshapen:
 
 
 def check_bad_arguments(comm: Communicator) -> None:
+    calls = bad_arrays(comm), bad_options(comm), bad_ranks(comm), other_spellings(comm)
+    for kind, message, call in [one for some in calls for one in some]:
+        with pytest.raises(kind, match=message):
+            call()
+    comm.barrier()
+
+
+def bad_arrays(comm: Communicator) -> list[Bad]:
     x = np.zeros((4, 6), np.float32)
     objects = np.zeros(2 * comm.world_size, object)
     locked = np.zeros(3)
     locked.setflags(write=False)
-    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    bad: list[Bad] = [
         (ValueError, "dense.*ascontiguousarray", lambda: comm.all_reduce(x[:, ::2])),
         (ValueError, "read-only", lambda: comm.all_reduce(locked)),
         (ValueError, "read-only", lambda: comm.all_reduce(b"abc")),
@@ -56,17 +75,6 @@ def check_bad_arguments(comm: Communicator) -> None:
         (TypeError, "NoneType", lambda: comm.all_reduce(None)),
         (TypeError, "str", lambda: comm.all_reduce("text")),
         (ValueError, "array .*negative .*-2", lambda: comm.all_reduce(Misshapen(2, -2))),
-        (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
-        (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
-        (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
-        (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
-        (
-            TypeError,
-            "compress works on",
-            lambda: comm.all_reduce(np.zeros(2, int), compress="bf16"),
-        ),
-        (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
-        (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
         (ValueError, "out must have", lambda: comm.all_reduce(x, out=np.zeros(3, np.float32))),
         (ValueError, "shares memory", lambda: comm.all_reduce(x[:2], out=x[1:3])),
         (ValueError, "as many arrays", lambda: comm.all_reduce([x], out=[x, x.copy()])),
@@ -83,12 +91,36 @@ def check_bad_arguments(comm: Communicator) -> None:
             "array must be as many arrays as out: expected one array, got a list of 1",
             lambda: comm.reduce_scatter([np.zeros(comm.world_size)], out=np.zeros(1)),
         ),
-        (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
-        (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
         (ValueError, "row-major", lambda: comm.all_gather(np.asfortranarray(x))),
         (ValueError, "every rank's array", lambda: comm.all_gather(x, out=np.zeros(1, np.float32))),
-        (ValueError, "dst must be.*not this rank", lambda: comm.send(x, comm.rank)),
-        (ValueError, "src must be", lambda: comm.recv(x, comm.world_size)),
+    ]
+    if comm.world_size > 1:
+        odd = np.zeros(comm.world_size + 1, np.float32)
+        bad += [
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
+            (ValueError, "multiple of", lambda: comm.all_to_all(odd)),
+            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd, out=odd[:1])),
+            (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
+        ]
+        if comm.rank != 0:
+            bad.append((ValueError, "needs out=", lambda: comm.scatter(None)))
+    return bad
+
+
+def bad_options(comm: Communicator) -> list[Bad]:
+    x = np.zeros((4, 6), np.float32)
+    bad: list[Bad] = [
+        (ValueError, "op must be.*'plus'", lambda: comm.all_reduce(x, "plus")),
+        (ValueError, "op must be", lambda: comm.all_reduce(x, None)),
+        (TypeError, "mean.*int32", lambda: comm.all_reduce(np.zeros(2, np.int32), "mean")),
+        (ValueError, "compress must be", lambda: comm.all_reduce(x, compress="zip")),
+        (
+            TypeError,
+            "compress works on",
+            lambda: comm.all_reduce(np.zeros(2, int), compress="bf16"),
+        ),
+        (ValueError, "compress works with", lambda: comm.all_reduce(x, "max", compress="bf16")),
+        (ValueError, "bucket_bytes", lambda: comm.all_reduce(x, bucket_bytes=0)),
         (ValueError, "splits must be", lambda: comm.all_to_all(x, splits=[1])),
         (TypeError, "splits must be integers", lambda: comm.all_to_all(x, splits="1")),
         (ValueError, "timeout must be", lambda: comm.barrier(timeout=0)),
@@ -109,6 +141,23 @@ def check_bad_arguments(comm: Communicator) -> None:
         (TypeError, "cannot be copied or pickled", lambda: copy.copy(comm)),
         (TypeError, "cannot be copied or pickled", lambda: pickle.dumps(comm)),
     ]
+    for value, kind in (("1", TypeError), (float("nan"), ValueError), (-1, ValueError)):
+        message = f"^timeout must be .* seconds.*, got {value!r}$"
+        bad.append((kind, message, functools.partial(comm.all_reduce, x, timeout=value)))
+        bad.append((kind, message, functools.partial(comm.all_gather, [x], timeout=value)))
+        work = comm.all_reduce([x.copy()], async_op=True)
+        bad.append((kind, message, functools.partial(work.wait, value)))
+    return bad
+
+
+def bad_ranks(comm: Communicator) -> list[Bad]:
+    x = np.zeros((4, 6), np.float32)
+    bad: list[Bad] = [
+        (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
+        (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
+        (ValueError, "dst must be.*not this rank", lambda: comm.send(x, comm.rank)),
+        (ValueError, "src must be", lambda: comm.recv(x, comm.world_size)),
+    ]
     last = comm.world_size - 1
     for value, kind in (
         ("0", TypeError),
@@ -126,27 +175,27 @@ def check_bad_arguments(comm: Communicator) -> None:
             ("src", lambda src: comm.recv(x, src)),
         ):
             message = f"^{argument} must be an integer from 0 to {last},.* got {value!r}$"
-            wrong.append((kind, message, functools.partial(call, value)))
-    for value, kind in (("1", TypeError), (float("nan"), ValueError), (-1, ValueError)):
-        message = f"^timeout must be .* seconds.*, got {value!r}$"
-        wrong.append((kind, message, functools.partial(comm.all_reduce, x, timeout=value)))
-        wrong.append((kind, message, functools.partial(comm.all_gather, [x], timeout=value)))
-        work = comm.all_reduce([x.copy()], async_op=True)
-        wrong.append((kind, message, functools.partial(work.wait, value)))
-    if comm.world_size > 1:
-        odd = np.zeros(comm.world_size + 1, np.float32)
-        wrong += [
-            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd)),
-            (ValueError, "multiple of", lambda: comm.all_to_all(odd)),
-            (ValueError, "multiple of", lambda: comm.reduce_scatter(odd, out=odd[:1])),
-            (ValueError, "splits must be", lambda: comm.all_to_all(odd, splits=[99])),
-        ]
-        if comm.rank != 0:
-            wrong.append((ValueError, "needs out=", lambda: comm.scatter(None)))
-    for kind, message, call in wrong:
-        with pytest.raises(kind, match=message):
-            call()
-    comm.barrier()
+            bad.append((kind, message, functools.partial(call, value)))
+    return bad
+
+
+def other_spellings(comm: Communicator) -> list[Bad]:
+    """Arguments as other libraries take them; the message says how fastdist takes them."""
+    x = np.zeros(3)
+    frame = SimpleNamespace(to_numpy=lambda: x)  # pandas, polars
+    return [
+        (ValueError, 'got .avg.; use op="mean"$', lambda: comm.all_reduce(x, "avg")),
+        (ValueError, 'got .*SUM.*; use op="sum"$', lambda: comm.all_reduce(x, RedOpType.SUM)),
+        (ValueError, 'got .*BAND.*; use op="and"$', lambda: comm.all_reduce(x, RedOpType.BAND)),
+        (TypeError, r"got float; pass numpy.array\(x\)$", lambda: comm.all_reduce([1.0, 2.0])),
+        (TypeError, r"got list; pass numpy.array\(x\)$", lambda: comm.all_reduce([[1], [2]])),
+        (TypeError, "got generator; pass a list", lambda: comm.all_reduce(a for a in [x])),
+        (TypeError, r"pass list\(x.values\(\)\)$", lambda: comm.all_reduce({"x": x})),
+        (TypeError, r"pass x.to_numpy\(\)$", lambda: comm.all_reduce(frame)),
+        (TypeError, "'src'; use root=$", lambda: comm.broadcast(x, src=0)),  # type: ignore[call-overload]
+        (TypeError, "'dst'; use root=$", lambda: comm.reduce(x, dst=0)),  # type: ignore[call-overload]
+        (TypeError, "gather got .* argument 'roots'$", lambda: comm.gather(x, roots=0)),  # type: ignore[call-overload]
+    ]
 
 
 def check_wrong_on_one_rank(comm: Communicator) -> None:

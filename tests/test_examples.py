@@ -163,9 +163,9 @@ DEVICES = ("--devices", "cpu:0", "cpu:1", "cpu:2")
 @pytest.mark.parametrize(
     ("script", "others"),
     [
-        ("mirrored", [2, 3, DEVICES]),
-        ("central_storage", [2, DEVICES, ("--strategy", "mirrored", *DEVICES)]),
-        ("custom_loop", [3, DEVICES, ("--strategy", "central_storage", *DEVICES)]),
+        ("mirrored", [3, DEVICES]),
+        ("central_storage", [2, DEVICES]),
+        ("custom_loop", [3, ("--strategy", "central_storage", *DEVICES)]),
     ],
 )
 def test_same_on_every_strategy(

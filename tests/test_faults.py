@@ -236,6 +236,44 @@ except fd.errors.PeerFailureError as e: print(e)
     assert "rank 0 was interrupted" in output or "rank 0 has" in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupts", [False, True], ids=["timeout", "Ctrl-C"])
+def test_a_rank_that_is_stopped_while_it_uses_an_array_in_place(job: str, interrupts: bool) -> None:
+    """The other rank's limits hold, and memory that is still used is not given out again."""
+    code = """
+comm = fd.init(timeout=1.5)
+x = comm.empty(1 << 28, "uint8")
+x[:] = 1
+comm.barrier()
+print("r", flush=True)
+begin = time.monotonic()
+try:
+    while True:
+        begin = time.monotonic()
+        comm.all_reduce(x, "max")
+except (fd.errors.FastdistError, KeyboardInterrupt) as error:
+    print(type(error).__name__, time.monotonic() - begin)
+"""
+    for wait_s in (0.3, 0.35, 0.4):
+        ranks = [start(rank, 2, job + str(wait_s), code) for rank in range(2)]
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "r\n"
+        time.sleep(wait_s)
+        ranks[1].send_signal(signal.SIGSTOP)
+        if interrupts:
+            ranks[0].send_signal(signal.SIGINT)
+        returncode, output = finish(ranks[0])
+        ranks[1].send_signal(signal.SIGCONT)
+        name, waited_s = output.split()
+        assert (returncode, name) == (
+            0,
+            "KeyboardInterrupt" if interrupts else "CollectiveTimeoutError",
+        )
+        assert float(waited_s) < 5
+        assert finish(ranks[1])[0] == 0
+
+
 # --- ranks that do not meet ---------------------------------------------------------------------
 
 MEET = """

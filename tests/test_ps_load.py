@@ -22,7 +22,7 @@ from ps_cluster import PsCluster, wait_for
 from ps_load import CLIENTS, MOST, Job, Things
 
 seconds = pytest.mark.parametrize(
-    "seconds", [pytest.param(90, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
+    "seconds", [pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
 )
 
 

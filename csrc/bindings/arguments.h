@@ -6,12 +6,21 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace fastdist::bindings {
 
 // Throws "<expected>, got <got>": a TypeError if Python has just raised one, otherwise a
 // ValueError.
 [[noreturn]] void throw_unexpected(const std::string& expected, pybind11::handle got);
+
+// Returns a message of fastdist.collectives.hints.
+template <class... Args>
+[[nodiscard]] std::string hint(const char* function, Args&&... args) {
+  return pybind11::module_::import("fastdist.collectives.hints")
+      .attr(function)(std::forward<Args>(args)...)
+      .template cast<std::string>();
+}
 
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.
 [[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/array_layout.h"
 #include "bindings/dlpack.h"
 #include "core/error.h"
@@ -229,8 +230,21 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   return api;
 }
 
+// Raises TypeError for arrays of libraries that never change them, such as jax. The last type that
+// passed is cached.
+void check_mutable(py::handle object, const char* argument) {
+  static std::atomic<PyTypeObject*> passed{nullptr};
+  PyTypeObject* type = Py_TYPE(object.ptr());
+  if (passed.load(std::memory_order_relaxed) == type) return;
+  const std::string message = hint("immutable", argument, object);
+  if (!message.empty()) throw Error(ErrorCode::kType, message);
+  Py_INCREF(type);  // a type that is cached is never freed: its address stays its own
+  passed.store(type, std::memory_order_relaxed);
+}
+
 TensorView view_dlpack_object(py::handle object, Access access, const Placement& placement,
                               const char* argument, py::object& holder) {
+  if (access == Access::kWrite) check_mutable(object, argument);
   py::object array = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(array, "detach")) array = array.attr("detach")();
   py::dict options;
@@ -306,9 +320,7 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
   if (PyObject_CheckBuffer(object.ptr()) != 0 && !py::isinstance<py::str>(object)) {
     return view_buffer(object, access, argument, holder);
   }
-  throw Error(ErrorCode::kType, std::string(argument) +
-                                    " must be a numpy, torch or other DLPack array, got " +
-                                    type_name(object));
+  throw Error(ErrorCode::kType, hint("not_an_array", argument, object));
 }
 
 TensorView view_array(py::handle object, Access access, const Placement& placement,

@@ -16,7 +16,7 @@ ReduceOp to_reduce_op(py::handle name) {
   const auto op = text == nullptr ? std::nullopt
                                   : reduce_op_from_name({text, static_cast<std::size_t>(length)});
   if (op) return *op;
-  throw_unexpected("op must be sum, mean, prod, min, max, and, or or xor", name);
+  throw Error(ErrorCode::kValue, hint("unknown_op", name));
 }
 
 DType to_wire_dtype(py::handle name) {

@@ -68,7 +68,7 @@ class Host {
     const RecordedCaller caller(options.caller->location());
     CallOptions later = options;
     later.caller = &caller;
-    const auto work = collectives_.submit([&] { call(communicator_, later); });
+    const auto work = submit(collectives_, [&] { call(communicator_, later); });
     while (!work->wait(std::chrono::milliseconds(50))) {
       try {
         options.caller->check_interrupt();
@@ -99,6 +99,21 @@ class Host {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
   }
+  template <class Task>
+  std::shared_ptr<Work> submit(WorkQueue& queue, Task task) {
+    struct Count {
+      explicit Count(HostCommunicator& c) : communicator(c) { c.count_submitted(1); }
+      Count(const Count&) = delete;
+      Count& operator=(const Count&) = delete;
+      ~Count() { communicator.count_submitted(-1); }
+      HostCommunicator& communicator;
+    };
+    return queue.submit(
+        [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
+          const auto until_end = std::move(count);
+          task();
+        });
+  }
   // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
   void keep_until_done(const PendingCall& call) {
     std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
@@ -124,12 +139,12 @@ class Host {
     communicator_.check_usable();
     refuse_nested(queue);
     const auto caller = std::make_shared<RecordedCaller>(python_location());
-    PendingCall pending{queue.submit([this, call = std::move(call), caller, timeout] {
-                          call(communicator_, CallOptions{timeout, caller.get()});
-                        }),
-                        py::reinterpret_borrow<py::object>(result),
-                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
-                        py::cast(this, py::return_value_policy::reference)};
+    PendingCall pending{
+        submit(queue, [this, call = std::move(call), caller,
+                       timeout] { call(communicator_, CallOptions{timeout, caller.get()}); }),
+        py::reinterpret_borrow<py::object>(result),
+        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
+        py::cast(this, py::return_value_policy::reference)};
     keep_until_done(pending);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));

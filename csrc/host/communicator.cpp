@@ -20,6 +20,9 @@ using Clock = std::chrono::steady_clock;
 // How often a sleeping rank checks that its peers are alive and whether it is interrupted.
 constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr int kSpinsPerClock = 32;
+// How long a failed call waits for ranks that use its arrays in place. Only ranks that are stopped,
+// or get no processor, take longer.
+constexpr std::chrono::seconds kLongestAccess{1};
 
 }  // namespace
 
@@ -170,16 +173,21 @@ void HostCommunicator::check_active(int p) {
   throw_peer_failure(p, wait_);
 }
 
-void HostCommunicator::await_accesses() noexcept {
+void HostCommunicator::await_accesses() {
   for (int p = 0; p < size(); ++p) await_access_end(p, peer(p).control->accessing, sequence_);
 }
 
-// Has no timeout: only the accessing rank can end its access, or die.
-void HostCommunicator::await_access_end(int p, const Counter& accessing,
-                                        std::uint64_t call) noexcept {
+// Memory that a rank still uses after the longest wait is not allocated again until it ends.
+void HostCommunicator::await_access_end(int p, const Counter& accessing, std::uint64_t call) {
   if (p == rank_) return;
-  while (accessing.load(std::memory_order_seq_cst) == call &&
-         machine_->is_alive(peer(p).machine_rank)) {
+  const auto has_ended = [&accessing, call, machine = machine_.get(), rank = peer(p).machine_rank] {
+    return accessing.load(std::memory_order_seq_cst) != call || !machine->is_alive(rank);
+  };
+  const auto start = Clock::now();
+  while (!has_ended()) {
+    if (!machine_->one_process() && Clock::now() - start > kLongestAccess) {
+      return machine_->keep_blocks_until(has_ended);
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
@@ -248,17 +256,19 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
   auto last_poll = start;
   while (!ready()) {
     wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPollInterval, ready);
-    if (ready()) return;
+    if (ready()) break;
     check_failures(wait);
     const auto now = Clock::now();
     if (now - last_poll < kPollInterval) continue;
     last_poll = now;
     check_interrupt(wait);
     const std::optional<int> lost = find_left(p, wait);
-    if (ready()) return;  // values published before the peer left are still valid
+    if (ready()) break;  // values published before the peer left are still valid
     if (lost) throw_peer_failure(*lost, wait);
+    check_deadlock(p, counter, value, wait);
     check_timeout(wait, p);
   }
+  end_wait(wait);
 }
 
 std::uint64_t HostCommunicator::locate(TensorViews arrays) const noexcept {

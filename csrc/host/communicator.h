@@ -55,6 +55,9 @@ class HostCommunicator final : public Communicator {
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
   // calls in other threads.
   void close() noexcept;
+  // Counts calls that were submitted to run in another thread and have not ended. While there are
+  // any, this rank may still act although its caller waits.
+  void count_submitted(int change) noexcept { submitted_.fetch_add(change); }
 
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
   void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
@@ -94,6 +97,12 @@ class HostCommunicator final : public Communicator {
     Bell* bell;
     bool needs_all;  // until all ranks have announced a collective
     std::chrono::steady_clock::time_point start;
+    bool is_published = false;  // in `Control::blocked`
+  };
+  // A rank's published wait, if it has not ended.
+  struct Blocked {
+    std::uint64_t number;
+    int rank;  // that must act
   };
   enum class Results { kEverywhere, kAtRoot, kOwnSlice };
   struct ReduceCall;
@@ -109,15 +118,17 @@ class HostCommunicator final : public Communicator {
   void await_slowly(int p, const Counter& counter, std::uint64_t value, Wait& wait);
   // Arrays are used in place between `begin_access` and `end_access`; each peer's arrays only after
   // `check_active` for that peer. When a call fails, its arrays belong to the caller again as soon
-  // as it throws, so it first waits for ranks that use them (`await_accesses`). The accessing rank
+  // as it throws, so it first waits for ranks that use them (`await_accesses`), but not longer than
+  // a second: a rank may be stopped. Hence an accessing rank checks its peers again afterwards, as
+  // it may have read what a failed rank has changed since. The accessing rank
   // stores `accessing` and then loads the peer's state; the failing rank stores its state and then
   // loads `accessing`. All four are sequentially consistent, so at least one rank sees the other's
   // store.
   void begin_access() noexcept;
   void end_access() noexcept;
   void check_active(int p);
-  void await_accesses() noexcept;
-  void await_access_end(int p, const Counter& accessing, std::uint64_t call) noexcept;
+  void await_accesses();
+  void await_access_end(int p, const Counter& accessing, std::uint64_t call);
   void publish_window_and_cores() noexcept;
   void choose_spin() noexcept;
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
@@ -140,6 +151,14 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] std::uint64_t mapped_bytes() const noexcept;
   // Returns array `i` of a run that rank p located.
   [[nodiscard]] std::byte* data_of(int p, std::uint64_t location, std::size_t i) const noexcept;
+
+  // deadlock.cpp: detects ranks that wait for each other, such as one in send and one in barrier.
+  void check_deadlock(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  void publish_wait(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  void end_wait(Wait& wait) noexcept;
+  [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
+  [[nodiscard]] std::vector<int> find_deadlock() const;
+  [[nodiscard]] std::string describe_deadlock() const;
 
   // failures.cpp: detects peers that have left, announces failures and describes them.
   void check_interrupt(const Wait& wait);
@@ -196,6 +215,8 @@ class HostCommunicator final : public Communicator {
   mutable std::atomic<std::uint64_t> mapped_bytes_{0};
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
+  std::atomic<int> submitted_{0};
+  std::uint64_t waits_ = 0;  // number of published waits
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the current collective
   std::vector<const std::byte*> sources_;       // of the current collective, per rank

@@ -47,6 +47,11 @@ void HostCommunicator::check_usable() const {
                   {failed_rank});
     case RankState::kInterrupted:
       throw Error(ErrorCode::kState, unusable + "this rank was interrupted");
+    case RankState::kDeadlock:
+      throw Error(ErrorCode::kMismatch,
+                  unusable + "it waited for rank " + std::to_string(failed_rank) +
+                      ", which waited for other ranks",
+                  {failed_rank});
   }
   throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
 }
@@ -80,6 +85,8 @@ void HostCommunicator::check_failures(const Wait& wait) {
         fail(RankState::kPeerFailure, p,
              Error(ErrorCode::kPeerFailure,
                    who + "rank " + std::to_string(p) + " was interrupted" + last_calls(), {p}));
+      case RankState::kDeadlock:
+        fail(RankState::kDeadlock, p, Error(ErrorCode::kMismatch, describe_deadlock(), {p}));
     }
   }
 }

@@ -144,14 +144,19 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
   if (location != 0) {  // the same protocol as `begin_access`
     Counter& accessing = transfer.own->accessing;
-    accessing.store(number, std::memory_order_seq_cst);
-    if (peer(transfer.other).control->state.load(std::memory_order_seq_cst) !=
-        static_cast<std::uint32_t>(RankState::kActive)) {
+    const auto check_sender = [&] {
+      if (peer(transfer.other).control->state.load(std::memory_order_seq_cst) ==
+          static_cast<std::uint32_t>(RankState::kActive)) {
+        return;
+      }
       accessing.store(0, std::memory_order_release);
       check_failures(transfer.wait);
       throw_peer_failure(transfer.other, transfer.wait);
-    }
+    };
+    accessing.store(number, std::memory_order_seq_cst);
+    check_sender();
     copy(transfer.array.data, data_of(transfer.other, location, 0), bytes, stream);
+    check_sender();
     accessing.exchange(0, std::memory_order_seq_cst);
   } else {
     for (std::uint64_t k = 0; k * chunk < bytes; ++k) {

@@ -29,7 +29,14 @@ inline constexpr std::uint64_t kAllRounds = (std::uint64_t{1} << kRoundBits) - 1
 }
 
 // The state of a rank in a communicator: active, closed, or the reason for its failure.
-enum class RankState : std::uint32_t { kActive, kClosed, kTimeout, kPeerFailure, kInterrupted };
+enum class RankState : std::uint32_t {
+  kActive,
+  kClosed,
+  kTimeout,
+  kPeerFailure,
+  kInterrupted,
+  kDeadlock
+};
 
 // One cache line that announces a call: its number, its signature, the location of the arrays, and
 // a payload of up to 16 bytes. All other fields are written before `sequence` and read after it.
@@ -56,6 +63,18 @@ struct alignas(kCacheLine) CallSite {
   }
 };
 
+// The wait of a rank that makes no other call until it ends. Published by long waits. `number` is
+// stored last, differs from wait to wait, and is 0 while there is no such wait.
+struct alignas(kCacheLine) BlockedWait {
+  Counter number;
+  Counter signature;  // of the call
+  Counter count;
+  Counter list;
+  Counter rank;    // that must act
+  Counter offset;  // of the counter in that rank's block
+  Counter value;   // that the counter must reach
+};
+
 struct Control {
   Bell bell;                              // of the thread that runs collectives
   alignas(kCacheLine) Counter exposed;    // rounds whose input is in the staging area
@@ -66,6 +85,7 @@ struct Control {
   std::atomic<std::uint32_t> failed_rank;  // the rank that caused `state`
   std::atomic<std::uint32_t> closed;       // number of ranks that no longer use this block
   CallSite site;
+  BlockedWait blocked;
   std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on
   Counter window;                 // bytes of each segment that this rank has mapped
 };

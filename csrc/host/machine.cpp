@@ -88,7 +88,7 @@ SharedBlock::SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t
 
 SharedBlock::~SharedBlock() {
   if (!machine_ || generation_ != process_generation()) return;  // a forked child's copy
-  machine_->give(rank_, offset_, bytes_);
+  machine_->free({rank_, offset_, bytes_, {}});
 }
 
 std::byte* SharedBlock::data() const noexcept { return machine_->window(rank_) + offset_; }
@@ -137,6 +137,22 @@ void Machine::retire(const std::shared_ptr<SharedBlock>& block, std::function<bo
     block->machine_.reset();
   }
   sweep();
+}
+
+void Machine::keep_blocks_until(std::function<bool()> unused) {
+  const std::lock_guard lock(retired_mutex_);
+  holds_.push_back(std::move(unused));
+}
+
+void Machine::free(const Retired& range) {
+  const std::lock_guard lock(retired_mutex_);
+  const auto are_unused = [](auto& holds) {
+    std::erase_if(holds, [](const auto& unused) { return unused(); });
+    return holds.empty();
+  };
+  if (are_unused(holds_)) return give(range.rank, range.offset, range.bytes);
+  retired_.push_back({range.rank, range.offset, range.bytes,
+                      [are_unused, holds = holds_]() mutable { return are_unused(holds); }});
 }
 
 void Machine::sweep() {

@@ -70,6 +70,8 @@ class Machine {
   // checked now and in later calls. If the machine is destroyed first, the range stays valid for
   // peers that have it mapped.
   void retire(const std::shared_ptr<SharedBlock>& block, std::function<bool()> unused);
+  // Frees no more blocks until `unused` returns true, as another rank may still write into them.
+  void keep_blocks_until(std::function<bool()> unused);
 
   // Returns false once the rank's process has ended.
   [[nodiscard]] bool is_alive(int rank) const noexcept;
@@ -97,11 +99,13 @@ class Machine {
     std::function<bool()> unused;
   };
   void sweep();
+  void free(const Retired& range);
   void give(int rank, std::size_t offset, std::size_t bytes) noexcept;
 
   std::vector<Segment> segments_;
   std::mutex retired_mutex_;
   std::vector<Retired> retired_;
+  std::vector<std::function<bool()>> holds_;
   int generation_ = process_generation();
   int self_;  // this process's rank, or -1 if all ranks are threads of this process
 };

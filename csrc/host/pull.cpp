@@ -101,6 +101,7 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
                                                   : data_of(p, their_input, 0) + from;
           copy(plan.target.arrays()[i].data + at, src, length, stream);
         });
+    if (their_input != 0) check_active(p);
   }
   if (accesses) end_access();
   if (any_staged) pull_staged(plan, stages_input, stream);

@@ -219,7 +219,9 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
           reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
         }
       });
-
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) check_active(p);
+  }
   end_access();
 
   // Peers read this rank's input and write its output until they have published this.

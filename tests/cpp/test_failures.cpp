@@ -131,6 +131,47 @@ CASE(send_and_recv_that_do_not_fit) {
   }
 }
 
+CASE(ranks_that_wait_for_each_other_all_throw) {
+  for (const int n : {2, 3, 5}) {
+    with_threads(n, tiny_tuning(), [n](HostCommunicator& c) {
+      const TestCaller caller("train.py:" + std::to_string(10 + c.rank()));
+      const CallOptions options{10s, &caller};
+      const Array a(DType::kInt32, 50);
+      c.barrier(options);
+      const auto start = std::chrono::steady_clock::now();
+      const Error error = CHECK_THROWS(ErrorCode::kMismatch, ([&] {
+                                         if (c.rank() != n - 1) return c.barrier(options);
+                                         c.send(a.view(), 0, options);
+                                       }()));
+      CHECK(std::chrono::steady_clock::now() - start < 5s);
+      CHECK_THAT(contains(error, "rank 0: barrier(), for rank " + std::to_string(n - 1) +
+                                     " at train.py:10"),
+                 error.what());
+      CHECK_THAT(contains(error, ": send(int32 × 50, dst=0), for rank 0"), error.what());
+      CHECK(!error.ranks().empty());
+      CHECK_THROWS(ErrorCode::kMismatch, c.barrier(options));
+    });
+  }
+}
+
+CASE(calls_that_were_submitted_may_still_act) {
+  with_threads(2, tiny_tuning(), [](HostCommunicator& c) {
+    const Array a(DType::kInt32, 50);
+    if (c.rank() == 0) {
+      c.count_submitted(1);
+      std::jthread receiver([&] {
+        std::this_thread::sleep_for(300ms);
+        c.recv(a.view(), 1, patient());
+        c.count_submitted(-1);
+      });
+      c.barrier(patient());
+    } else {
+      c.send(a.view(), 0, patient());
+      c.barrier(patient());
+    }
+  });
+}
+
 // --- ranks that are late or leave ---------------------------------------------------------------
 
 CASE(a_late_rank_is_named) {

@@ -1,10 +1,11 @@
-"""Checks of numbers that users pass; errors name the argument."""
+"""Checks of arguments that users pass; errors name the argument."""
 
 from __future__ import annotations
 
 from operator import index
 from typing import Any
 
+REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
 _END = 1 << 63
 
 

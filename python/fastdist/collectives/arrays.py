@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fastdist.collectives.hints import not_an_array
+
 DTYPES = (
     "bool",
     "int8",
@@ -43,6 +45,8 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
             return sys.modules["cupy"].empty(shape, array.dtype)
     if hasattr(array, "__cuda_array_interface__"):
         raise TypeError(f"out= must be given: fastdist cannot make a new {type(array).__name__}")
+    if isinstance(getattr(array, "dtype", None), np.dtype):  # jax
+        return np.empty(shape, array.dtype)
     if hasattr(array, "__dlpack__"):
         return np.empty(shape, np.from_dlpack(array).dtype)
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
@@ -56,9 +60,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
     try:
         return np.asarray(memoryview(array)).shape
     except TypeError:
-        raise TypeError(
-            f"array must be a numpy, torch or other DLPack array, got {type(array).__name__}"
-        ) from None
+        raise TypeError(not_an_array("array", array)) from None
 
 
 def view_bytes(

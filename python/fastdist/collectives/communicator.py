@@ -22,6 +22,7 @@ from fastdist.collectives.arrays import (
 )
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
+from fastdist.collectives.hints import is_immutable, unknown_keyword
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
@@ -205,7 +206,8 @@ class Communicator:
             timeout: seconds to wait for other ranks; the communicator's default if None.
 
         Returns:
-            `out` if it is given, else `array`.
+            `out` if it is given, else `array`; for arrays that cannot be changed (jax's), a new
+            numpy array.
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None or bucket_bytes != "auto":
@@ -214,6 +216,10 @@ class Communicator:
                 raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
             given = (array, op, out, compress)
             return self._on("all_reduce", given, seconds, async_op, stream, size)
+        try:
+            return self._all_reduce(array, op, out, compress, seconds, async_op)
+        except TypeError:
+            out = _new_for_immutable(array, out)
         return self._all_reduce(array, op, out, compress, seconds, async_op)
 
     @overload
@@ -248,14 +254,20 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Reduce like `all_reduce`, but only the root gets the result. Every rank must call.
 
         On other ranks, `array` is not changed and `out` is not written.
         """
+        _refuse("reduce", unknown)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("reduce", (array, op, root, out), seconds, async_op, stream)
+        try:
+            return self._reduce(array, op, root, out, seconds, async_op)
+        except TypeError:
+            out = _new_for_immutable(array, out)
         return self._reduce(array, op, root, out, seconds, async_op)
 
     @overload
@@ -277,15 +289,21 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Copy the root's array into the array of every other rank. Every rank must call.
 
         If `out` is given, the copy goes to `out` on every rank, and `array` is read on the root
         only.
         """
+        _refuse("broadcast", unknown)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("broadcast", (array, root, out), seconds, async_op, stream)
+        try:
+            return self._broadcast(array, root, out, seconds, async_op)
+        except TypeError:
+            out = _new_for_immutable(array, out)
         return self._broadcast(array, root, out, seconds, async_op)
 
     @overload
@@ -344,12 +362,14 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Join the arrays of all ranks on the root, like `all_gather`. Every rank must call.
 
         Returns:
             `out` or a new array on the root, None on the other ranks.
         """
+        _refuse("gather", unknown)
         if self.rank != root:
             out = None
         elif out is None:
@@ -378,6 +398,7 @@ class Communicator:
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Cut the root's array along axis 0 and give each rank its part. Every rank must call.
 
@@ -391,6 +412,7 @@ class Communicator:
         Returns:
             `out`, or a new array of its shape.
         """
+        _refuse("scatter", unknown)
         if self.rank == root and array is not None:
             _for_each(array, self._check_parts)
         if out is None:
@@ -497,7 +519,7 @@ class Communicator:
         else:
             _for_each(array, self._check_parts)
             if out is None:
-                out = _for_each(array, lambda x: new_like(x, shape_of(x)))
+                out = _for_each(array, _new)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
@@ -754,6 +776,22 @@ class Communicator:
 
 def _as_list(arrays: Arrays) -> Sequence[Array]:
     return arrays if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _refuse(call: str, unknown: dict[str, Any]) -> None:
+    if unknown:
+        raise TypeError(unknown_keyword(call, next(iter(unknown))))
+
+
+def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:
+    """Make outputs for inputs that cannot be changed; raise the present error for other calls."""
+    if out is not None or not is_immutable(arrays):
+        raise
+    return _for_each(arrays, _new)
+
+
+def _new(array: Array) -> Array:
+    return new_like(array, shape_of(array))
 
 
 def _for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:

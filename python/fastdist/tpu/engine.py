@@ -18,10 +18,11 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from fastdist.collectives.arguments import to_rank
+from fastdist.collectives.arguments import REDUCE_OPS, to_rank
 from fastdist.collectives.engines.checked import source_line
 from fastdist.collectives.engines.engine import Bytes, Calls, Engine
-from fastdist.collectives.engines.signature import OPS, REDUCE_OPS
+from fastdist.collectives.engines.signature import OPS
+from fastdist.collectives.hints import unknown_op
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.comparison import Comparison, dtype_of, signature_of
 from fastdist.tpu.mesh import Mesh
@@ -276,7 +277,7 @@ def _require_fit(
 
 def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
     if op not in REDUCE_OPS:
-        raise ValueError(f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}")
+        raise ValueError(unknown_op(op))
     if op not in _XLA_OPS:
         raise UnsupportedError(f"op must be sum, mean, min or max for XLA tensors, got op={op!r}")
     for tensor in tensors:

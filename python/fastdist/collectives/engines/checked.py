@@ -17,13 +17,12 @@ from typing import Any, final
 
 import numpy as np
 
-from fastdist.collectives.arguments import check_timeout, to_rank
+from fastdist.collectives.arguments import REDUCE_OPS, check_timeout, to_rank
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.queues import CallQueue
 from fastdist.collectives.engines.signature import (
     OPS,
     RECORD_BYTES,
-    REDUCE_OPS,
     Signature,
     mismatch,
     pack_site,
@@ -40,6 +39,7 @@ from fastdist.collectives.engines.views import (
     row_major_views_of,
     views_of,
 )
+from fastdist.collectives.hints import unknown_op
 from fastdist.errors import (
     CollectiveMismatchError,
     FastdistError,
@@ -561,7 +561,7 @@ def source_line() -> str:
 
 def _check_op(op: str) -> None:
     if op not in REDUCE_OPS:
-        raise ValueError(f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}")
+        raise ValueError(unknown_op(op))
 
 
 def _check_compression(compress: str, op: str, views: list[View]) -> None:

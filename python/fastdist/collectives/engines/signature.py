@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastdist.collectives.arguments import REDUCE_OPS
 from fastdist.collectives.arrays import DTYPES
 from fastdist.collectives.engines.views import Arrays
 from fastdist.errors import CollectiveMismatchError
@@ -25,7 +26,6 @@ OPS = (
     "barrier",
 )
 _COMPARED = (*OPS, "empty")
-REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
 _ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
 _PEERS = {"send": "dst", "recv": "src"}
 _REDUCING = {"all_reduce", "reduce", "reduce_scatter"}

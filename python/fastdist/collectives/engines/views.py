@@ -17,6 +17,7 @@ import numpy as np
 
 from fastdist.collectives.arrays import DTYPES, NOT_IN_NUMPY
 from fastdist.collectives.engines.engine import Bytes
+from fastdist.collectives.hints import immutable, not_an_array
 from fastdist.errors import UnsupportedError
 
 SMALL_FLOATS = frozenset({"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
@@ -116,9 +117,7 @@ def view_of(array: Any, writable: bool, argument: str) -> View:
     try:
         seen = np.asarray(memoryview(array))
     except TypeError:
-        raise TypeError(
-            f"{argument} must be a numpy, torch or other DLPack array, got {type(array).__name__}"
-        ) from None
+        raise TypeError(not_an_array(argument, array)) from None
     return _view_numpy(seen, writable, argument)
 
 
@@ -293,6 +292,8 @@ def _view_torch(torch: Any, tensor: Any, argument: str) -> View:
 
 
 def _view_dlpack(array: Any, writable: bool, argument: str) -> View:
+    if writable and (message := immutable(argument, array)):
+        raise TypeError(message)
     try:
         import torch.utils.dlpack
     except ImportError:

@@ -1,0 +1,105 @@
+"""Ranks that wait for each other get an error at once, and other waits do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fastdist import Communicator
+from fastdist.errors import CollectiveMismatchError
+from ranks import ProcessRanks, ThreadRanks
+
+Call = Callable[[Communicator], Any]
+
+
+@pytest.fixture(params=[ThreadRanks, ProcessRanks], ids=["threads", "processes"])
+def ranks_of(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[Any] = []
+
+    def make(size: int) -> Any:
+        made.append(request.param(size))
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        ranks.close()
+
+
+def send_to_next(comm: Communicator) -> None:
+    comm.send(np.ones(3), (comm.rank + 1) % comm.world_size)
+
+
+def barrier_or_send(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.barrier()
+    else:
+        comm.send(np.ones(3), 0)
+
+
+def reduce_or_receive(comm: Communicator) -> None:
+    if comm.rank == comm.world_size - 1:
+        comm.recv(np.ones(1 << 20), 0)
+    else:
+        comm.all_reduce(np.ones(1 << 20))
+
+
+def receive_from_each_other(comm: Communicator) -> None:
+    comm.all_reduce(np.ones(2))
+    comm.recv(np.ones(3), (comm.rank + 1) % comm.world_size)
+
+
+def require_error(comm: Communicator, call: Call, names: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="ranks wait for each other") as caught:
+        call(comm)
+    assert time.monotonic() - begin < 5
+    assert caught.value.ranks
+    for rank, name in enumerate(names.split()):
+        assert f"rank {rank}: {name}(" in str(caught.value), str(caught.value)
+    assert f"in {call.__name__}" in str(caught.value)
+    with pytest.raises(CollectiveMismatchError, match="cannot be used any more"):
+        comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("call", "size", "names"),
+    [
+        (barrier_or_send, 2, "barrier send"),
+        (reduce_or_receive, 3, "all_reduce all_reduce recv"),
+        (send_to_next, 3, "send send send"),
+        (receive_from_each_other, 2, "recv recv"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_ranks_that_wait_for_each_other(ranks_of: Any, call: Call, size: int, names: str) -> None:
+    ranks_of(size).run(require_error, call, names)
+
+
+def wait_long(comm: Communicator) -> None:
+    """Wait for calls that come late, or were submitted before the wait."""
+    x = np.full(3, comm.rank, np.float32)
+    if comm.rank == 0:
+        received = comm.recv(np.empty(3, np.float32), 1, async_op=True)
+        reduced = comm.all_reduce(np.ones(3), async_op=True)
+        comm.send(x, 1)
+        received.wait()
+        reduced.wait()
+        comm.barrier()
+    else:
+        time.sleep(0.4)
+        comm.send(x, 0)
+        time.sleep(0.4)
+        comm.recv(np.empty(3, np.float32), 0)
+        time.sleep(0.4)
+        comm.all_reduce(np.ones(3))
+        time.sleep(0.4)
+        comm.barrier()
+
+
+def test_long_waits_that_can_end(ranks_of: Any) -> None:
+    ranks = ranks_of(2)
+    for _ in range(2):
+        ranks.run(wait_long)

@@ -52,6 +52,28 @@ def test_hashed_embeddings(cluster: PsCluster) -> None:
     assert sum(kept) == 6
 
 
+def test_tables_begin_with_values_of_their_own(cluster: PsCluster) -> None:
+    """Seeds are drawn from torch's generator, as by torch's own layers; servers begin alike."""
+
+    ids = torch.arange(9)
+
+    def made(limit: int | None) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        return fd.nn.Embedding(limit, 4), fd.nn.EmbeddingBag(limit, 4, mode="sum")
+
+    alone = made(9)
+    first, second = alone[0](ids), alone[1](ids[:, None])
+    assert not torch.equal(first, second)
+    for limit in (9, None):
+        strategy = cluster.strategy(max_staleness=0)
+        with strategy.scope():
+            layers = made(limit)
+        assert torch.equal(layers[0](ids), first)
+        assert torch.equal(layers[1](ids[:, None]), second)
+    torch.manual_seed(2)
+    assert not torch.equal(fd.nn.Embedding(9, 4)(ids), first)
+
+
 def peak_kib() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
@@ -279,7 +301,7 @@ def test_padding(cluster: PsCluster, limit: int | None, padding: int) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
     with strategy.scope():
-        table = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        table = fd.nn.Embedding(limit, 3, padding_idx=padding, seed=1)
         optimizer = sgd(table.parameters())
     ids = torch.tensor([padding if limit is None else padding % limit, 3])
     before = table(ids).detach()
@@ -294,7 +316,7 @@ def test_padding(cluster: PsCluster, limit: int | None, padding: int) -> None:
     expected = before - torch.tensor([[0.0], [0.1]])
     torch.testing.assert_close(table(ids).detach(), expected)
     if limit is not None:
-        plain = fd.nn.Embedding(limit, 3, padding_idx=padding)
+        plain = fd.nn.Embedding(limit, 3, padding_idx=padding, seed=1)
         torch.testing.assert_close(plain(ids).detach(), before)
         with pytest.raises(ValueError, match="within 9 embeddings, got 9"):
             fd.nn.Embedding(limit, 3, padding_idx=limit)

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import load, restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.snapshot import save
 from ps_checkpoints import ADAM, IDS, Job, require_same
 from safetensors import safe_open
+from torch import nn
 
 
 @pytest.fixture
@@ -78,6 +80,42 @@ def test_without_slots_and_without_elements(stack: ExitStack, tmp_path: Path) ->
     assert second[1].pull(np.arange(5))[:, 0].tolist() == [0, 0, 0, -1, 0]
     assert (second[2].pull() == 1).all()
     assert second[4].pull() == 3
+
+
+def test_rows_that_no_worker_has_touched(stack: ExitStack, tmp_path: Path) -> None:
+    """They begin as in the job that wrote the checkpoint, on servers and in plain modules."""
+    sgd = RuleSpec("SGD", {"lr": 1.0})
+    ids = np.arange(7)
+
+    def tables(servers: int, seed: int) -> tuple[Client, list[ShardedRows]]:
+        addresses = [stack.enter_context(Server()).address for _ in range(servers)]
+        client = stack.enter_context(Client(addresses))
+        made = []
+        for name, rows in (("fixed", 7), ("hashed", None)):
+            spec = RowsSpec(name, 2, sgd, rows, ("normal", 0.0, 1.0), seed)
+            pieces = RoundRobin(servers, FixedShards(servers)).place((rows or servers, 2), 4)
+            made.append(ShardedRows(client, spec, pieces))
+        return client, made
+
+    client, first = tables(3, 1)
+    for table in first:
+        assert len(np.unique(table.pull(ids)[:, 0])) == ids.size  # parts do not begin alike
+        table.push([4], np.ones((1, 2)))
+    before = [table.pull(ids) for table in first]
+    save_checkpoint(client, tmp_path / "a", first)
+    other, second = tables(2, 2)
+    assert not np.array_equal(second[0].pull(ids), before[0])
+    restore_checkpoint(other, tmp_path / "a", second)
+    save_checkpoint(other, tmp_path / "b", second)
+    last, third = tables(1, 3)
+    restore_checkpoint(last, tmp_path / "b", third)
+    for some in (second, third):
+        for table, rows in zip(some, before, strict=True):
+            assert np.array_equal(table.pull(ids), rows)
+    module = nn.ParameterDict({name: torch.zeros(7, 2) for name in ("fixed", "hashed")})
+    assert load(module, tmp_path / "b", prefix="") == []
+    assert np.array_equal(module["fixed"].detach(), before[0])
+    assert np.array_equal(module["hashed"].detach(), before[1])
 
 
 def test_save_while_in_use(stack: ExitStack, tmp_path: Path) -> None:

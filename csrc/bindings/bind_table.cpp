@@ -122,11 +122,14 @@ std::vector<std::string> slot_names(const UpdateRule& rule) {
 std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule,
                                          std::optional<std::uint64_t> rows,
                                          const std::tuple<std::string, double, double>& initializer,
-                                         std::uint64_t seed, const std::string& storage,
+                                         std::uint64_t seed, std::uint64_t first_id,
+                                         const std::string& storage,
                                          std::optional<std::uint64_t> max_rows,
                                          std::optional<std::uint32_t> max_age) {
   const auto& [distribution, first, second] = initializer;
-  table::RowTableOptions options{dim, rule, table::Initializer(distribution, first, second, seed)};
+  table::RowTableOptions options{dim, rule, table::Initializer(distribution, first, second)};
+  options.seed = seed;
+  options.first_id = first_id;
   options.rows = rows;
   options.max_rows = max_rows;
   options.max_age = max_age;
@@ -169,8 +172,8 @@ void bind_row_table(py::module_& m) {
       .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
            py::arg("rows") = py::none(),
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
-           py::arg("storage") = "float32", py::arg("max_rows") = py::none(),
-           py::arg("max_age") = py::none())
+           py::arg("first_id") = 0, py::arg("storage") = "float32",
+           py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
       .def(
           "pull",
           [](RowTable& t, py::handle ids, py::handle out) {
@@ -210,7 +213,8 @@ void bind_row_table(py::module_& m) {
       .def_property_readonly("dim", &RowTable::dim)
       .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
       .def_property_readonly("nbytes", &RowTable::bytes)
-      .def_property("step", &RowTable::step, &RowTable::set_step);
+      .def_property("step", &RowTable::step, &RowTable::set_step)
+      .def_property("seed", &RowTable::seed, &RowTable::set_seed);
 }
 
 void bind_dense_variable(py::module_& m) {

@@ -21,12 +21,10 @@ Distribution distribution_of(std::string_view name) {
 
 }  // namespace
 
-Initializer::Initializer(std::string_view distribution, double first, double second,
-                         std::uint64_t seed)
+Initializer::Initializer(std::string_view distribution, double first, double second)
     : distribution_(distribution_of(distribution)),
       first_(static_cast<float>(first)),
-      second_(static_cast<float>(second)),
-      seed_key_(mix(seed)) {
+      second_(static_cast<float>(second)) {
   if (!std::isfinite(first_) || !std::isfinite(second_)) {
     throw Error(ErrorCode::kValue, "the initializer's numbers must be finite float32, got " +
                                        std::to_string(first) + " and " + std::to_string(second));
@@ -41,8 +39,8 @@ Initializer::Initializer(std::string_view distribution, double first, double sec
   }
 }
 
-void Initializer::fill(std::span<float> row, std::uint64_t id) const {
-  const std::uint64_t key = mix(mix(id) ^ seed_key_);
+void Initializer::fill(std::span<float> row, std::uint64_t seed, std::uint64_t id) const {
+  const std::uint64_t key = mix(mix(id) ^ mix(seed));
   switch (distribution_) {
     case Distribution::kConstant:
       std::fill(row.begin(), row.end(), first_);

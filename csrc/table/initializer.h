@@ -14,15 +14,14 @@ class Initializer {
  public:
   // `first` and `second` are, for constant, the value and an ignored number; for uniform, the lower
   // and upper bound; for normal, mean and standard deviation. Throws kValue.
-  Initializer(std::string_view distribution, double first, double second, std::uint64_t seed);
+  Initializer(std::string_view distribution, double first, double second);
 
-  void fill(std::span<float> row, std::uint64_t id) const;
+  void fill(std::span<float> row, std::uint64_t seed, std::uint64_t id) const;
 
  private:
   Distribution distribution_;
   float first_;
   float second_;
-  std::uint64_t seed_key_;
 };
 
 }  // namespace fastdist::table

@@ -71,6 +71,7 @@ RowTable::RowTable(RowTableOptions options)
       layout_(options_.dim, options_.storage, options_.rule),
       striping_(striping_of(options_)),
       update_(kernels().update(options_.rule.kind())),
+      seed_(options_.seed),
       arena_(layout_.stride()),
       stripes_(std::make_unique<Stripe[]>(striping_.count)) {
   for (const Slot& slot : options_.rule.slots()) {
@@ -172,17 +173,17 @@ void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
 
 void RowTable::write_initial(std::byte* row, std::uint64_t id) {
   if (layout_.storage() == Storage::kFloat32) {
-    options_.initializer.fill({reinterpret_cast<float*>(row), layout_.dim()}, id);
+    fill_initial({reinterpret_cast<float*>(row), layout_.dim()}, id);
   } else {
     std::vector<float> values(layout_.dim());
-    options_.initializer.fill(values, id);
+    fill_initial(values, id);
     layout_.write(row, values.data());
   }
   layout_.write_slots(row, initial_slots_.data());
 }
 
 void RowTable::read_initial(std::span<float> values, std::uint64_t id) const {
-  options_.initializer.fill(values, id);
+  fill_initial(values, id);
   if (layout_.storage() == Storage::kFloat32) return;
   std::vector<float> row(layout_.stride() / sizeof(float) + 1);
   layout_.write(reinterpret_cast<std::byte*>(row.data()), values.data());

@@ -24,6 +24,9 @@ struct RowTableOptions {
   std::size_t dim;
   UpdateRule rule;
   Initializer initializer;
+  std::uint64_t seed = 0;
+  // Added to ids for initial values: the first id of a part of a larger table.
+  std::uint64_t first_id = 0;
   Storage storage = Storage::kFloat32;
   // The number of rows of a fixed table, with ids from 0; nothing for a hashed table, with any ids.
   std::optional<std::uint64_t> rows = {};
@@ -71,6 +74,12 @@ class RowTable {
   // Must be called before a checkpoint's rows are assigned.
   void set_step(std::uint64_t step) noexcept { step_.store(step, std::memory_order_relaxed); }
 
+  [[nodiscard]] std::uint64_t seed() const noexcept {
+    return seed_.load(std::memory_order_relaxed);
+  }
+  // Changes the initial values of rows that are not in memory.
+  void set_seed(std::uint64_t seed) noexcept { seed_.store(seed, std::memory_order_relaxed); }
+
   // For snapshots: `ids_of_part` lists the ids that a part of the table holds now. `read_present`
   // reads those of `ids` that are present into the beginnings of the arrays and returns their
   // number. Neither touches rows.
@@ -102,6 +111,9 @@ class RowTable {
   RowNumber take_row(Stripe& stripe);
   // Frees the row's memory; the caller must erase the entry.
   void free_row(Stripe& stripe, const RowIndex::Entry& entry) noexcept;
+  void fill_initial(std::span<float> values, std::uint64_t id) const {
+    options_.initializer.fill(values, seed(), options_.first_id + id);
+  }
   void write_initial(std::byte* row, std::uint64_t id);
   void read_initial(std::span<float> values, std::uint64_t id) const;
 
@@ -124,6 +136,7 @@ class RowTable {
   UpdateFunction update_;
   std::vector<float> initial_slots_;
   std::atomic<std::uint64_t> step_{0};
+  std::atomic<std::uint64_t> seed_;
   RowArena arena_;
   std::unique_ptr<Stripe[]> stripes_;
 };

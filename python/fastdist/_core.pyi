@@ -117,6 +117,8 @@ class RowTable:
         # ("constant", value, 0), ("uniform", low, high) or ("normal", mean, standard deviation)
         initializer: tuple[str, float, float] = ("constant", 0.0, 0.0),
         seed: int = 0,
+        # added to ids for initial values
+        first_id: int = 0,
         # "float32", "bfloat16" or "int8"
         storage: str = "float32",
         # the rows touched the longest ago are dropped above this number
@@ -140,6 +142,8 @@ class RowTable:
     def nbytes(self) -> int: ...
     # number of pushes so far
     step: int
+    # of the initial values of rows that are not in memory
+    seed: int
 
 # Yields ids, values [ids, dim] and slots [ids, slots × dim].
 class RowSnapshot:

@@ -37,7 +37,8 @@ using Ids = std::vector<std::uint64_t>;
 constexpr std::size_t kDim = 19;
 
 RowTableOptions options(const char* rule = "SGD") {
-  return {kDim, UpdateRule(rule, {{"lr", 1.0}}), Initializer("constant", 0, 0, 0), {}, {}, {}, {}};
+  return {kDim, UpdateRule(rule, {{"lr", 1.0}}), Initializer("constant", 0, 0), 0, 0, {}, {}, {},
+          {}};
 }
 
 Ids range(std::uint64_t begin, std::uint64_t end) {

@@ -9,10 +9,11 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,13 +22,14 @@ from fastdist.ps.client.requests import Ticket
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.wire.snapshot import Part, check_files, read_values
-from fastdist.ps.wire.specs import DenseSpec, Spec, from_json, to_json
+from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
 _INDEX = "index.json"
 _FORMAT = 1
 # Names of data files; interrupted servers may have left unfinished ones.
 _DATA_FILE = re.compile(r"fastdist-[0-9a-f]{12}-\d+-\d+\.(safetensors|unfinished)")
 # Limit for the names of one object's files: they must fit into the request that restores it.
+_PIECE_ROWS = 1 << 16
 _MAX_NAMES_BYTES = MAX_LONG_META_BYTES - MAX_META_BYTES
 Sharded = ShardedVariable | ShardedRows
 
@@ -97,8 +99,9 @@ def restore_checkpoint(
 ) -> None:
     """Read a checkpoint into existing variables and tables, however they are sharded.
 
-    Rows that a table has and the checkpoint lacks stay as they are. This process checks all files
-    before any server changes anything.
+    Rows that a table has and the checkpoint lacks stay as they are; those that neither has begin as
+    in the job that wrote the checkpoint. This process checks all files before any server changes
+    anything.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or one of its files is gone.
@@ -118,8 +121,12 @@ def restore_checkpoint(
         sources.append((thing, list(zip(names, saved[name].check(), strict=True))))
     tickets = []
     for thing, files in sources:
+        spec = saved[thing.spec.name].spec
+        if isinstance(thing, ShardedRows) and isinstance(spec, RowsSpec):
+            thing.spec = replace(thing.spec, seed=spec.seed)
         for server, number, part in thing.parts():
             about = {
+                "seed": getattr(thing.spec, "seed", None),
                 "part": asdict(part),
                 "directory": str(Path(directory).absolute()),
                 "files": [name for name, source in files if part.may_share_rows(source)],
@@ -161,8 +168,8 @@ def saved_in(directory: str | Path) -> dict[str, Saved]:
 def load(module: nn.Module, directory: str | Path, *, prefix: str = "0/") -> list[str]:
     """Fill a module from a checkpoint that `ParameterServerStrategy.save` wrote, without servers.
 
-    For evaluators, and to continue without servers. A checkpoint does not have rows that no worker
-    has touched: these keep the module's own initial values.
+    For evaluators, and to continue without servers. Rows of tables that no worker has touched get
+    the initial values that they had on the servers.
 
     Args:
         module: the same as in the scope.
@@ -196,6 +203,8 @@ def load(module: nn.Module, directory: str | Path, *, prefix: str = "0/") -> lis
         source.check()
         _require_room(tensor, source, directory)
     for tensor, source in found:
+        if isinstance(source.spec, RowsSpec):
+            _fill_initial(tensor, source.spec)
         for path in source.paths:
             _fill(tensor, path)
     return missing
@@ -275,6 +284,16 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
         fits = fits and tensor.shape[0] >= (spec.rows or 0)
     if not fits:
         raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
+
+
+@torch.no_grad()
+def _fill_initial(tensor: torch.Tensor, spec: RowsSpec) -> None:
+    table = replace(spec, rows=None).make()
+    rows = np.empty((_PIECE_ROWS, spec.dim), np.float32)
+    for begin in range(0, spec.rows or len(tensor), _PIECE_ROWS):
+        end = min(begin + _PIECE_ROWS, spec.rows or len(tensor))
+        table.pull(np.arange(begin, end), rows[: end - begin])
+        tensor[begin:end] = torch.from_numpy(rows[: end - begin])
 
 
 @torch.no_grad()

@@ -334,8 +334,12 @@ class ShardedRows:
             name = f"{name}[{number} of {len(self.pieces)}]"
             most = self.spec.max_rows and -(-self.spec.max_rows // len(self.pieces))
             return dataclasses.replace(self.spec, name=name, max_rows=most)
-        rows = piece.end - piece.begin
-        return dataclasses.replace(self.spec, name=f"{name}[{piece.begin}:]", rows=rows)
+        return dataclasses.replace(
+            self.spec,
+            name=f"{name}[{piece.begin}:]",
+            rows=piece.end - piece.begin,
+            first_id=piece.begin,
+        )
 
 
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:

@@ -15,6 +15,7 @@ from fastdist.errors import UnsupportedError
 from fastdist.ps.model.table import ServedTable
 from fastdist.ps.model.table_weight import table_weight
 from fastdist.replicas.context import state
+from fastdist.replicas.random_streams import draw_seed
 from fastdist.training.module_structure import modules_of
 from fastdist.training.modules import SparseWeight
 
@@ -137,7 +138,7 @@ class TableLayer(TableLookup, nn.Module):
         embedding_dim: int,
         *,
         initializer: tuple[str, float, float] = ("normal", 0.0, 1.0),
-        seed: int = 0,
+        seed: int | None = None,
         storage: str = "float32",
         max_rows: int | None = None,
         max_age: int | None = None,
@@ -155,7 +156,7 @@ class TableLayer(TableLookup, nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.initializer = initializer
-        self.seed = seed
+        self.seed = draw_seed() if seed is None else seed
         self.storage = storage
         self.max_rows = max_rows
         self.max_age = max_age
@@ -170,7 +171,7 @@ class TableLayer(TableLookup, nn.Module):
             _core.UpdateRule("SGD"),
             rows=num_embeddings if num_embeddings is None or not self.sparse else min(rows, 1),
             initializer=initializer,
-            seed=seed,
+            seed=self.seed,
             storage=storage,
             max_rows=max_rows,
             max_age=max_age,
@@ -204,7 +205,8 @@ class Embedding(TableLayer):
         num_embeddings: ids are below this number; None accepts any id.
         embedding_dim: elements of a row.
         initializer: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, deviation).
-        seed: initial values depend on the seed and the id alone.
+        seed: initial values depend on the seed and the id alone; None draws one from torch's
+            default generator.
         storage: "float32", "bfloat16" or "int8", on servers.
         max_rows: above this number, servers drop the least recently touched rows.
         max_age: servers drop rows that were not touched in this many pushes.

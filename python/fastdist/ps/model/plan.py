@@ -120,9 +120,9 @@ def _rows_spec(module: nn.Module, name: str, rule: RuleSpec) -> RowsSpec:
         module.num_embeddings,
         module.initializer,
         module.seed,
-        module.storage,
-        module.max_rows,
-        module.max_age,
+        storage=module.storage,
+        max_rows=module.max_rows,
+        max_age=module.max_age,
     )
 
 

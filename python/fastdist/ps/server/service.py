@@ -335,6 +335,8 @@ class Service:
         part = Part(**request["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, stored, part, Path(request["stem"]))).encode()
+        if isinstance(spec, RowsSpec):
+            stored.seed = request["seed"]  # of rows that the checkpoint does not have
         paths = [Path(request["directory"], name) for name in request["files"]]
         return json.dumps(restore(spec, stored, part, paths)).encode()
 

@@ -96,6 +96,7 @@ class RowsSpec:
             first push.
         initializer: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, deviation).
         seed: initial values depend on the seed and the id alone.
+        first_id: id of the first row, in a part of a larger table.
         storage: "float32", "bfloat16" or "int8".
         max_rows: above this number, the least recently touched rows are dropped.
         max_age: rows that were not touched in this many pushes are dropped.
@@ -110,6 +111,7 @@ class RowsSpec:
     rows: int | None = None
     initializer: tuple[str, float, float] = ("constant", 0.0, 0.0)
     seed: int = 0
+    first_id: int = 0
     storage: str = "float32"
     max_rows: int | None = None
     max_age: int | None = None
@@ -125,6 +127,7 @@ class RowsSpec:
             rows=self.rows,
             initializer=self.initializer,
             seed=self.seed,
+            first_id=self.first_id,
             storage=self.storage,
             max_rows=self.max_rows,
             max_age=self.max_age,

@@ -125,6 +125,9 @@ class StrategyContract:
             n = strategy.num_replicas_in_sync
             one = strategy.run(lambda: torch.tensor(1.0))
             assert strategy.reduce_to("sum", one, "cpu") == n
+            with strategy.scope():
+                variable = fd.Variable(0.0)
+            assert strategy.reduce_to("sum", one, variable) == n
             pairs = [(one, "cpu"), (strategy.run(lambda: torch.ones(2)), torch.zeros(1))]
             scalar, vector = strategy.batch_reduce_to("sum", pairs)
             assert scalar == n

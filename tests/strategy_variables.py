@@ -10,7 +10,7 @@ import pytest
 import torch
 from fastdist import PerReplica, Strategy, VariableAggregation, VariableSynchronization
 from strategy_pieces import replica_id
-from torch import nn
+from torch import nn, ones
 
 ON_READ = VariableSynchronization.ON_READ
 ON_WRITE = VariableSynchronization.ON_WRITE
@@ -81,6 +81,88 @@ class VariableContract:
         def case(strategy: Strategy) -> None:
             for synchronization in (ON_WRITE, VariableSynchronization.AUTO):
                 check(strategy, synchronization)
+
+        strategies.run(case)
+
+    def test_rows_are_changed_by_all_replicas(self, strategies: Any) -> None:
+        """Each replica gives two rows: its own number, and row 0."""
+
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+
+            def changed(change: str, aggregation: Any, updates: Any = 2.0) -> list[float]:
+                v = made(strategy, torch.full((n, 2), 8.0), aggregation=aggregation)
+                rows = lambda: [replica_id(), 0]  # noqa: E731
+                strategy.run(lambda: getattr(v, change)(rows(), updates))
+                if aggregation is not NONE:
+                    strategy.check_in_sync()
+                assert torch.equal(v.value[:, 0], v.value[:, 1])
+                return v.value[:, 0].tolist()
+
+            assert changed("scatter_add", SUM) == [8.0 + 2 * (n + 1), *[10.0] * (n - 1)]
+            assert changed("scatter_add", SUM, ones(2, 2)) == [8.0 + n + 1, *[9.0] * (n - 1)]
+            assert changed("scatter_sub", MEAN) == [
+                pytest.approx(8 - 2 * (n + 1) / n),
+                *[pytest.approx(8 - 2 / n)] * (n - 1),
+            ]
+            assert changed("scatter_mul", SUM) == [8.0 * 2 ** (n + 1), *[16.0] * (n - 1)]
+            assert changed("scatter_div", SUM) == [8.0 / 2 ** (n + 1), *[4.0] * (n - 1)]
+            assert changed("scatter_min", SUM) == [2.0] * n
+            assert changed("scatter_max", SUM) == [8.0] * n
+            assert changed("scatter_max", SUM, torch.tensor([[9.0], [7.0]])) == [9.0] * n
+            assert changed("scatter_update", SUM) == [2.0] * n
+            assert changed("scatter_add", FIRST) == [12.0, *[8.0] * (n - 1)]
+            last = [torch.tensor([3.0]), torch.tensor([4.0])]
+            assert changed("scatter_update", FIRST, torch.stack(last)) == [4.0, *[8.0] * (n - 1)]
+            if n > 1:
+                with pytest.raises(ValueError, match=r"scatter_mul is not defined for .*MEAN"):
+                    changed("scatter_mul", MEAN)
+
+        strategies.run(case)
+
+    def test_rows_that_differ_in_number_and_rows_of_its_own(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            v = made(strategy, torch.zeros(n, dtype=torch.int64), aggregation=SUM)
+            strategy.run(lambda: v.scatter_add(range(replica_id()), torch.tensor(1)))
+            assert v.value.tolist() == [n - 1 - i for i in range(n)]
+            v.scatter_update([0, 0], torch.tensor([7, 5]))  # outside run: no aggregation
+            v.scatter_max([], torch.empty(0, dtype=torch.int64))
+            assert int(v.value[0]) == 5
+            strategy.check_in_sync()
+            own = made(strategy, torch.zeros(2))
+            assert in_replicas(
+                strategy, lambda: own.scatter_add([1], 1.0 + replica_id()) or own.value.tolist()
+            ) == [[0.0, 1.0 + i] for i in strategy.local_replica_ids]
+
+        strategies.run(case)
+
+    def test_rows_that_cannot_be_changed(self, strategies: Any) -> None:
+        def case(strategy: Strategy) -> None:
+            v = made(strategy, torch.zeros(3, 2), aggregation=SUM)
+            whole = made(strategy, torch.zeros(3, dtype=torch.int64), aggregation=SUM)
+            wrong: list[tuple[type[Exception], str, Any]] = [
+                (
+                    IndexError,
+                    "index 3 .* has 3 rows",
+                    lambda: v.scatter_add([3], 1),
+                ),
+                (IndexError, "index -1", lambda: v.scatter_update([0, -1], 1)),
+                (TypeError, "must be integers", lambda: v.scatter_add([0.5], 1)),
+                (TypeError, "int64 cannot hold torch.float", lambda: whole.scatter_add([0], 0.5)),
+                (ValueError, r"indices must have shape \[n\]", lambda: v.scatter_add([[0]], 1)),
+                (ValueError, r"shape \(1, 2\), got \(3,\)", lambda: v.scatter_add([0], ones(3))),
+                (ValueError, "a scalar", lambda: made(strategy, 1.0).scatter_add([0], 1)),
+                (
+                    ValueError,
+                    "scatter_min needs .* ON_WRITE",
+                    lambda: made(strategy, [1.0], synchronization=ON_READ).scatter_min([0], 1),
+                ),
+            ]
+            for kind, message, call in wrong:
+                with pytest.raises(kind, match=message):
+                    call()
+            assert not v.value.any()
 
         strategies.run(case)
 

@@ -14,6 +14,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import reduce_values
 from fastdist.replicas.per_replica import select
+from fastdist.replicas.scatter import ScatterOp, scatter, to_rows
 
 
 class VariableSynchronization(enum.Enum):
@@ -147,6 +148,51 @@ class Variable(nn.Module):
         """Subtract from the value, with the aggregation of `assign`."""
         self._write(delta, -1)
 
+    def scatter_add(self, indices: Any, updates: Any) -> None:
+        """Add to some rows of the value; the same row may be given several times.
+
+        In `run`, the aggregation decides which rows count: with SUM those of all replicas, with
+        MEAN too, divided by the number of replicas, with ONLY_FIRST_REPLICA those of the first,
+        with NONE each replica's own.
+
+        Args:
+            indices: integers, shape [n], of rows along axis 0; n may differ between replicas.
+            updates: shape [n, *value.shape[1:]], or a shape that broadcasts to it.
+
+        Raises:
+            IndexError: there is no such row.
+            TypeError: a dtype is wrong.
+            ValueError: a shape is wrong, or synchronization is ON_READ.
+        """
+        self._scatter("add", indices, updates)
+
+    def scatter_sub(self, indices: Any, updates: Any) -> None:
+        """Subtract from some rows; see `scatter_add`."""
+        self._scatter("sub", indices, updates)
+
+    def scatter_mul(self, indices: Any, updates: Any) -> None:
+        """Multiply some rows; see `scatter_add`. Not defined for MEAN in `run`."""
+        self._scatter("mul", indices, updates)
+
+    def scatter_div(self, indices: Any, updates: Any) -> None:
+        """Divide some rows; see `scatter_add`. Not defined for MEAN in `run`."""
+        self._scatter("div", indices, updates)
+
+    def scatter_min(self, indices: Any, updates: Any) -> None:
+        """Lower some rows to at most `updates`; see `scatter_add`. Not for MEAN in `run`."""
+        self._scatter("min", indices, updates)
+
+    def scatter_max(self, indices: Any, updates: Any) -> None:
+        """Raise some rows to at least `updates`; see `scatter_add`. Not for MEAN in `run`."""
+        self._scatter("max", indices, updates)
+
+    def scatter_update(self, indices: Any, updates: Any) -> None:
+        """Set some rows; see `scatter_add`. Of equal indices the last counts, in replica order.
+
+        Not defined for MEAN in `run`.
+        """
+        self._scatter("update", indices, updates)
+
     def extra_repr(self) -> str:
         """Format this replica's value, and the settings."""
         return f"{self._value}, {self.synchronization}, {self.aggregation}"
@@ -165,6 +211,44 @@ class Variable(nn.Module):
         if context is not None and self.synchronization is not VariableSynchronization.ON_READ:
             given = self._aggregated(given, context)
         self._put(given, sign)
+
+    def _scatter(self, op: ScatterOp, indices: Any, updates: Any) -> None:
+        if self.synchronization is VariableSynchronization.ON_READ:
+            raise ValueError(
+                f"scatter_{op} needs a variable with synchronization ON_WRITE, got "
+                f"{self.synchronization}"
+            )
+        owner, context = _owner_of(self), state.replica
+        if owner is not None:
+            owner.refresh()
+            for local, component in enumerate(owner.variables(self)):
+                given = select((indices, updates), local)
+                scatter(component._value, op, *to_rows(component._value, *given))
+            owner.note_values()
+            return
+        rows, values = to_rows(self._value, indices, updates)
+        if context is not None and context.num_replicas_in_sync > 1:
+            rows, values = self._aggregated_rows(op, rows, values, context)
+        scatter(self._value, op, rows, values)
+
+    def _aggregated_rows(
+        self, op: ScatterOp, rows: torch.Tensor, values: torch.Tensor, context: ReplicaContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.aggregation is VariableAggregation.NONE:
+            return rows, values
+        if self.aggregation is VariableAggregation.MEAN:
+            if op not in ("add", "sub"):
+                raise ValueError(
+                    f"scatter_{op} is not defined for the aggregation {self.aggregation}; use "
+                    "SUM, ONLY_FIRST_REPLICA, scatter_add or scatter_sub"
+                )
+            values = values / context.num_replicas_in_sync
+        counts = context.all_gather(rows.new_tensor([len(rows)]))
+        rows, values = context.all_gather((rows, values))
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            first = int(counts[0])
+            rows, values = rows[:first], values[:first]
+        return rows, values
 
     def _given(self, value: Any, sign: int | None) -> torch.Tensor:
         given = as_tensor(value.value if isinstance(value, Variable) else value).detach()

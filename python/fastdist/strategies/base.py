@@ -265,7 +265,7 @@ class Strategy(ABC):
         Args:
             op: the reduction.
             value: per-replica values.
-            destination: a device, or a tensor on the device.
+            destination: a device, or a tensor or `fastdist.Variable` on the device.
         """
         return self.reduce(op, value).to(_device_of(destination))
 
@@ -356,6 +356,8 @@ def examples_of(given: Any) -> tuple[int, ...] | None:
 
 
 def _device_of(destination: Any) -> torch.device:
+    if isinstance(destination, Variable):
+        return destination.component.device
     if isinstance(destination, torch.Tensor):
         return destination.device
     return torch.device(destination)

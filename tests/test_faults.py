@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 from contract_errors import Misshapen
 from fastdist import Communicator
+from fastdist.cluster.ports import reserved_ports
 from fastdist.errors import FastdistError, PeerFailureError
+from fork_server import python
 from ranks import ProcessRanks, RankError, ThreadRanks
 
 PREAMBLE = "import os, sys, time, signal, numpy as np, fastdist as fd\n"
@@ -486,6 +488,41 @@ def test_wrong_size_of_a_group(size: Any, error: type[Exception]) -> None:
 def test_wrong_source_of_ranks(argument: str, expected: str) -> None:
     with pytest.raises(TypeError, match=f"{argument} must be {expected}, got 'x'"):
         fastdist.init(**{argument: "x"})  # type: ignore[arg-type]
+
+
+NAMED = "comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2])\n"
+
+
+def test_ranks_that_a_program_names() -> None:
+    with reserved_ports(1) as (port,):
+        code = PREAMBLE + NAMED + "print(comm.all_reduce(np.array([comm.rank + 1]))[0], end=' ')\n"
+        code += "print(fd.MirroredStrategy().num_replicas_in_sync, end=' ')\n"
+        code += "print(fd.MultiWorkerMirroredStrategy().num_replicas_in_sync)"
+        ranks = [
+            python("-c", code, str(rank), f"localhost:{port}", text=True, stdout=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["3 2 2\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"rank": 0}, ValueError, "together, got rank=0, world_size=None, address=None"),
+        ({"rank": 2}, ValueError, "rank must be an integer from 0 to 1, got 2"),
+        ({"rank": "0"}, TypeError, "rank must be an integer from 0 to 1, got '0'"),
+        ({"rank": 0, "world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
+        ({"rank": 0, "address": "here"}, ValueError, 'address must be "host:port", got .here'),
+        ({"rank": 0, "address": 29500}, ValueError, 'address must be "host:port", got 29500'),
+        ({"rank": 0, "cluster": "x"}, ValueError, "init takes one of .* got several"),
+    ],
+)
+def test_ranks_that_are_named_wrongly(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    others = {} if given == {"rank": 0} else {"world_size": 2, "address": "localhost:29500"}
+    with pytest.raises(error, match=message):
+        fastdist.init(**(others | given))
 
 
 def test_no_tcp_port_and_nothing_in_the_file_system(job: str, tmp_path: Path) -> None:

@@ -226,6 +226,23 @@ def test_ranks_from_mpi(network: Network, tmp_path: Path) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
+def test_ranks_that_a_program_names(network: Network) -> None:
+    code = """
+    import sys, fastdist as fd, numpy as np
+    comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2])
+    print(comm.all_reduce(np.array([comm.rank + 1.0]))[0], type(comm.engine).__name__)
+"""
+    address = f"{network.addresses[0]}:{next(ports)}"
+    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    started = [
+        subprocess.Popen(
+            network.command(r, *python, str(r), address), text=True, stdout=subprocess.PIPE
+        )
+        for r in range(2)
+    ]
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+
+
 def test_resolver_on_one_machine_needs_no_network() -> None:
     address = f"localhost:{next(ports)}"
     started = [start_resolved([], r, 2, address) for r in range(2)]

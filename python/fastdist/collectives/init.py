@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.address import join_address, split_address
-from fastdist.cluster.launch import Launch, detect_launch
+from fastdist.cluster.launch import Launch, detect_launch, note_launch
 from fastdist.cluster.replicas import patience_s, started_replica
-from fastdist.collectives.arguments import check_timeout, to_integer
+from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
@@ -70,6 +70,9 @@ def init(
     *,
     bootstrap: Bootstrap | None = None,
     cluster: Cluster | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
     timeout: float | None = None,
 ) -> Communicator:
     """Return the communicator of all ranks of this job. Every rank must call.
@@ -82,20 +85,28 @@ def init(
     Args:
         bootstrap: an mpi4py communicator that defines the ranks instead.
         cluster: a cluster resolver that defines the ranks instead.
+        rank: this process's rank, from 0, in a program that starts its ranks itself (Ray, dask,
+            multiprocessing); with world_size and address.
+        world_size: number of ranks.
+        address: "host:port" of the machine of rank 0, the same on all ranks. The port must be
+            free: rank 0 listens there. 127.0.0.1 if all ranks are on one machine.
         timeout: default number of seconds that each collective waits for other ranks; None:
             FASTDIST_TIMEOUT_S, or 600 if it is not set.
 
     Raises:
         ClusterConfigError: the launcher's variables are invalid, or a rank did not arrive in time.
         ImportError: the job has several machines, and torch is not installed.
-        ValueError: bootstrap and cluster are both given.
+        ValueError: the ranks are defined twice, or rank, world_size and address are not all given
+            and valid.
     """
     if _World.communicator is not None:
         return default_communicator()
     if timeout is not None:
         check_timeout(timeout)
-    if bootstrap is not None and cluster is not None:
-        raise ValueError("init takes bootstrap= or cluster=, got both")
+    is_named = (rank, world_size, address) != (None, None, None)
+    if is_named + (bootstrap is not None) + (cluster is not None) > 1:
+        raise ValueError("init takes one of bootstrap=, cluster= and rank=, got several")
+    ranks = _named_ranks(rank, world_size, address) if is_named else None
     config = settings()
     started_replica()
     waits_s = config.rendezvous_timeout_s + patience_s()
@@ -103,6 +114,9 @@ def init(
         engine = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
         engine = _from_cluster(cluster, waits_s)
+    elif ranks is not None:
+        engine, launch = _meet("init", *ranks, waits_s)
+        note_launch(launch)
     else:
         engine = _from_launch(waits_s)
     _World.meetings += 1
@@ -218,7 +232,8 @@ def _from_launch(timeout_s: float) -> Engine:
     if launch.local_world_size == launch.world_size:
         return HostEngine.of_launch(launch, _World.meetings, timeout_s)
     coordinator = coordinator_of_launch(launch)
-    return _on_machines(launch.rank, launch.world_size, coordinator, timeout_s)
+    place = launch.rank, launch.world_size
+    return _on_machines(launch.launcher, *place, coordinator, timeout_s)[0]
 
 
 def coordinator_of_launch(launch: Launch) -> str:
@@ -247,14 +262,36 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
         raise ClusterConfigError(
             "this task does not train, because it is a parameter server or an evaluator"
         )
-    if size == 1:
-        alone = Launch("cluster", 0, 1, 0, 1, secrets.token_hex(8))
-        return HostEngine.of_launch(alone, _World.meetings, timeout_s)
-    coordinator = cluster.coordinator_address
-    if _is_loopback(coordinator):
-        launch = Launch("cluster", rank, size, rank, size, f"cluster/{coordinator}")
-        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
-    return _on_machines(rank, size, coordinator, timeout_s)
+    coordinator = "" if size == 1 else cluster.coordinator_address
+    return _meet("cluster", rank, size, coordinator, timeout_s)[0]
+
+
+def _meet(
+    launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
+) -> tuple[Engine, Launch]:
+    """Make the engine of ranks that meet at an address, and find this rank's place."""
+    if size > 1 and not _is_loopback(coordinator):
+        return _on_machines(launcher, rank, size, coordinator, timeout_s)
+    key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
+    launch = Launch(launcher, rank, size, rank, size, key)
+    return HostEngine.of_launch(launch, _World.meetings, timeout_s), launch
+
+
+def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, str]:
+    """Check the ranks that a program names; return rank, world size and address."""
+    if rank is None or world_size is None or address is None:
+        raise ValueError(
+            f"init needs rank=, world_size= and address= together, got rank={rank!r}, "
+            f"world_size={world_size!r}, address={address!r}"
+        )
+    size = to_integer(world_size, "world_size")
+    if size < 1:
+        raise ValueError(f"world_size must be at least 1, got {size}")
+    try:
+        address = join_address(*split_address(address))
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(f'address must be "host:port", got {address!r}') from None
+    return to_rank(rank, "rank", size), size, address
 
 
 def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
@@ -268,7 +305,7 @@ def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, _World.meetings, timeout_s)
     coordinator = bootstrap.bcast(_free_address() if rank == 0 else "")
-    return _on_machines(rank, size, coordinator, timeout_s)
+    return _on_machines("bootstrap", rank, size, coordinator, timeout_s)[0]
 
 
 def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
@@ -279,7 +316,9 @@ def _require(value: object, argument: str, expected: str, *attributes: str) -> N
         )
 
 
-def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> Engine:
+def _on_machines(
+    launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
+) -> tuple[Engine, Launch]:
     """Meet the other ranks through a store, and make the engine that fits their machines."""
     # Imported here since `import fastdist` must be quick.
     from fastdist.collectives.engines.gloo import GlooEngine
@@ -297,15 +336,16 @@ def _on_machines(rank: int, size: int, coordinator: str, timeout_s: float) -> En
     here = len(layout.places[place])
     key = f"{meeting.key}/{place}"
     own = Launch("machines", local, here, local, here, key)
+    launch = Launch(launcher, rank, size, local, here, key)
     inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
     if len(layout.places) == 1:
-        return inner
+        return inner, launch
     several = layout.width > 1
     flat = GlooEngine(meeting.store, rank, size, meeting.address, timeout_s, lanes_only=several)
     if not several:
-        return flat
+        return flat, launch
     links = MachineLinks(flat, layout, meeting.store, timeout_s)
-    return HierarchicalEngine(layout, rank, inner, links)
+    return HierarchicalEngine(layout, rank, inner, links), launch
 
 
 def _is_loopback(coordinator: str) -> bool:

@@ -58,7 +58,7 @@ def require_error(comm: Communicator, call: Call, names: str) -> None:
     assert time.monotonic() - begin < 5
     assert caught.value.ranks
     for rank, name in enumerate(names.split()):
-        assert f"rank {rank}: {name}(" in str(caught.value), str(caught.value)
+        assert name == "?" or f"rank {rank}: {name}(" in str(caught.value), str(caught.value)
     assert f"in {call.__name__}" in str(caught.value)
     with pytest.raises(CollectiveMismatchError, match="cannot be used any more"):
         comm.barrier()
@@ -68,7 +68,7 @@ def require_error(comm: Communicator, call: Call, names: str) -> None:
     ("call", "size", "names"),
     [
         (barrier_or_send, 2, "barrier send"),
-        (reduce_or_receive, 3, "all_reduce all_reduce recv"),
+        (reduce_or_receive, 3, "all_reduce ? recv"),  # rank 1 may be late
         (send_to_next, 3, "send send send"),
         (receive_from_each_other, 2, "recv recv"),
     ],

@@ -92,7 +92,7 @@ std::string HostCommunicator::describe_deadlock() const {
     const BlockedWait& wait = control.blocked;
     text += "\n  rank " + std::to_string(p) + ": ";
     if (wait.number.load(std::memory_order_acquire) == 0) {
-      text += "not waiting";
+      text += "not waiting yet";
       continue;
     }
     text += describe(unpack_signature(wait.signature.load(std::memory_order_relaxed),

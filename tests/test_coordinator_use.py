@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import fastdist as fd
 import pytest
 from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps import Keys
 from fastdist.ps.coordinator import RemoteValue, dispatcher, messages
 from fastdist.ps.coordinator.backlog import Call
 from plain_job import PlainCluster, PlainJob, step
@@ -265,6 +267,30 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     wait_for(lambda: coordinator.workers == [0, 1])
     pids = coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], 20)
     assert set(pids) == {task.pid for task in cluster.tasks.values()}
+
+
+def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chief that is started again gets the workers although its clock is behind the first's."""
+    hour = 3600 * 10**9
+    now = time.time_ns
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time_ns", lambda: now() + hour)
+        first = fd.ClusterCoordinator(PlainJob(cluster.addresses, cluster.keys))
+    assert len(first.fetch([first.schedule(os.getpid) for _ in range(4)], 20)) == 4
+    second = fd.ClusterCoordinator(PlainJob(cluster.addresses, cluster.keys))
+    wait_for(lambda: second._dispatcher.is_replaced)  # while the first is there
+    assert first.schedule(os.getpid).fetch(20) > 0
+    first._dispatcher.close(is_end=False)
+    assert len(second.fetch([second.schedule(os.getpid) for _ in range(4)], 20)) == 4
+    wait_for(lambda: second.workers == [0, 1] and not second._dispatcher.is_replaced)
+
+
+def test_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [f"tcp://127.0.0.1:{1 + i}" for i in range(400)]
+    fd.ClusterCoordinator(PlainJob(addresses, Keys.make())).close()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(OSError, match="400 workers need about 1700 open files, the limit is 1024"):
+        fd.ClusterCoordinator(PlainJob(addresses, Keys.make()))
 
 
 def test_iterators_restart_with_their_worker(cluster: PlainCluster) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fastdist as fd
@@ -105,6 +106,15 @@ def test_parameter_groups_added_late(cluster: PsCluster) -> None:
         ValueError, match=r"has 2 groups of .*, but servers know the 1 that it had when"
     ):
         coordinator.schedule(os.getpid)
+
+
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_checkpoints_are_for_the_chief(cluster: PsCluster, tmp_path: Path, call: str) -> None:
+    strategy = cluster.strategy()
+    coordinator = cluster.coordinator(strategy)
+    late = coordinator.schedule(lambda: getattr(strategy, call)(tmp_path))
+    with pytest.raises(FastdistError, match=f"strategy.{call} was called in a function on a work"):
+        late.fetch()
 
 
 def test_models_that_servers_cannot_keep(cluster: PsCluster) -> None:

@@ -9,15 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps.client.checkpoint import save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.server import service
+from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
+from ps_cluster import wait_for
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (
@@ -140,3 +145,42 @@ def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None
             assert time.monotonic() - begin < 5
         finally:
             again.end()
+
+
+def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would live on and never answer, and nothing would start it again."""
+
+    def fail(self: object, *_: object) -> None:
+        raise MemoryError("no room")
+
+    with Server() as server, Client([server.address], timeout_s=1) as client:
+        number = client.create(0, DenseSpec("w", (5,), SGD), np.ones(5))
+        monkeypatch.setattr(SendBuffers, "send", fail)
+        with pytest.raises(UnavailableError):
+            client.pull(0, number, (5,))
+        assert server.ended.wait(5)
+        assert isinstance(server.failure, MemoryError)
+
+
+def test_a_worker_connects_while_a_checkpoint_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(service, "save", lambda *_: may_end.wait(20) and [])
+    with Server() as server, Client([server.address]) as client, Client([server.address]) as worker:
+        pieces = RoundRobin(1).place((5,), 4)
+        things = [
+            ShardedVariable(client, DenseSpec(name, (5,), SGD), pieces, np.ones(5))
+            for name in "abc"
+        ]
+        saving = threading.Thread(target=save_checkpoint, args=(client, tmp_path, things))
+        saving.start()
+        try:
+            wait_for(lambda: server.stats()["requests"] >= 5)
+            begin = time.monotonic()
+            ShardedVariable(worker, DenseSpec("a", (5,), SGD), pieces)
+            assert time.monotonic() - begin < 5
+            assert saving.is_alive()
+        finally:
+            may_end.set()
+            saving.join()

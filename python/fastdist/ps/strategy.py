@@ -231,9 +231,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         all. The previous checkpoint stays valid until the new one is complete.
 
         Raises:
+            FastdistError: called in a function that runs on a worker.
             OSError: a server could not write.
             UnavailableError: a server is gone.
         """
+        _require_chief(self, "save")
         with contextlib.nullcontext() if self.backlog is None else self.backlog.paused():
             save_checkpoint(self.client, directory, self._sharded())
 
@@ -243,11 +245,12 @@ class ParameterServerStrategy(ReplicatedStrategy):
         Also restores servers that were lost and restarted.
 
         Raises:
-            FastdistError: scheduled functions have not ended.
+            FastdistError: scheduled functions have not ended, or called in one of them.
             FileNotFoundError: there is no checkpoint.
             ValueError: the checkpoint lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
+        _require_chief(self, "restore")
         if self.backlog is not None and not self.backlog.is_empty:
             raise FastdistError(
                 f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
@@ -270,10 +273,20 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 self.client.end(server, timeout_s=_END_S)
 
 
+def _require_chief(strategy: ParameterServerStrategy, call: str) -> None:
+    if is_worker_of(strategy):
+        raise FastdistError(
+            f"strategy.{call} was called in a function on a worker; call it on the chief, after "
+            "coordinator.join()"
+        )
+
+
 def _run_server(address: str, keys: Keys) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     with Server(_bind_address(address), keys=keys) as server:
         server.ended.wait()
+        if server.failure is not None:
+            raise FastdistError("the parameter server failed, and ends") from server.failure
     sys.exit(0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
@@ -75,7 +74,9 @@ def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: 
     while True:
         reading = Reading.after(reading, server.stats())
         show(reading)
-        time.sleep(interval_s)
+        server.ended.wait(interval_s)
+        if server.failure is not None:
+            raise server.failure
 
 
 def _open_server(address: str, key_file: str | None) -> Server:

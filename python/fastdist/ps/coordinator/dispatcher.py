@@ -32,6 +32,7 @@ from fastdist.ps.coordinator.remote_value import RemoteTraceback
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker_link import WorkerLink
 from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.open_files import allow_open_files
 
 _LOOK_S = 1.0
 _numbers = itertools.count(1)  # of calls, unique in the process: steps on servers use them
@@ -65,7 +66,6 @@ class Dispatcher:
         self.state_update = b""  # for every worker, with its next call
         self.state_update_number = 0
         self.reports: list[bytes] = []  # state updates from workers
-        self.is_replaced = False  # a later coordinator has come
         self._backlog = backlog
         self._definitions = definitions
         self._group = Group() if synchronous else None
@@ -73,7 +73,9 @@ class Dispatcher:
         self._seed = seed
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
+        allow_open_files(4 * len(addresses) + 100, f"{len(addresses)} workers")
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 3 * len(addresses) + 16)
         self._links = [WorkerLink(self._context, address, keys) for address in addresses]
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -112,6 +114,11 @@ class Dispatcher:
     def workers(self) -> list[int]:
         """The indexes of the workers that are connected."""
         return [index for index, link in enumerate(self._links) if link.is_ready]
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if a worker belongs to another coordinator, which began later."""
+        return any(link.is_replaced for link in self._links)
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -171,10 +178,12 @@ class Dispatcher:
         kind, number, frames = unpack(message, TO_COORDINATOR)
         if kind is Kind.READY:
             link.is_ready = True
+            link.is_replaced = False
         elif kind is Kind.REPLACED:
-            self.is_replaced = True
+            link.is_replaced = True
             self._drop_worker(link)
             link.last_error = "it belongs to a coordinator that began later"
+            link.connect_again()  # until that one is gone
         elif kind is Kind.REJECTED:
             self._reject_worker(link, f"it received {frames[0].decode(errors='replace')}")
         elif kind is Kind.RESULT:

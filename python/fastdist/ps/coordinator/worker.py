@@ -93,7 +93,7 @@ class Host(Protocol):
 
 
 class Worker:
-    """Serves one coordinator at a time: the one that began last.
+    """Serves one coordinator at a time: of those that are connected, the one that began last.
 
     Args:
         address: where to listen, as ZeroMQ names it.
@@ -115,6 +115,7 @@ class Worker:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending tells whether a peer is there
         self._authenticator = start_authenticator(self._context, keys)
         use_server_keys(self._socket, keys)
         try:
@@ -164,7 +165,7 @@ class Worker:
         try:
             message = _Message(identity, *unpack(frames, TO_WORKER))
         except FastdistError as error:
-            self._socket.send_multipart([identity, pack(Kind.REJECTED), str(error).encode()])
+            self._send_to(identity, Kind.REJECTED, 0, str(error).encode())
             return
         if self._ends_calls(message):
             # Other workers run the remaining calls by now.
@@ -175,14 +176,14 @@ class Worker:
     def _ends_calls(self, message: _Message) -> bool:
         """Return True if a message ends the job, or comes from a coordinator no older than ours."""
         if message.kind is Kind.HELLO:
-            return bool(HELLO.unpack(message.frames[1])[0] >= self._began)
+            return self._may_replace(HELLO.unpack(message.frames[1])[0])
         return message.kind is Kind.END and message.identity == self._coordinator
 
     def _handle_hello(self, identity: bytes, frames: Sequence[bytes]) -> None:
         job, header = frames
         began, seed, index = HELLO.unpack(header)
-        if began < self._began:
-            self._socket.send_multipart([identity, pack(Kind.REPLACED)])
+        if not self._may_replace(began):
+            self._send_to(identity, Kind.REPLACED)
             return
         if job != self._job:
             if self._job:
@@ -193,8 +194,25 @@ class Worker:
         self._coordinator = identity
         self._send(Kind.READY)
 
-    def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> None:
-        self._socket.send_multipart([self._coordinator, pack(kind, number), *frames])
+    def _may_replace(self, began: int) -> bool:
+        """Return True if a coordinator that began at this time may take over from the present one.
+
+        The clock of a chief that was started again may be behind the clock of the one before.
+        """
+        return began >= self._began or not self._send(Kind.READY)
+
+    def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
+        return self._send_to(self._coordinator, kind, number, *frames)
+
+    def _send_to(self, identity: bytes, kind: Kind, number: int = 0, *frames: bytes) -> bool:
+        """Send a message; return False if the peer is gone."""
+        try:
+            self._socket.send_multipart([identity, pack(kind, number), *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def _call(self, number: int, frames: Sequence[bytes]) -> None:
         header, arguments, state_update = frames

@@ -34,6 +34,7 @@ class WorkerLink:
     Attributes:
         is_connected: True if a process of the job is connected.
         is_ready: True if the worker accepts calls.
+        is_replaced: True if the worker belongs to another coordinator.
         calls: the worker's calls, by the dispatcher's numbers.
         state_update_number: of the last state update that was sent.
         last_error: why the worker is not available.
@@ -41,7 +42,7 @@ class WorkerLink:
 
     def __init__(self, context: zmq.Context[Any], address: str, keys: Keys) -> None:
         self.address = address
-        self.is_connected = self.is_ready = False
+        self.is_connected = self.is_ready = self.is_replaced = False
         self.calls: dict[int, Call] = {}
         self.state_update_number = 0
         self._window = _MIN_WINDOW
@@ -67,13 +68,21 @@ class WorkerLink:
 
     @property
     def needs_new_socket(self) -> bool:
-        """True if ZeroMQ may have given up: it does not retry after another protocol's answer."""
+        """True if the connection must be made anew.
+
+        ZeroMQ does not retry after another protocol's answer.
+        """
         return self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_S
+
+    def connect_again(self) -> None:
+        """Need a new socket soon."""
+        self._failed_at = time.monotonic()
 
     def reopen(self) -> None:
         """Replace the socket by a new one."""
         self.close()
         self._failed_at = None
+        self.is_connected = False
         self._open()
 
     def close(self) -> None:

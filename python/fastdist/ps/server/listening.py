@@ -12,6 +12,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist.ps.wire.keys import Keys, use_server_keys
 
+_HANDSHAKE_MS = 5_000  # connections that say nothing for this time are closed
+
 
 def require_keys(address: str, keys: Keys | None) -> None:
     """Raise if other machines can reach the address and there are no keys.
@@ -50,6 +52,7 @@ def listen(
             routers.append(router)
             router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             router.setsockopt(zmq.LINGER, 0)
+            router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
                 use_server_keys(router, keys)

@@ -15,6 +15,7 @@ from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
 from fastdist.ps.wire.keys import Keys
+from fastdist.ps.wire.open_files import allow_open_files
 from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
 
 _DONE = "inproc://done-"
@@ -37,7 +38,8 @@ class Server:
 
     Attributes:
         address: the address with the actual port.
-        ended: set when a client has ended the job.
+        ended: set when a client has ended the job, or the server has failed.
+        failure: the error of a thread that could not go on; None while the server works.
 
     Raises:
         ValueError: the address is beyond this machine, and there are no keys.
@@ -54,13 +56,17 @@ class Server:
         max_staged_bytes: int = 4 << 30,
     ) -> None:
         require_keys(address, keys)
+        allow_open_files(100, "a server's connections")
         keep_freed_memory()
         self._service = Service(max_staged_bytes)
         self.ended = self._service.ended
+        self.failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._context = zmq.Context()
         self._authenticator: Any = None
-        self._slow_pool = ThreadPoolExecutor(2, "fastdist-ps")
+        # Two pools: a worker that connects again must not wait for a checkpoint.
+        self._files = ThreadPoolExecutor(2, "fastdist-ps-files")
+        self._creations = ThreadPoolExecutor(1, "fastdist-ps-create")
         try:
             if keys is not None:
                 self._authenticator = start_authenticator(self._context, keys)
@@ -70,7 +76,7 @@ class Server:
             raise
         self.address: str = routers[0].getsockopt_string(zmq.LAST_ENDPOINT)
         for number, router in enumerate(routers):
-            thread = threading.Thread(target=self._serve, args=(number, router), daemon=True)
+            thread = threading.Thread(target=self._run, args=(number, router), daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -84,7 +90,8 @@ class Server:
         """Stop answering, and drop everything that the server keeps."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        self._slow_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._files, self._creations):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._context.term()
         for thread in self._threads:
             thread.join()
@@ -94,6 +101,14 @@ class Server:
         return self._service.stats()
 
     # --- threads --------------------------------------------------------------------------------
+
+    def _run(self, number: int, router: zmq.Socket[bytes]) -> None:
+        """Serve one socket. An error ends the server: it would live on and never answer."""
+        try:
+            self._serve(number, router)
+        except BaseException as error:
+            self.failure = error
+            self.ended.set()
 
     def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
         """Answer the requests on one socket until the context ends."""
@@ -114,10 +129,12 @@ class Server:
                         continue
                 identity, *frames = router.recv_multipart(copy=False)
                 views = [frame.buffer for frame in frames]
-                if kind_of(views[0] if views else b"") in _SLOW:
+                kind = kind_of(views[0] if views else b"")
+                if kind in _SLOW:
                     slow_requests += 1
+                    pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing
-                        self._slow_pool.submit(self._answer_slowly, number, identity.bytes, views)
+                        pool.submit(self._answer_slowly, number, identity.bytes, views)
                 else:
                     answer = self._service.answer(views, buffers)
                     if answer is not None:

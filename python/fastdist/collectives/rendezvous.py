@@ -1,32 +1,38 @@
 """The rendezvous of the ranks of one machine, in which they exchange shared memory.
 
-Rank 0 listens on a Unix socket in Linux's abstract namespace, whose name is derived from the user
-and the job: it creates no file, leaves nothing behind, and opens no TCP port. Both ends check that
-the other end runs as the same user. Every rank sends a descriptor of its own memory; when all ranks
-have arrived, rank 0 sends each rank the descriptors of the others.
+Rank 0 listens on a Unix socket in Linux's abstract namespace: it creates no file, leaves nothing
+behind, and opens no TCP port. The name of the socket is derived from the user and the job, and ends
+with a random number, so that no other user can take it first; ranks find it in the kernel's list of
+sockets. Both ends check that the other end runs as the same user. Every rank sends a descriptor of
+its own memory; when all ranks have arrived, rank 0 sends each rank the descriptors of the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
+import json
 import os
+import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fastdist.cluster.launch import Launch
 from fastdist.errors import ClusterConfigError
 
 _MAGIC = b"fastdist"
-_VERSION = 1
+_VERSION = 2
 _HELLO = struct.Struct("=8sIII")  # magic, version, rank, world size
 _VERDICT = struct.Struct("=I")  # bytes of the refusal that follows; 0: welcome
-_MAX_REFUSAL_BYTES = 4096
+_MAX_REFUSAL_BYTES = 1 << 16
 _FDS_PER_MESSAGE = 128
+_MAX_SILENT = 64  # connections of this user that have not said which rank they are
+_SOCKETS = "/proc/self/net/unix"
+_LISTENS = b"00010000"
 _RETRY_S = 0.01
 _CHECK_S = 0.1
 
@@ -62,11 +68,17 @@ def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list
             of ranks; raised on all ranks that have arrived.
     """
     deadline = time.monotonic() + timeout_s
-    address = _address(f"{launch.job_key}|{generation}")
-    meeting = _Meeting(launch.rank, launch.world_size, timeout_s, deadline)
+    prefix = prefix_of(launch.job_key, generation)
+    meeting = _Meeting(launch.rank, launch.world_size, timeout_s, deadline, prefix)
     if launch.rank == 0:
-        return _host(meeting, address, own_fd)
-    return _join(meeting, address, own_fd)
+        return _host(meeting, own_fd)
+    return _join(meeting, own_fd)
+
+
+def prefix_of(job_key: str, generation: int) -> str:
+    """Return the beginning of the names of rank 0's socket."""
+    digest = hashlib.sha256(f"{os.getuid()}|{job_key}|{generation}".encode()).hexdigest()
+    return f"\0fastdist-{digest[:32]}-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +87,42 @@ class _Meeting:
     world_size: int
     timeout_s: float
     deadline: float
-
-    def accept(self, listener: socket.socket) -> socket.socket:
-        """Accept the next connection.
-
-        Raises:
-            TimeoutError: the deadline has passed.
-        """
-        while True:
-            run_checks()
-            left_s = self.deadline - time.monotonic()
-            listener.settimeout(max(0.001, min(left_s, _CHECK_S)))
-            try:
-                return listener.accept()[0]
-            except TimeoutError:
-                if left_s <= _CHECK_S:
-                    raise
+    prefix: str  # of the names of rank 0's socket
 
     def arm(self, connection: socket.socket) -> None:
         """Set the connection's timeout to the time left until the deadline."""
         connection.settimeout(max(0.001, self.deadline - time.monotonic()))
 
+    def connections(self, but: str = "") -> Iterator[socket.socket | None]:
+        """Connect to each process that listens for this meeting; None for another user's."""
+        for name in _names(self.prefix):
+            if name == but:
+                continue
+            connection = socket.socket(socket.AF_UNIX)
+            connection.setblocking(False)  # another user's process might not accept
+            try:
+                connection.connect(name)
+                is_own = _peer_uid(connection) == os.getuid()
+            except OSError:
+                connection.close()
+                continue
+            if is_own:
+                yield connection
+            else:
+                connection.close()
+                yield None
 
-def _address(key: str) -> str:
-    digest = hashlib.sha256(f"{os.getuid()}|{key}".encode()).hexdigest()[:32]
-    return f"\0fastdist-{digest}"
+
+def _names(prefix: str) -> list[str]:
+    """Return the names of listening sockets that begin with `prefix`."""
+    start = prefix.replace("\0", "@").encode()
+    with open(_SOCKETS, "rb") as file:
+        lines = [line.split() for line in file if start in line]
+    return [
+        fields[7].decode(errors="replace").replace("@", "\0", 1)
+        for fields in lines
+        if len(fields) == 8 and fields[3] == _LISTENS and fields[7].startswith(start)
+    ]
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -109,110 +132,185 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _host(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
-    fds = {0: own_fd}
-    connections: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as listener:
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise ClusterConfigError(
-                "rank 0 of this job is already waiting for its ranks: two processes were given "
-                "RANK 0, or an earlier run of the job has not ended"
-            ) from None
-        listener.listen(meeting.world_size)
-        try:
-            while len(fds) < meeting.world_size:
-                connection = stack.enter_context(meeting.accept(listener))
-                if _peer_uid(connection) != os.getuid():
-                    continue
-                meeting.arm(connection)
-                _welcome(connection, meeting, fds, connections)
-        except TimeoutError:
-            missing = sorted(set(range(meeting.world_size)) - set(fds))
-            refusal = (
-                f"rendezvous: ranks {missing} of {meeting.world_size} did not arrive within "
-                f"{meeting.timeout_s:g} s"
-            )
-            _refuse_all(connections, refusal)
-            raise ClusterConfigError(refusal, tuple(missing)) from None
-        except ClusterConfigError as error:
-            _refuse_all(connections, str(error))
-            raise
-        for rank, connection in connections.items():
-            others = [fds[r] for r in range(meeting.world_size) if r != rank]
+def _host(meeting: _Meeting, own_fd: int) -> list[int]:
+    guests = _Guests(meeting, own_fd)
+    try:
+        guests.await_all()
+        for rank, connection in guests.connections.items():
+            others = [guests.fds[r] for r in range(meeting.world_size) if r != rank]
+            meeting.arm(connection)
             try:
                 connection.sendall(_VERDICT.pack(0))
                 for start in range(0, len(others), _FDS_PER_MESSAGE):
                     socket.send_fds(connection, [b"\0"], others[start : start + _FDS_PER_MESSAGE])
             except OSError:
+                raise _left(rank) from None
+    except BaseException as error:
+        if isinstance(error, ClusterConfigError):
+            guests.refuse_all(error)
+        for rank in guests.connections:
+            os.close(guests.fds[rank])
+        raise
+    finally:
+        guests.close()
+    return [guests.fds[rank] for rank in range(meeting.world_size)]
+
+
+def _left(rank: int) -> ClusterConfigError:
+    return ClusterConfigError(f"rendezvous: rank {rank} left before all ranks had arrived", (rank,))
+
+
+class _Guests:
+    """The ranks that have arrived at rank 0, and connections that have not said their rank.
+
+    Attributes:
+        fds: descriptor of each rank's memory.
+        connections: to each rank but 0.
+    """
+
+    def __init__(self, meeting: _Meeting, own_fd: int) -> None:
+        self._meeting = meeting
+        self.fds = {0: own_fd}
+        self.connections: dict[int, socket.socket] = {}
+        self._silent: list[socket.socket] = []  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        name = meeting.prefix + secrets.token_hex(8)
+        self._listener.bind(name)
+        self._listener.listen(meeting.world_size + _MAX_SILENT)
+        for other in meeting.connections(but=name):
+            if other is not None:
+                other.close()
+                self.close()
                 raise ClusterConfigError(
-                    f"rendezvous: rank {rank} left before all ranks had arrived", (rank,)
-                ) from None
-    return [fds[rank] for rank in range(meeting.world_size)]
+                    "rank 0 of this job is already waiting for its ranks: two processes were given "
+                    "RANK 0, or an earlier run of the job has not ended"
+                )
+
+    def await_all(self) -> None:
+        """Wait until all ranks have arrived.
+
+        Raises:
+            ClusterConfigError: a rank did not arrive in time, left, or is not expected.
+        """
+        size = self._meeting.world_size
+        while len(self.fds) < size:
+            run_checks()
+            left_s = self._meeting.deadline - time.monotonic()
+            if left_s <= 0:
+                missing = sorted(set(range(size)) - set(self.fds))
+                raise ClusterConfigError(
+                    f"rendezvous: ranks {missing} of {size} did not arrive within "
+                    f"{self._meeting.timeout_s:g} s",
+                    tuple(missing),
+                )
+            for key, _ in self._selector.select(min(left_s, _CHECK_S)):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._listener:
+                    self._accept()
+                elif key.data is not None:  # an arrived rank says nothing more
+                    raise _left(key.data)
+                elif connection in self._silent:
+                    self._silent.remove(connection)
+                    self._selector.unregister(connection)
+                    self._welcome(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            raise ClusterConfigError(
+                f"rendezvous: rank 0 cannot accept another rank ({error.strerror}): see ulimit -n",
+                (0,),
+            ) from None
+        if _peer_uid(connection) != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._silent.append(connection)
+        if len(self._silent) > _MAX_SILENT:
+            oldest = self._silent.pop(0)
+            self._selector.unregister(oldest)
+            oldest.close()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Read what a connection says; close it unless it is a rank."""
+        try:
+            data, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        except OSError:
+            data, received = b"", []
+        if len(data) != _HELLO.size or len(received) != 1 or data[:8] != _MAGIC:
+            for fd in received:
+                os.close(fd)
+            connection.close()
+            return
+        _, version, rank, world_size = _HELLO.unpack(data)
+        expected = self._meeting.world_size
+        refusal = ""
+        if version != _VERSION:
+            refusal = f"rank {rank} uses version {version} of the protocol, expected {_VERSION}"
+        elif world_size != expected:
+            refusal = (
+                f"ranks disagree on the number of ranks: rank 0 expects {expected}, "
+                f"rank {rank} expects {world_size}"
+            )
+        elif rank in self.fds or not 0 <= rank < expected:
+            refusal = f"rank {rank} of {expected} arrived twice or is out of range"
+        if refusal:
+            os.close(received[0])
+            error = ClusterConfigError(f"rendezvous: {refusal}", (rank,))
+            with connection:
+                _refuse(connection, error)
+            raise error
+        self.fds[rank] = received[0]
+        self.connections[rank] = connection
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def refuse_all(self, error: ClusterConfigError) -> None:
+        """Tell every rank that has arrived why the meeting has failed."""
+        for connection in self.connections.values():
+            _refuse(connection, error)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._selector.close()
+        for connection in (self._listener, *self._silent, *self.connections.values()):
+            connection.close()
 
 
-def _welcome(
-    connection: socket.socket,
-    meeting: _Meeting,
-    fds: dict[int, int],
-    connections: dict[int, socket.socket],
-) -> None:
-    data, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    if len(data) != _HELLO.size or len(received) != 1 or data[:8] != _MAGIC:
-        for fd in received:
-            os.close(fd)
-        return  # not a rank of fastdist
-    _, version, rank, world_size = _HELLO.unpack(data)
-    refusal = ""
-    if version != _VERSION:
-        refusal = f"rank {rank} uses version {version} of the protocol, expected {_VERSION}"
-    elif world_size != meeting.world_size:
-        refusal = (
-            f"ranks disagree on the number of ranks: rank 0 expects {meeting.world_size}, "
-            f"rank {rank} expects {world_size}"
-        )
-    elif rank in fds or not 0 <= rank < meeting.world_size:
-        refusal = f"rank {rank} of {meeting.world_size} arrived twice or is out of range"
-    if refusal:
-        os.close(received[0])
-        _refuse(connection, f"rendezvous: {refusal}")
-        raise ClusterConfigError(f"rendezvous: {refusal}", (rank,))
-    fds[rank] = received[0]
-    connections[rank] = connection
-
-
-def _refuse(connection: socket.socket, message: str) -> None:
-    text = message.encode()[:_MAX_REFUSAL_BYTES]
+def _refuse(connection: socket.socket, error: ClusterConfigError) -> None:
+    text = json.dumps([str(error), error.ranks]).encode()
     with contextlib.suppress(OSError):  # the rank may have exited
+        connection.settimeout(1.0)
         connection.sendall(_VERDICT.pack(len(text)) + text)
 
 
-def _refuse_all(connections: dict[int, socket.socket], message: str) -> None:
-    for connection in connections.values():
-        _refuse(connection, message)
-
-
-def _join(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
-    with _connect(meeting, address) as connection:
+def _join(meeting: _Meeting, own_fd: int) -> list[int]:
+    others: list[int] = []
+    with _connect(meeting) as connection:
         meeting.arm(connection)
         hello = _HELLO.pack(_MAGIC, _VERSION, meeting.rank, meeting.world_size)
-        socket.send_fds(connection, [hello], [own_fd])
-        # Rank 0 has the same deadline, and reports the missing ranks just after it.
-        connection.settimeout(connection.gettimeout() + 2.0)  # type: ignore[operator]
         try:
+            socket.send_fds(connection, [hello], [own_fd])
+            # Rank 0 has the same deadline, and reports the missing ranks just after it.
+            connection.settimeout(connection.gettimeout() + 2.0)  # type: ignore[operator]
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])
             if refusal:
-                raise ClusterConfigError(refusal.decode(errors="replace"))
-            others: list[int] = []
+                message, ranks = json.loads(refusal)
+                raise ClusterConfigError(message, tuple(ranks))
             while len(others) < meeting.world_size - 1:
-                data, received, _, _ = socket.recv_fds(connection, 1, _FDS_PER_MESSAGE)
-                others.extend(received)
-                if not data:
-                    raise ConnectionError
-        except (TimeoutError, ConnectionError):
+                others += _receive_fds(connection, meeting.rank)
+        except BaseException as error:
+            for fd in others:
+                os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             raise ClusterConfigError(
                 f"rendezvous: rank 0 left before all {meeting.world_size} ranks had arrived "
                 f"(seen from rank {meeting.rank})",
@@ -221,19 +319,27 @@ def _join(meeting: _Meeting, address: str, own_fd: int) -> list[int]:
     return [*others[: meeting.rank], own_fd, *others[meeting.rank :]]
 
 
-def _connect(meeting: _Meeting, address: str) -> socket.socket:
+def _receive_fds(connection: socket.socket, rank: int) -> list[int]:
+    data, received, flags, _ = socket.recv_fds(connection, 1, _FDS_PER_MESSAGE)
+    if flags & socket.MSG_CTRUNC:
+        for fd in received:
+            os.close(fd)
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} cannot open a file for each rank: see ulimit -n", (rank,)
+        )
+    if not data:
+        raise ConnectionError
+    return received
+
+
+def _connect(meeting: _Meeting) -> socket.socket:
     while True:
         run_checks()
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            meeting.arm(connection)
-            connection.connect(address)
-            if _peer_uid(connection) == os.getuid():
+        problem = "no process listens on its socket"
+        for connection in meeting.connections():
+            if connection is not None:
                 return connection
             problem = "its socket belongs to another user"
-        except (ConnectionError, TimeoutError, BlockingIOError):
-            problem = "no process listens on its socket"
-        connection.close()
         if time.monotonic() >= meeting.deadline:
             raise ClusterConfigError(
                 f"rendezvous: rank {meeting.rank} of {meeting.world_size} did not find rank 0 "

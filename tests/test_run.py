@@ -245,6 +245,13 @@ class TestTerminal:
         assert self.read(fd) == b"[0] me\r\n"
         assert process.wait(10) == 0
 
+    def test_progress_that_is_written_over_keeps_its_prefix(self, launcher: Launcher) -> None:
+        launcher.environ["NO_COLOR"] = "1"
+        code = r"printf '1%%\r2%%\r'; sleep 0.3; printf '3%%\r'; sleep 0.3; printf '4%%\n'"
+        process, fd = self.start(launcher, "-n", 1, "sh", "-c", code)
+        assert self.read(fd) == b"[0] 1%\r[0] 2%\r[0] 3%\r[0] 4%\r\n"
+        assert process.wait(10) == 0
+
 
 def test_version() -> None:
     shown = subprocess.run([sys.executable, "-m", "fastdist", "--version"], capture_output=True)

@@ -117,6 +117,17 @@ class TestHowAJobEnds:
         assert time.monotonic() - begin_s < 4
         assert launcher.left() == []
 
+    @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+    def test_closed_standard_files(self, launcher: Launcher, closed: str) -> None:
+        words = f"{sys.executable} -m fastdist run -n 2 sh -c 'echo out; echo err >&2; exit 3'"
+        done = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], env=launcher.environ, capture_output=True, timeout=60
+        )
+        assert done.returncode == 3
+        assert b"Traceback" not in done.stdout + done.stderr
+        assert (b"out" in done.stdout) == (closed == "2>&-")
+        assert (b"err" in done.stderr) == (closed == ">&-")
+
     def test_daemon_that_keeps_the_output_open(self, launcher: Launcher, tmp_path: Path) -> None:
         begun = tmp_path / "begun"
         code = f"setsid sh -c 'echo started; : > {begun}; exec sleep 60' & "
@@ -174,9 +185,10 @@ class TestSignals:
         assert launcher.left() == []
 
     def test_killed_launcher_takes_its_ranks_along(self, launcher: Launcher) -> None:
-        process = launcher.start("-n", 3, "sh", "-c", "echo ready; exec sleep 60")
+        words = ("sh", "-c", "sh -c 'echo ready; sleep 60; true'; true")
+        process = launcher.start("-n", 3, *words)
         read_lines(process, 3)
-        assert len(launcher.left()) == 4
+        wait_until(lambda: len(launcher.left()) == 2 + 3 * 3)  # with the guardian
         process.kill()
         process.wait()
         wait_until(lambda: launcher.left() == [])

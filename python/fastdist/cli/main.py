@@ -1,6 +1,7 @@
 """Entry point of the `fastdist` command."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -44,4 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """Entry point of the installed `fastdist` script."""
+    _open_standard_files()
     sys.exit(main())
+
+
+def _open_standard_files() -> None:
+    """Discard output to a closed stdout or stderr; other files would get its number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -6,12 +6,14 @@ keep a bounded number of bytes, and handle bytes of any encoding.
 """
 
 import os
+import re
 import select
 import time
 
 from fastdist.replicas.processes import last_words
 
 _READ_BYTES = 1 << 16
+_INNER_RETURN = re.compile(rb"\r(?!\n|\Z)")
 _LONGEST_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
@@ -30,18 +32,25 @@ class Sink:
         self.pending = bytearray()
         self.error: OSError | None = None
         self._unfinished: object | None = None
+        self._has_returned = False  # to the beginning of the unfinished line
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
     def put(self, source: object, prefix: bytes, data: bytes) -> None:
         """Writes data of a source; the last line may be unfinished.
 
-        The same source continues its unfinished line; another source begins a new line.
+        The same source continues its unfinished line; another source begins a new line. On a
+        terminal, what is written over a line (a progress bar) gets the prefix, too.
         """
         if not data or self.error is not None:
             return
         if self._unfinished is not source:
             self.pending += b"\n" + prefix if self._unfinished is not None else prefix
+        elif self._has_returned and data[:1] != b"\n":
+            self.pending += prefix
+        if self.is_terminal:
+            self._has_returned = data.endswith(b"\r")
+            data = _INNER_RETURN.sub(lambda _: b"\r" + prefix, data)
         self.pending += data[:-1].replace(b"\n", b"\n" + prefix) + data[-1:]
         self._unfinished = None if data.endswith(b"\n") else source
         self.flush()

@@ -9,7 +9,7 @@ stays a zombie until it is restarted or the launcher returns, so that no other p
 number of the group.
 
 To stop a job, the launcher signals all groups, and kills them after a grace period. If the launcher
-itself is killed, the kernel kills the processes.
+itself is killed, the kernel kills the processes, and a guardian process their children.
 """
 
 import os
@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+from fastdist.cli.guardian import Guardian
 from fastdist.cli.job import Ending, Job, Process, StartError, start
 from fastdist.cli.output import Sink, Stream
 from fastdist.cli.processes import live_groups, signal_pipe
@@ -62,6 +63,7 @@ class _Supervisor:
         self._signals = signals
         self._selector = selector
         self._die_with_parent = death_signal_setter()
+        self._guardian = Guardian()
         self._processes: list[Process] = []
         self._stdout = Sink(1)
         self._stderr = self._stdout if _is_same_file(1, 2) else Sink(2)
@@ -116,6 +118,7 @@ class _Supervisor:
         self._signal_groups(signal.SIGKILL)
         for process in self._processes:
             process.reap()
+        self._guardian.close()
 
     def _report_failure(self, process: Process) -> int:
         name, words = process.stderr.last_words()
@@ -133,6 +136,7 @@ class _Supervisor:
 
     def _start(self, number: int) -> Process:
         popen, out, err = start(self._job, number, self._die_with_parent)
+        self._guardian.add(popen.pid)
         stdout = self._open_stream(out, self._stdout, number)
         stderr = self._open_stream(err, self._stderr, number)
         return Process(self._job.tasks[number], number, popen, stdout, stderr)

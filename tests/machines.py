@@ -29,6 +29,10 @@ class Network:
     def command(self, machine: int, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[machine], *command]
 
+    def set_cable(self, state: str) -> None:
+        """Cut the cable ("down"), or connect it again ("up")."""
+        _ip("netns", "exec", self.names[0], "ip", "link", "set", self.names[0], state)
+
 
 def _ip(*args: str) -> None:
     done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=20)

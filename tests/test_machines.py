@@ -243,6 +243,50 @@ def test_ranks_that_a_program_names(network: Network) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
+CUT = """
+    import os, sys, time, fastdist as fd, numpy as np
+    comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2], timeout=2)
+    x = np.ones(1000)
+    print("ready", flush=True)
+    try:
+        while True: comm.all_reduce(x)
+    except BaseException as error: print(type(error).__name__, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("interrupts", [False, True], ids=["timeout", "Ctrl-C"])
+def test_a_cut_cable(network: Network, interrupts: bool) -> None:
+    """Both machines notice, though the store cannot be asked, and Ctrl-C works."""
+    address = f"{network.addresses[0]}:{next(ports)}"
+    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(CUT)]
+    ranks = [
+        subprocess.Popen(
+            network.command(r, *python, str(r), address), text=True, stdout=subprocess.PIPE
+        )
+        for r in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        network.set_cable("down")
+        if interrupts:
+            time.sleep(1)
+            for rank in ranks:
+                rank.send_signal(signal.SIGINT)
+        names = [rank.communicate(timeout=25)[0].strip() for rank in ranks]
+    finally:
+        network.set_cable("up")
+        for rank in ranks:
+            rank.kill()
+    expected = (
+        {"KeyboardInterrupt"} if interrupts else {"PeerFailureError", "CollectiveTimeoutError"}
+    )
+    assert set(names) <= expected
+
+
 def test_resolver_on_one_machine_needs_no_network() -> None:
     address = f"localhost:{next(ports)}"
     started = [start_resolved([], r, 2, address) for r in range(2)]

@@ -112,11 +112,6 @@ class Job:
         self.chief.stdin.write("\n")
         self.chief.stdin.flush()
 
-    def set_cable(self, state: str) -> None:
-        """Cut the cable ("down"), or connect it again ("up")."""
-        link = ["ip", "link", "set", self._network.names[1], state]
-        subprocess.run(self._network.command(1, *link), check=True, timeout=20)
-
     def close(self) -> None:
         for task in self._tasks:
             task.kill()
@@ -130,15 +125,15 @@ def job(network: Network, tmp_path: object) -> Iterator[Job]:
     job.close()
 
 
-def test_two_machines_and_a_cut_cable(job: Job) -> None:
+def test_two_machines_and_a_cut_cable(job: Job, network: Network) -> None:
     """Tasks behind a cut cable are lost within seconds, and come back with the cable."""
     assert job.read() == f"[0, 1] {[[20.0] * 3] * 4}"
     assert job.read() == "saved"
-    job.set_cable("down")
+    network.set_cable("down")
     job.go_on()
     error = job.read()
     assert "server 1 at tcp://10.213.7.2" in error
-    job.set_cable("up")
+    network.set_cable("up")
     job.go_on()
     assert job.read() == f"[0, 1] {[[40.0] * 3] * 4}"
     assert job.chief.wait(20) == 0

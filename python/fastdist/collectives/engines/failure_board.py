@@ -7,15 +7,22 @@ before it raises.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from fastdist.errors import CollectiveTimeoutError, FastdistError, PeerFailureError
 
+T = TypeVar("T")
+_ANSWER_S = 5.0
+
 
 class StoreLostError(Exception):
-    """The process that holds the store has ended."""
+    """The process that holds the store has ended, or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,10 @@ class Cause:
         """Decode the output of `pack`."""
         is_timeout, ranks, text = json.loads(data)
         return cls(bool(is_timeout), tuple(int(rank) for rank in ranks), str(text))
+
+
+def _raise_lost() -> NoReturn:
+    raise StoreLostError
 
 
 class FailureBoard:
@@ -96,21 +107,35 @@ class FailureBoard:
     def _set(self, what: str, data: bytes) -> None:
         if self._is_lost:
             return
-        try:
-            self._store.set(f"{what}/{self._rank}", data)
-        except RuntimeError:  # the store's process has ended
-            self._is_lost = True
+        with contextlib.suppress(StoreLostError):
+            self._ask(lambda: self._store.set(f"{what}/{self._rank}", data))
 
     def _all(self, what: str) -> dict[int, bytes]:
         if self._is_lost:  # each further attempt would print torch's warnings
             raise StoreLostError
         keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
-        try:
-            return {
+        return self._ask(
+            lambda: {
                 rank: bytes(self._store.get(key))
                 for rank, key in keys.items()
                 if self._store.check([key])
             }
-        except RuntimeError:
+        )
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Use the store in another thread: without a network, an answer never comes."""
+        answer: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                value = question()
+                answer.put(lambda: value)
+            except RuntimeError:  # the store's process has ended
+                answer.put(_raise_lost)
+
+        threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
+        try:
+            return answer.get(timeout=_ANSWER_S)()
+        except (queue.Empty, StoreLostError):
             self._is_lost = True
             raise StoreLostError from None

@@ -226,20 +226,25 @@ def test_ranks_from_mpi(network: Network, tmp_path: Path) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
+def start_named(network: Network, code: str) -> list[subprocess.Popen[str]]:
+    """Start a rank on each machine; `code` finds its rank and the address in sys.argv."""
+    address = f"{network.addresses[0]}:{next(ports)}"
+    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    return [
+        subprocess.Popen(
+            network.command(rank, *python, str(rank), address), text=True, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+
+
 def test_ranks_that_a_program_names(network: Network) -> None:
     code = """
     import sys, fastdist as fd, numpy as np
     comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2])
     print(comm.all_reduce(np.array([comm.rank + 1.0]))[0], type(comm.engine).__name__)
 """
-    address = f"{network.addresses[0]}:{next(ports)}"
-    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-    started = [
-        subprocess.Popen(
-            network.command(r, *python, str(r), address), text=True, stdout=subprocess.PIPE
-        )
-        for r in range(2)
-    ]
+    started = start_named(network, code)
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
@@ -258,14 +263,7 @@ CUT = """
 @pytest.mark.parametrize("interrupts", [False, True], ids=["timeout", "Ctrl-C"])
 def test_a_cut_cable(network: Network, interrupts: bool) -> None:
     """Both machines notice, though the store cannot be asked, and Ctrl-C works."""
-    address = f"{network.addresses[0]}:{next(ports)}"
-    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(CUT)]
-    ranks = [
-        subprocess.Popen(
-            network.command(r, *python, str(r), address), text=True, stdout=subprocess.PIPE
-        )
-        for r in range(2)
-    ]
+    ranks = start_named(network, CUT)
     try:
         for rank in ranks:
             assert rank.stdout is not None

@@ -149,6 +149,7 @@ class VariableContract:
                 ),
                 (IndexError, "index -1", lambda: v.scatter_update([0, -1], 1)),
                 (TypeError, "must be integers", lambda: v.scatter_add([0.5], 1)),
+                (TypeError, "scatter_div is not .*int64", lambda: whole.scatter_div([0], 2)),
                 (TypeError, "int64 cannot hold torch.float", lambda: whole.scatter_add([0], 0.5)),
                 (ValueError, r"indices must have shape \[n\]", lambda: v.scatter_add([[0]], 1)),
                 (ValueError, r"shape \(1, 2\), got \(3,\)", lambda: v.scatter_add([0], ones(3))),

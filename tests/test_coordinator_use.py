@@ -16,6 +16,7 @@ from typing import Any
 
 import fastdist as fd
 import pytest
+import zmq
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Keys
 from fastdist.ps.coordinator import RemoteValue, dispatcher, messages
@@ -283,6 +284,18 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
     first._dispatcher.close(is_end=False)
     assert len(second.fetch([second.schedule(os.getpid) for _ in range(4)], 20)) == 4
     wait_for(lambda: second.workers == [0, 1] and not second._dispatcher.is_replaced)
+
+
+def test_workers_that_answer_wrongly_together() -> None:
+    """Their connections are made anew, all at once, again and again."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        job = PlainJob([f"tcp://127.0.0.1:{port}"] * 20, Keys.make())
+        coordinator = fd.ClusterCoordinator(job)
+        late = coordinator.schedule(os.getpid)
+        time.sleep(2.5)
+        assert not late.is_done()
+        coordinator.close()
 
 
 def test_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:

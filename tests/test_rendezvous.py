@@ -109,6 +109,17 @@ def test_a_refusal_names_its_ranks_on_all(key: str) -> None:
         assert error.ranks == (2,)
 
 
+def test_a_rank_that_never_comes_is_named_though_rank_0_is_late(key: str) -> None:
+    def come_late() -> int:
+        time.sleep(2.5)
+        return meet(0, 3, key, 3)
+
+    for error in in_threads(come_late, lambda: meet(1, 3, key, 3)):
+        assert isinstance(error, ClusterConfigError)
+        assert "ranks [2] of 3 did not arrive within 3 s" in str(error)
+        assert error.ranks == (2,)
+
+
 def test_a_second_rank_0(key: str) -> None:
     def second() -> int:
         listener_of(key)

@@ -117,6 +117,20 @@ class TestHowAJobEnds:
         assert time.monotonic() - begin_s < 4
         assert launcher.left() == []
 
+    def test_a_guardian_that_is_killed(self, launcher: Launcher) -> None:
+        """The job goes on without it."""
+        process = launcher.start("-n", 2, "sh", "-c", "echo ready; sleep 1; exit 3")
+        read_lines(process, 2)
+        (guardian,) = (
+            pid
+            for pid in launcher.left()
+            if b"guardian.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(guardian, signal.SIGKILL)
+        done = finish(process)
+        assert done.returncode == 3
+        assert b"Traceback" not in done.stderr
+
     @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
     def test_closed_standard_files(self, launcher: Launcher, closed: str) -> None:
         words = f"{sys.executable} -m fastdist run -n 2 sh -c 'echo out; echo err >&2; exit 3'"

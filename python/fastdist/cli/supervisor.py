@@ -117,8 +117,12 @@ class _Supervisor:
         """Kills the remaining processes and releases the resources of the job."""
         self._signal_groups(signal.SIGKILL)
         for process in self._processes:
-            process.reap()
+            self._reap(process)
         self._guardian.close()
+
+    def _reap(self, process: Process) -> None:
+        self._guardian.remove(process.popen.pid)
+        process.reap()
 
     def _report_failure(self, process: Process) -> int:
         name, words = process.stderr.last_words()
@@ -281,7 +285,7 @@ class _Supervisor:
             if stream.fd in self._selector.get_map():
                 self._selector.unregister(stream.fd)
             stream.end()
-        process.reap()
+        self._reap(process)
         try:
             self._processes[process.number] = self._start(process.number)
         except StartError as error:

@@ -298,8 +298,8 @@ def _join(meeting: _Meeting, own_fd: int) -> list[int]:
         hello = _HELLO.pack(_MAGIC, _VERSION, meeting.rank, meeting.world_size)
         try:
             socket.send_fds(connection, [hello], [own_fd])
-            # Rank 0 has the same deadline, and reports the missing ranks just after it.
-            connection.settimeout(connection.gettimeout() + 2.0)  # type: ignore[operator]
+            # Rank 0 has begun to wait before now, and reports the missing ranks at its deadline.
+            connection.settimeout(meeting.timeout_s + 2.0)
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])
             if refusal:
                 message, ranks = json.loads(refusal)

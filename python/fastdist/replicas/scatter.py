@@ -51,6 +51,13 @@ def to_rows(target: torch.Tensor, indices: Any, updates: Any) -> tuple[torch.Ten
     return rows.to(target.device, torch.int64), values
 
 
+def check_op(op: ScatterOp, target: torch.Tensor) -> None:
+    """Raise TypeError if an operation is not defined for the target's dtype."""
+    is_exact = not (target.is_floating_point() or target.is_complex())
+    if (op == "div" and is_exact) or (op in ("min", "max") and target.is_complex()):
+        raise TypeError(f"scatter_{op} is not defined for a variable of {target.dtype}")
+
+
 @torch.no_grad()
 def scatter(target: torch.Tensor, op: ScatterOp, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Change rows of a tensor in place; of equal indices, "update" keeps the last."""

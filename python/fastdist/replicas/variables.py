@@ -14,7 +14,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import reduce_values
 from fastdist.replicas.per_replica import select
-from fastdist.replicas.scatter import ScatterOp, scatter, to_rows
+from fastdist.replicas.scatter import ScatterOp, check_op, scatter, to_rows
 
 
 class VariableSynchronization(enum.Enum):
@@ -218,6 +218,7 @@ class Variable(nn.Module):
                 f"scatter_{op} needs a variable with synchronization ON_WRITE, got "
                 f"{self.synchronization}"
             )
+        check_op(op, self._value)
         owner, context = _owner_of(self), state.replica
         if owner is not None:
             owner.refresh()

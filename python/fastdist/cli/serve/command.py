@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
@@ -74,7 +75,7 @@ def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: 
     while True:
         reading = Reading.after(reading, server.stats())
         show(reading)
-        server.ended.wait(interval_s)
+        time.sleep(interval_s)
         if server.failure is not None:
             raise server.failure
 

@@ -75,7 +75,8 @@ class Dispatcher:
         self._began = time.time_ns()
         allow_open_files(4 * len(addresses) + 100, f"{len(addresses)} workers")
         self._context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 3 * len(addresses) + 16)
+        # A link has three sockets, and ZeroMQ closes those of a replaced link later.
+        self._context.set(zmq.MAX_SOCKETS, max(1023, 6 * len(addresses) + 64))
         self._links = [WorkerLink(self._context, address, keys) for address in addresses]
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)

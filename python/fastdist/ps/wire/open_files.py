@@ -18,7 +18,7 @@ def allow_open_files(needed: int, reason: str) -> None:
         OSError: the system permits fewer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _ENOUGH if hard == resource.RLIM_INFINITY else hard
+    most = max(needed, _ENOUGH) if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(needed, _ENOUGH), most), hard))
     if needed > most:

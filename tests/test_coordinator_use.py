@@ -286,6 +286,7 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
     wait_for(lambda: second.workers == [0, 1] and not second._dispatcher.is_replaced)
 
 
+@pytest.mark.slow
 def test_workers_that_answer_wrongly_together() -> None:
     """Their connections are made anew, all at once, again and again."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as other:

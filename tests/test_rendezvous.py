@@ -109,6 +109,7 @@ def test_a_refusal_names_its_ranks_on_all(key: str) -> None:
         assert error.ranks == (2,)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_though_rank_0_is_late(key: str) -> None:
     def come_late() -> int:
         time.sleep(2.5)
@@ -130,6 +131,7 @@ def test_a_second_rank_0(key: str) -> None:
     assert in_threads(lambda: meet(0, 2, key), second) == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_open_enough_files(key: str) -> None:
     code = """
 import os, resource, sys, fastdist as fd

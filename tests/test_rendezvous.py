@@ -160,7 +160,10 @@ STRANGER = """
 import os, resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (4000, 4000))
 table = open("/proc/self/net/unix")
-os.setresuid(65534, 65534, 65534)
+try:
+    os.setresuid(65534, 65534, 65534)
+except OSError:
+    sys.exit("not here")
 prefix = chr(0) + sys.argv[1]
 listeners = []
 for number in range(200):
@@ -193,7 +196,9 @@ def test_another_user_cannot_disturb(key: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as stranger:
         try:
             assert stranger.stdout is not None
-            assert stranger.stdout.readline() == b"ready\n"
+            if stranger.stdout.readline() != b"ready\n":
+                assert stranger.wait(10) == 1
+                pytest.skip("a process cannot change its user here")
 
             def come_late() -> int:
                 time.sleep(1)

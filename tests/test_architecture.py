@@ -1,4 +1,4 @@
-"""Who may import and include whom, and what the tree must look like. ARCHITECTURE.md says why."""
+"""Tests of the layers: imports, includes and the shape of the tree. ARCHITECTURE.md says why."""
 
 import ast
 import json

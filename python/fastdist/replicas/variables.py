@@ -244,12 +244,11 @@ class Variable(nn.Module):
                     "SUM, ONLY_FIRST_REPLICA, scatter_add or scatter_sub"
                 )
             values = values / context.num_replicas_in_sync
-        counts = context.all_gather(rows.new_tensor([len(rows)]))
-        rows, values = context.all_gather((rows, values))
-        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            first = int(counts[0])
-            rows, values = rows[:first], values[:first]
-        return rows, values
+        everyone: tuple[torch.Tensor, torch.Tensor] = context.all_gather((rows, values))
+        if self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            return everyone
+        first = int(context.all_gather(rows.new_tensor([len(rows)]))[0])
+        return everyone[0][:first], everyone[1][:first]
 
     def _given(self, value: Any, sign: int | None) -> torch.Tensor:
         given = as_tensor(value.value if isinstance(value, Variable) else value).detach()

@@ -30,7 +30,8 @@ _HELLO = struct.Struct("=8sIII")  # magic, version, rank, world size
 _VERDICT = struct.Struct("=I")  # bytes of the refusal that follows; 0: welcome
 _MAX_REFUSAL_BYTES = 1 << 16
 _FDS_PER_MESSAGE = 128
-_MAX_SILENT = 64  # connections of this user that have not said which rank they are
+# Connections, beside those of ranks, that may wait before they say which rank they are.
+_MAX_SILENT = 64
 _SOCKETS = "/proc/self/net/unix"
 _LISTENS = b"00010000"
 _RETRY_S = 0.01
@@ -234,7 +235,7 @@ class _Guests:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ)
         self._silent.append(connection)
-        if len(self._silent) > _MAX_SILENT:
+        if len(self._silent) > self._meeting.world_size + _MAX_SILENT:
             oldest = self._silent.pop(0)
             self._selector.unregister(oldest)
             oldest.close()

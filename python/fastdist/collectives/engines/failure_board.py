@@ -133,9 +133,9 @@ class FailureBoard:
             except RuntimeError:  # the store's process has ended
                 answer.put(_raise_lost)
 
-        threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
         try:
+            threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
             return answer.get(timeout=_ANSWER_S)()
-        except (queue.Empty, StoreLostError):
+        except (queue.Empty, StoreLostError, RuntimeError):  # or the interpreter ends: no thread
             self._is_lost = True
             raise StoreLostError from None

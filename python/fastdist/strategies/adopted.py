@@ -23,7 +23,8 @@ from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
-from fastdist.training.gradients import Accumulation, GradientSync, ReducedParameter
+from fastdist.training.contributions import Accumulation, ReducedParameter
+from fastdist.training.gradients import GradientSync
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.lazy_modules import when_initialized
 from fastdist.training.module_structure import structure_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from fastdist.collectives.communicator import Compression
-from fastdist.training.gradients import GradientReduction
+from fastdist.training.contributions import GradientReduction
 
 Implementation = Literal["auto", "all_reduce", "hierarchical_copy", "reduce_to_one_device"]
 

@@ -17,7 +17,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.padding import Padding
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
-from fastdist.training.gradients import GradientReduction
+from fastdist.training.contributions import GradientReduction
 
 
 class TracedGradients:

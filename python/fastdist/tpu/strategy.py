@@ -25,7 +25,7 @@ from fastdist.tpu.engine import SpmdEngine
 from fastdist.tpu.gradients import TracedGradients
 from fastdist.tpu.runs import TracedRuns
 from fastdist.tpu.stacked import MeshCopy, is_stacked
-from fastdist.training.gradients import GradientReduction
+from fastdist.training.contributions import GradientReduction
 
 _NO_TIMEOUT_S = 1e9
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastdist.training.gradients import GradientHook
+from fastdist.training.contributions import GradientHook
 from fastdist.training.modules import is_materialized
 
 _TENSOR_HOOKS = {

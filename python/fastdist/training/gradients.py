@@ -14,19 +14,14 @@ so that a parameter that no replica used keeps `grad` None. On GPUs the host wou
 these numbers, so the replicas exchange them on their hosts at the end of backward. A strategy with
 several models does the same, and sends only buckets with a gradient on some replica: a step of a
 GAN's discriminator does not send the generator's gradients.
-
-Gradients are weighted by examples when they are sent. Gradients that `no_sync` holds back are
-weighted when they are computed, since they are sent along with a batch that has other weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch._compile import _disable_dynamo
@@ -35,54 +30,16 @@ from torch.autograd.variable import Variable
 from fastdist.collectives.communicator import Communicator, Compression, Work
 from fastdist.errors import FastdistError
 from fastdist.training.buffers import BufferSync
+from fastdist.training.contributions import (
+    Accumulation,
+    Contributions,
+    GradientHook,
+    GradientReduction,
+    ReducedParameter,
+    call_weakly,
+)
 from fastdist.training.modules import is_materialized
 from fastdist.training.step_record import StepRecord
-
-GradientReduction = Literal["mean", "sum"]
-
-
-class GradientHook(partial):  # type: ignore[type-arg]
-    """A hook that this module registers, as a class that distinguishes it from users' hooks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReducedParameter:
-    """A parameter whose gradient is reduced.
-
-    Attributes:
-        name: the parameter's name, for messages.
-        ref: a weak reference to the parameter.
-        model: the number of the parameter's model.
-        place: the parameter's number among the parameters of all models; the same on all replicas.
-        shape: its shape; replicas that have released it contribute zeros of this shape.
-        dtype: its dtype.
-        is_sparse: True if its gradients are sparse.
-    """
-
-    name: str
-    ref: weakref.ref[torch.nn.Parameter]
-    model: int
-    place: int
-    shape: torch.Size
-    dtype: torch.dtype
-    is_sparse: bool
-
-
-@dataclass(slots=True)
-class Accumulation:
-    """The state that one backward leaves to the next; outlives a `GradientSync`. Keys are places.
-
-    Attributes:
-        is_held: True inside `no_sync`.
-        held: parameters whose gradients no_sync has held back.
-        weighs_early: True once hooks weight gradients as they are computed.
-        reduced: gradients that are sums over replicas already.
-    """
-
-    is_held: bool = False
-    held: set[int] = field(default_factory=set)
-    weighs_early: bool = False
-    reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -133,8 +90,10 @@ class GradientSync:
         on_one_device: bool = False,
         overlaps: bool = True,
     ) -> None:
-        self.examples: tuple[int, ...] | None = None
         self._accumulation = accumulation
+        self._contributions = Contributions(
+            parameters, communicator.rank, communicator.world_size, accumulation, reduction
+        )
         self._communicator = communicator
         self._questions = questions
         self._has_several_models = has_several_models
@@ -151,7 +110,6 @@ class GradientSync:
         self._overlaps = overlaps
         self._device = torch.device("cpu")
         self._task = -1  # id of the backward under way
-        self._arrived = [False] * len(self._parameters)
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
         self._buckets: list[_Bucket] = []
@@ -170,27 +128,15 @@ class GradientSync:
             if i in self._hooked or parameter is None or not _is_trainable(parameter):
                 continue
             self._hooked.add(i)
-            after = GradientHook(_call, weakref.WeakMethod(self._on_gradient), i)
+            after = GradientHook(call_weakly, weakref.WeakMethod(self._on_gradient), i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
-            if self._reduction == "sum":
-                self._watch_before(i, self._before_gradient)
-            elif self._accumulation.weighs_early:
-                self._watch_before(i, self._weighted)
-
-    def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
-        hook = GradientHook(_call, weakref.WeakMethod(method), i)
-        parameter = self._parameters[i].ref()
-        if parameter is not None:
-            self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+            self._contributions.watch(i)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A context manager: gradients of backward inside are sent by the next backward outside."""
         accumulation = self._accumulation  # another sync may take over while this is open
-        if self._reduction == "mean" and not accumulation.weighs_early:
-            accumulation.weighs_early = True
-            for i in sorted(self._hooked):
-                self._watch_before(i, self._weighted)
+        self._contributions.hold()
         accumulation.is_held = True
         try:
             yield
@@ -205,7 +151,7 @@ class GradientSync:
             examples: number of examples of each replica; None if all replicas weigh the same. A
                 replica without examples keeps its buffers unchanged.
         """
-        self.examples = examples
+        self._contributions.examples = examples
         self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
@@ -213,7 +159,7 @@ class GradientSync:
             yield
         finally:
             self._buffer_sync.restore()
-            self.examples = None
+            self._contributions.examples = None
 
     @property
     def is_reducing(self) -> bool:
@@ -222,6 +168,7 @@ class GradientSync:
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._contributions.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -243,29 +190,6 @@ class GradientSync:
                     "reduced over replicas; call requires_grad_() before run"
                 )
 
-    def _is_held(self, i: int) -> bool:
-        return self._parameters[i].place in self._accumulation.held
-
-    def _before_gradient(self, i: int, gradient: object = None) -> None:
-        """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
-
-        The next reduction then adds the parts up to the same sum.
-        """
-        parameter = self._parameters[i].ref()
-        grad = None if parameter is None else parameter.grad
-        known = self._accumulation.reduced.pop(self._parameters[i].place, None)
-        if grad is not None and known is not None and known() is grad:
-            grad.div_(self._communicator.world_size)
-
-    def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""
-        weight = self._weight()
-        if weight is None or (not self._accumulation.is_held and not self._is_held(i)):
-            return None
-        if weight == 0.0:  # the gradient of an empty batch is often NaN
-            return torch.zeros_like(gradient)
-        return gradient * (weight * self._communicator.world_size)
-
     def _on_gradient(self, i: int, parameter: object) -> None:
         if self._accumulation.is_held:
             self._accumulation.held.add(self._parameters[i].place)
@@ -273,7 +197,7 @@ class GradientSync:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
-        self._arrived[i] = True
+        self._contributions.arrived[i] = True
         bucket = self._bucket_of.get(i)
         if bucket is None:
             return  # sparse gradients are reduced at the end
@@ -289,7 +213,7 @@ class GradientSync:
         self._task = task
         self._next = 0
         self._record = None
-        self._arrived = [False] * len(self._parameters)
+        self._contributions.arrived = [False] * len(self._parameters)
         before = self._trainable or [True] * len(self._parameters)
         trainable = [  # a released parameter stays as it was: other replicas may still have theirs
             was if (parameter := reduced.ref()) is None else _is_trainable(parameter)
@@ -312,17 +236,18 @@ class GradientSync:
     def _send(self, buckets: Sequence[_Bucket]) -> None:
         """Reduce buckets in one fused call, synchronously or by the progress thread."""
         op: GradientReduction = self._reduction
-        weight = self._weight() if op == "mean" else None
+        contributions = self._contributions
+        weight = contributions.weight() if op == "mean" else None
         sent: list[torch.Tensor] = []
         for bucket in buckets:
-            arrived = [self._arrived[i] or self._is_held(i) for i in bucket.indices]
-            bucket.sent = [self._contribution(i) for i in bucket.indices]
+            arrived = [contributions.is_there(i) for i in bucket.indices]
+            bucket.sent = [contributions.take(i, self._device) for i in bucket.indices]
             if all(arrived):
                 bucket.used.fill_(1)
             else:
                 bucket.used.copy_(torch.tensor(arrived))
             if weight is not None:
-                self._weigh(bucket, weight)
+                contributions.weigh(bucket.indices, bucket.sent, weight)
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
         if self._record is None and not self._is_on_gpu:
             self._record = self._steps.take()
@@ -340,38 +265,6 @@ class GradientSync:
         for bucket in buckets:
             bucket.work = work
 
-    def _weigh(self, bucket: _Bucket, weight: float) -> None:
-        fresh: list[torch.Tensor] = []
-        held: list[torch.Tensor] = []
-        for i, gradient in zip(bucket.indices, bucket.sent, strict=True):
-            (held if self._is_held(i) else fresh).append(gradient)
-        if fresh and weight == 0.0:
-            torch._foreach_zero_(fresh)
-        elif fresh:
-            torch._foreach_mul_(fresh, weight)
-        if held:
-            torch._foreach_div_(held, self._communicator.world_size)
-
-    def _weight(self) -> float | None:
-        """This replica's share of the examples; None if all replicas have the same share."""
-        examples = self.examples
-        if examples is None or examples.count(examples[0]) == len(examples):
-            return None
-        return examples[self._communicator.rank] / sum(examples)
-
-    def _contribution(self, i: int) -> torch.Tensor:
-        reduced = self._parameters[i]
-        parameter = reduced.ref()
-        if parameter is None:
-            return torch.zeros(reduced.shape, dtype=reduced.dtype, device=self._device)
-        if parameter.grad is not None:
-            if self._reduction == "sum" and not self._arrived[i]:
-                self._before_gradient(i)
-            if _is_shared(parameter.grad):
-                parameter.grad = parameter.grad.clone()
-            return parameter.grad
-        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
     @_disable_dynamo
     def _finish(self) -> None:
         used, written = self._ask()
@@ -388,7 +281,9 @@ class GradientSync:
         self._task = -1
         work = None
         if self._buffer_sync.places:
-            work = self._buffer_sync.send(self._communicator, self._own_examples(), written)
+            work = self._buffer_sync.send(
+                self._communicator, self._contributions.own_examples(), written
+            )
         for bucket in self._buckets:
             if bucket.sent:
                 self._receive(bucket, used)
@@ -414,13 +309,13 @@ class GradientSync:
             return None, torch.zeros(0)
         used = torch.zeros(self._places if asks else 0)
         if asks:
-            for i, arrived in enumerate(self._arrived):
-                if arrived or self._is_held(i):
-                    used[self._parameters[i].place] = 1.0
+            for i, reduced in enumerate(self._parameters):
+                if self._contributions.is_there(i):
+                    used[reduced.place] = 1.0
         record = torch.zeros(0)
         if self._is_on_gpu:
             self._record = record = self._steps.take()
-        written = self._buffer_sync.weights(self._own_examples())
+        written = self._buffer_sync.weights(self._contributions.own_examples())
         whole = torch.cat([record, used, written.flatten()])
         self._questions.all_reduce(whole)
         parts = torch.split(whole, [len(record), len(used), written.numel()])
@@ -430,10 +325,6 @@ class GradientSync:
             return None, written
         by_anyone = used.tolist()
         return [by_anyone[reduced.place] > 0.0 for reduced in self._parameters], written
-
-    def _own_examples(self) -> float:
-        """This replica's number of examples; 1 if all replicas weigh the same."""
-        return 1.0 if self.examples is None else float(self.examples[self._communicator.rank])
 
     def _wanted(self, used: list[bool] | None) -> list[bool]:
         """Return True for each bucket, then each sparse parameter, that must be reduced."""
@@ -452,20 +343,14 @@ class GradientSync:
             is_used = bucket.used[place] > 0 if used is None else used[i]
             if parameter.grad is None and is_used:
                 parameter.grad = bucket.sent[place]
-            if self._reduction == "sum" and parameter.grad is not None:
-                self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
+            self._contributions.note_sum(i, parameter)
         bucket.work = None
         bucket.sent = []
 
     def _reduce_sparse(self, i: int) -> None:
         """Gather the rows of all replicas, and add up rows with equal indices."""
         parameter = self._parameters[i].ref()
-        rows = None
-        if parameter is not None and parameter.grad is not None:
-            if not self._arrived[i]:
-                self._before_gradient(i)
-            grad = parameter.grad.coalesce()
-            rows = grad.indices().cpu(), (grad.values() * self._share(i)).cpu()
+        rows = self._contributions.take_sparse(i)
         parts = [part for part in self._communicator.all_gather_object(rows) if part is not None]
         if not parts or parameter is None:
             return
@@ -474,15 +359,7 @@ class GradientSync:
         size = parameter.shape
         grad = torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
         parameter.grad = grad.coalesce()
-        if self._reduction == "sum":
-            self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
-
-    def _share(self, i: int) -> float:
-        """The factor of this replica's gradient in the sum over replicas."""
-        if self._reduction == "sum":
-            return 1.0
-        weight = None if self._is_held(i) else self._weight()
-        return 1.0 / self._communicator.world_size if weight is None else weight
+        self._contributions.note_sum(i, parameter)
 
     def _make_buckets(self, trainable: list[bool]) -> None:
         self._trainable = trainable
@@ -511,30 +388,3 @@ class GradientSync:
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and is_materialized(parameter)
-
-
-def _is_shared(gradient: torch.Tensor) -> bool:
-    """True for a new gradient in memory that something else uses, such as another gradient.
-
-    Autograd gives several parameters views of one result if no summation lies between, so that
-    each must not be reduced in place.
-    """
-    if gradient._version or gradient.requires_grad:
-        return False
-    return _uses(gradient) > _USES_OF_ONE_TENSOR
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses
-
-
-_USES_OF_ONE_TENSOR = _uses(torch.ones(1))
-
-
-@_disable_dynamo
-def _call(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Call a weakly bound method; torch's hooks would keep a strategy alive for ever."""
-    found = method()
-    result: torch.Tensor | None = None if found is None else found(i, gradient)
-    return result

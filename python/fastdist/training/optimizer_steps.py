@@ -13,7 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastdist.errors import FastdistError
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.training.gradients import GradientReduction, GradientSync
+from fastdist.training.contributions import GradientReduction
+from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
 
 

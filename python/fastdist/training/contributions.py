@@ -1,0 +1,246 @@
+"""What one replica contributes to the sum of each gradient over all replicas.
+
+Gradients are weighted by examples when they are sent. Gradients that `no_sync` holds back are
+weighted when they are computed, since they are sent along with a batch that has other weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch._compile import _disable_dynamo
+
+GradientReduction = Literal["mean", "sum"]
+
+
+class GradientHook(partial):  # type: ignore[type-arg]
+    """A hook that fastdist registers, as a class that distinguishes it from users' hooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedParameter:
+    """A parameter whose gradient is reduced.
+
+    Attributes:
+        name: the parameter's name, for messages.
+        ref: a weak reference to the parameter.
+        model: the number of the parameter's model.
+        place: the parameter's number among the parameters of all models; the same on all replicas.
+        shape: its shape; replicas that have released it contribute zeros of this shape.
+        dtype: its dtype.
+        is_sparse: True if its gradients are sparse.
+    """
+
+    name: str
+    ref: weakref.ref[torch.nn.Parameter]
+    model: int
+    place: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_sparse: bool
+
+
+@dataclass(slots=True)
+class Accumulation:
+    """The state that one backward leaves to the next; outlives a `GradientSync`. Keys are places.
+
+    Attributes:
+        is_held: True inside `no_sync`.
+        held: parameters whose gradients no_sync has held back.
+        weighs_early: True once hooks weight gradients as they are computed.
+        reduced: gradients that are sums over replicas already.
+    """
+
+    is_held: bool = False
+    held: set[int] = field(default_factory=set)
+    weighs_early: bool = False
+    reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+
+class Contributions:
+    """The contributions of one replica, by a parameter's index in `parameters`.
+
+    Args:
+        parameters: each parameter once, in the same order on all replicas.
+        replica: the number of this replica.
+        replicas: the number of replicas.
+        accumulation: of the strategy's gradients.
+        reduction: "mean", weighted by the examples of each replica, or "sum".
+
+    Attributes:
+        examples: number of examples of each replica; None if all replicas weigh the same.
+        arrived: for each parameter, True if the backward under way has computed its gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ReducedParameter],
+        replica: int,
+        replicas: int,
+        accumulation: Accumulation,
+        reduction: GradientReduction,
+    ) -> None:
+        self.examples: tuple[int, ...] | None = None
+        self.arrived = [False] * len(parameters)
+        self._parameters = parameters
+        self._replica = replica
+        self._replicas = replicas
+        self._accumulation = accumulation
+        self._reduction = reduction
+        self._watched: set[int] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def watch(self, i: int) -> None:
+        """Register the hook that a gradient passes before it is added to `.grad`, if it needs one.
+
+        Every trainable parameter must be watched.
+        """
+        self._watched.add(i)
+        if self._reduction == "sum":
+            self._watch_before(i, self._before_gradient)
+        elif self._accumulation.weighs_early:
+            self._watch_before(i, self._weighted)
+
+    def hold(self) -> None:
+        """Prepare for `no_sync`: gradients are weighted as they are computed from now on."""
+        if self._reduction == "mean" and not self._accumulation.weighs_early:
+            self._accumulation.weighs_early = True
+            for i in sorted(self._watched):
+                self._watch_before(i, self._weighted)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch_before(self, i: int, method: Callable[..., torch.Tensor | None]) -> None:
+        hook = GradientHook(call_weakly, weakref.WeakMethod(method), i)
+        parameter = self._parameters[i].ref()
+        if parameter is not None:
+            self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def is_there(self, i: int) -> bool:
+        """True if this replica has a gradient to send."""
+        return self.arrived[i] or self._is_held(i)
+
+    def weight(self) -> float | None:
+        """This replica's share of the examples; None if all replicas have the same share."""
+        examples = self.examples
+        if examples is None or examples.count(examples[0]) == len(examples):
+            return None
+        return examples[self._replica] / sum(examples)
+
+    def share(self, i: int) -> float:
+        """The factor of this replica's gradient in the sum over replicas."""
+        if self._reduction == "sum":
+            return 1.0
+        weight = None if self._is_held(i) else self.weight()
+        return 1.0 / self._replicas if weight is None else weight
+
+    def own_examples(self) -> float:
+        """This replica's number of examples; 1 if all replicas weigh the same."""
+        return 1.0 if self.examples is None else float(self.examples[self._replica])
+
+    def take(self, i: int, device: torch.device) -> torch.Tensor:
+        """Return the gradient of a parameter, in memory that may be reduced in place.
+
+        Args:
+            i: the parameter.
+            device: where to make zeros for a parameter that this replica has released.
+        """
+        reduced = self._parameters[i]
+        parameter = reduced.ref()
+        if parameter is None:
+            return torch.zeros(reduced.shape, dtype=reduced.dtype, device=device)
+        if parameter.grad is not None:
+            if self._reduction == "sum" and not self.arrived[i]:
+                self._before_gradient(i)
+            if _is_shared(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+            return parameter.grad
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def take_sparse(self, i: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the indices and weighted rows of a sparse gradient; None without a gradient."""
+        parameter = self._parameters[i].ref()
+        if parameter is None or parameter.grad is None:
+            return None
+        if not self.arrived[i]:
+            self._before_gradient(i)
+        grad = parameter.grad.coalesce()
+        return grad.indices().cpu(), (grad.values() * self.share(i)).cpu()
+
+    def weigh(
+        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], weight: float
+    ) -> None:
+        """Multiply gradients by this replica's weight; held ones have theirs already."""
+        fresh: list[torch.Tensor] = []
+        held: list[torch.Tensor] = []
+        for i, gradient in zip(indices, gradients, strict=True):
+            (held if self._is_held(i) else fresh).append(gradient)
+        if fresh and weight == 0.0:
+            torch._foreach_zero_(fresh)
+        elif fresh:
+            torch._foreach_mul_(fresh, weight)
+        if held:
+            torch._foreach_div_(held, self._replicas)
+
+    def note_sum(self, i: int, parameter: torch.nn.Parameter) -> None:
+        """Note that `.grad` is a sum over replicas, which must not be summed again."""
+        if self._reduction == "sum" and parameter.grad is not None:
+            self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
+
+    def _is_held(self, i: int) -> bool:
+        return self._parameters[i].place in self._accumulation.held
+
+    def _before_gradient(self, i: int, gradient: object = None) -> None:
+        """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
+
+        The next reduction then adds the parts up to the same sum.
+        """
+        parameter = self._parameters[i].ref()
+        grad = None if parameter is None else parameter.grad
+        known = self._accumulation.reduced.pop(self._parameters[i].place, None)
+        if grad is not None and known is not None and known() is grad:
+            grad.div_(self._replicas)
+
+    def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""
+        weight = self.weight()
+        if weight is None or (not self._accumulation.is_held and not self._is_held(i)):
+            return None
+        if weight == 0.0:  # the gradient of an empty batch is often NaN
+            return torch.zeros_like(gradient)
+        return gradient * (weight * self._replicas)
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """True for a new gradient in memory that something else uses, such as another gradient.
+
+    Autograd gives several parameters views of one result if no summation lies between, so that
+    each must not be reduced in place.
+    """
+    if gradient._version or gradient.requires_grad:
+        return False
+    return _uses(gradient) > _USES_OF_ONE_TENSOR
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses
+
+
+_USES_OF_ONE_TENSOR = _uses(torch.ones(1))
+
+
+@_disable_dynamo
+def call_weakly(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Call a weakly bound method; torch's hooks would keep a strategy alive for ever."""
+    found = method()
+    result: torch.Tensor | None = None if found is None else found(i, gradient)
+    return result

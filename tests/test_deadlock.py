@@ -78,6 +78,17 @@ def test_ranks_that_wait_for_each_other(ranks_of: Any, call: Call, size: int, na
     ranks_of(size).run(require_error, call, names)
 
 
+def test_rank_that_comes_as_the_others_fail() -> None:
+    def check(comm: Communicator, late_s: float) -> None:
+        if comm.rank == 1:
+            time.sleep(late_s)
+        with pytest.raises(CollectiveMismatchError, match="ranks wait for each other"):
+            reduce_or_receive(comm)
+
+    for turn in range(20):
+        ThreadRanks(3).run(check, 0.001 * (turn % 4))
+
+
 def wait_long(comm: Communicator) -> None:
     """Wait for calls that come late, or were submitted before the wait."""
     x = np.full(3, comm.rank, np.float32)

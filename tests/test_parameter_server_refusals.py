@@ -25,7 +25,7 @@ def cluster() -> Iterator[PsCluster]:
 def test_the_chief_does_not_train(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     model, optimizer = make(strategy, sgd)
-    with pytest.raises(FastdistError, match="the chief has no replicas"):
+    with pytest.raises(FastdistError, match="the chief has no replica"):
         strategy.run(os.getpid)
     with pytest.raises(FastdistError, match="outside a scheduled function"):
         step(model, optimizer, *batches(1)[0])

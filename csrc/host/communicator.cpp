@@ -169,7 +169,6 @@ void HostCommunicator::check_active(int p) {
     return;
   }
   end_access();
-  check_failures(wait_);
   throw_peer_failure(p, wait_);
 }
 

@@ -127,7 +127,10 @@ std::string HostCommunicator::describe_exit(int p) const {
                                                                  : " has died";
 }
 
+// Throws the cause that a rank has announced, perhaps since the last check, rather than its
+// absence.
 void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
+  check_failures(wait);
   fail(RankState::kPeerFailure, p,
        Error(ErrorCode::kPeerFailure,
              describe(wait.signature) + " on rank " + std::to_string(rank_) + ": rank " +

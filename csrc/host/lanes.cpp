@@ -150,7 +150,6 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
         return;
       }
       accessing.store(0, std::memory_order_release);
-      check_failures(transfer.wait);
       throw_peer_failure(transfer.other, transfer.wait);
     };
     accessing.store(number, std::memory_order_seq_cst);

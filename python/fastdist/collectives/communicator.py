@@ -94,6 +94,8 @@ class Communicator:
         rank: this rank, from 0.
         world_size: the number of ranks.
         engine: the engine that moves the bytes; for other parts of fastdist.
+        is_closed: True after `close`, `abort` or `shrink`.
+        successor: the communicator that `shrink` has made in place of this one, or None.
     """
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
@@ -116,6 +118,8 @@ class Communicator:
         self._barrier = calls["barrier"]
         self.rank: int = engine.rank
         self.world_size: int = engine.size
+        self.is_closed = False
+        self.successor: Communicator | None = None
 
     def __repr__(self) -> str:
         return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
@@ -133,6 +137,7 @@ class Communicator:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this rank get `PeerFailureError`."""
+        self.is_closed = True
         if self._gpus is not None:
             self._gpus.close()
         self.engine.close()
@@ -679,11 +684,10 @@ class Communicator:
             )
         left = [rank for rank in range(self.world_size) if rank not in excluded]
         seconds = self._timeout_s if timeout is None else timeout
-        return self._succeeded_by(self.engine.survivors(left, seconds))
-
-    def _succeeded_by(self, engine: Engine) -> Communicator:
+        engine = self.engine.survivors(left, seconds)
         self.close()
-        return Communicator(engine, self._timeout_s)
+        self.successor = Communicator(engine, self._timeout_s)
+        return self.successor
 
     def empty(
         self,

@@ -99,7 +99,7 @@ def init(
         ValueError: the ranks are defined twice, or rank, world_size and address are not all given
             and valid.
     """
-    if _World.communicator is not None:
+    if has_communicator():
         return default_communicator()
     if timeout is not None:
         check_timeout(timeout)
@@ -120,11 +120,11 @@ def init(
     else:
         engine = _from_launch(waits_s)
     _World.meetings += 1
-    communicator = _DefaultCommunicator(engine, config.timeout_s if timeout is None else timeout)
-    _World.communicator = communicator
+    _World.communicator = Communicator(engine, config.timeout_s if timeout is None else timeout)
     _World.process = os.getpid()
-    atexit.register(communicator.close)
-    return communicator
+    atexit.unregister(_close)
+    atexit.register(_close)
+    return _World.communicator
 
 
 def local_group(size: int, *, timeout: float | None = None) -> list[Communicator]:
@@ -160,6 +160,8 @@ def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -
 
 def has_communicator() -> bool:
     """True after `init`, until the communicator is closed."""
+    while _World.communicator is not None and _World.communicator.is_closed:
+        _World.communicator = _World.communicator.successor
     return _World.communicator is not None
 
 
@@ -169,7 +171,7 @@ def default_communicator() -> Communicator:
     Raises:
         FastdistError: `init` was not called in this process, or its communicator was closed.
     """
-    if _World.communicator is None:
+    if not has_communicator() or _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")
     if _World.process != os.getpid():
         raise FastdistError(
@@ -179,23 +181,9 @@ def default_communicator() -> Communicator:
     return _World.communicator
 
 
-class _DefaultCommunicator(Communicator):
-    """The communicator of all ranks; after `close`, `init` makes a new communicator."""
-
-    def close(self) -> None:
-        if _World.communicator is self:
-            _World.communicator = None
-            atexit.unregister(self.close)
-        super().close()
-
-    def _succeeded_by(self, engine: Engine) -> Communicator:
-        was_default = _World.communicator is self
-        self.close()
-        made = _DefaultCommunicator(engine, self._timeout_s)
-        if was_default:
-            _World.communicator = made
-            atexit.register(made.close)
-        return made
+def _close() -> None:
+    if has_communicator() and _World.communicator is not None:
+        _World.communicator.close()
 
 
 def _let_threads_go() -> None:

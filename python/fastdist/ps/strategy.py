@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -43,6 +43,9 @@ from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 _END_S = 2.0
+_NO_REPLICAS = (
+    "run must be called in a function that a ClusterCoordinator schedules; the chief has no replica"
+)
 _WIRES = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -132,7 +135,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         if is_worker and own is None:
             every = every_device()
             own = every[resolver.task_id % len(every)]
-        super().__init__(own if is_worker and own is not None else torch.device("cpu"))
+        super().__init__(
+            own if is_worker and own is not None else torch.device("cpu"),
+            serve=None if is_worker else self._put_on_servers,
+            refuses_run=None if is_worker else _NO_REPLICAS,
+        )
         self.client = Client(self.server_addresses, keys=self.keys)
         self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)
@@ -152,8 +159,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     # --- the chief's ----------------------------------------------------------------------------
 
-    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        super()._adopt(roots, made)
+    def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         if not roots and not made:
             return
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
@@ -183,19 +189,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief, on a worker."""
-        super()._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
+        self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
 
     def in_function(self) -> AbstractContextManager[None]:
         """Return the context in which functions run on a worker: cross-replica context."""
         return self._cross_replica()
-
-    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
-        if not is_worker_of(self):
-            raise FastdistError(
-                "run must be called in a function that a ClusterCoordinator schedules: the chief "
-                "has no replicas"
-            )
-        return super()._run(fn, given, examples)
 
     def before_calls(self) -> bytes:
         """Return a state update for workers before functions run."""

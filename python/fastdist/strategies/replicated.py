@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ class ReplicatedStrategy(Strategy):
         world: connects all replicas, one per rank; None if this is the only replica.
         central: holds the only copy of all parameters; None if every replica has its own copy.
         options: communication options.
+        serve: a method that is called with what was made in a scope, after this replica has adopted
+            it.
+        refuses_run: the message of `run` in a process that has no replica.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class ReplicatedStrategy(Strategy):
         *,
         central: CentralParameters | None = None,
         options: CommunicationOptions | None = None,
+        serve: Callable[[Sequence[nn.Module], Sequence[Any]], None] | None = None,
+        refuses_run: str | None = None,
     ) -> None:
         rank, replicas = (0, 1) if world is None else (world.rank, world.world_size)
         if replicas > 1 and device.type == "cuda":
@@ -63,6 +68,8 @@ class ReplicatedStrategy(Strategy):
         self.options = options or CommunicationOptions()
         self._device = device
         self._world = world if replicas > 1 else None
+        self._serve = None if serve is None else weakref.WeakMethod(serve)
+        self._refuses_run = refuses_run
         self._communicators: ReplicaCommunicators | None = None
         self._is_connected = False
         self._members = AdoptedModules(
@@ -91,11 +98,15 @@ class ReplicatedStrategy(Strategy):
         self._connect()
         return None if self._communicators is None else self._communicators.replicas
 
+    @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         with self._talking():
             if self.num_replicas_in_sync > 1:
                 adopt_metrics(roots, self)
             self._members.adopt(self._communicators, roots, made)
+        serve = None if self._serve is None else self._serve()
+        if serve is not None:
+            serve(roots, made)
 
     def _input_layout(self) -> InputLayout:
         return InputLayout(
@@ -116,7 +127,10 @@ class ReplicatedStrategy(Strategy):
 
     # --- running --------------------------------------------------------------------------------
 
+    @final
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+        if self._refuses_run is not None:
+            raise FastdistError(self._refuses_run)
         if self._is_running:
             raise RuntimeError(
                 "run was called while the strategy is running: in merge_call, or in another thread"

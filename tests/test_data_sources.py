@@ -208,7 +208,7 @@ def test_examples_that_differ_in_structure() -> None:
 )
 def test_replicas_whose_batches_differ_in_structure(one: Any, other: Any, message: str) -> None:
     made = distribute_datasets_from_function(lambda _: [one, other], alone(2))
-    with pytest.raises(ValueError, match=f"batches differ in structure at .*{message}"):
+    with pytest.raises(ValueError, match=f"different structures at .*{message}"):
         next(iter(made))
 
 

@@ -6,7 +6,6 @@ example: strings, which torch's default_collate leaves in a list, or images of d
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ def join(batches: Sequence[Any], sizes: Sequence[int], examples: tuple[int, ...]
     Raises:
         ValueError: the batches differ in structure.
     """
-    return _walk(lambda values: PerReplica(tuple(values), examples), "", batches, sizes)
+    return _map_batches(lambda *values: PerReplica(values, examples), batches, sizes)
 
 
 def emptied(batch: Any, size: int) -> Any:
@@ -53,7 +52,7 @@ def emptied(batch: Any, size: int) -> Any:
 
     Leaves without an axis 0 (numbers, strings, tensors without axes) are kept.
     """
-    return _walk(lambda values: _empty_leaf(values[0]), "", [batch], [size])
+    return _map_batches(_empty_leaf, [batch], [size])
 
 
 def count_examples(batch: Any) -> int:
@@ -76,53 +75,15 @@ def count_examples(batch: Any) -> int:
     )
 
 
-def _walk(
-    leaf: Callable[[list[Any]], Any], place: str, nodes: Sequence[Any], sizes: Sequence[int]
-) -> Any:
-    """`map_structure` that also takes columns as leaves, so their lengths may differ."""
-    first = nodes[0]
-    kind = type(first)
-    if kind is torch.Tensor and all(type(node) is kind for node in nodes):
-        return leaf(list(nodes))  # a fast path for the most common case
-    for node in nodes:
-        if type(node) is not kind and (_is_branch(node) or _is_branch(first)):
-            raise ValueError(_different(place, first, node))
-    if isinstance(first, (list, tuple)):
-        named = hasattr(first, "_fields")
-        if not named and _are_columns(nodes, sizes):
-            return leaf(list(nodes))
-        for node in nodes:
-            if len(node) != len(first):
-                raise ValueError(_different(place, first, node))
-        items = [
-            _walk(leaf, f"{place}[{i}]", [node[i] for node in nodes], sizes)
-            for i in range(len(first))
-        ]
-        return kind(*items) if named else kind(items)
-    if isinstance(first, dict):
-        for node in nodes:
-            if node.keys() != first.keys():
-                raise ValueError(_different(place, first, node))
-        made = first.copy()
-        for key in first:
-            made[key] = _walk(leaf, f"{place}[{key!r}]", [node[key] for node in nodes], sizes)
-        return made
-    if _is_branch(first):
-        made = {
-            field.name: _walk(
-                leaf, f"{place}.{field.name}", [getattr(n, field.name) for n in nodes], sizes
-            )
-            for field in dataclasses.fields(first)
-            if field.init
-        }
-        return dataclasses.replace(first, **made)
-    return leaf(list(nodes))
+def _map_batches(leaf: Callable[..., Any], batches: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Apply `map_structure` with columns as leaves, so that their lengths may differ."""
 
+    def is_column(*nodes: Any) -> bool:
+        kind = type(nodes[0])
+        is_list = issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields")
+        return is_list and all(type(n) is kind for n in nodes) and _are_columns(nodes, sizes)
 
-def _is_branch(node: Any) -> bool:
-    return isinstance(node, (list, tuple, dict)) or (
-        dataclasses.is_dataclass(node) and not isinstance(node, type)
-    )
+    return map_structure(leaf, *batches, is_leaf=is_column)
 
 
 def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
@@ -159,17 +120,3 @@ def _empty_leaf(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf[:0].copy() if leaf.ndim else leaf
     return type(leaf)() if isinstance(leaf, (list, tuple)) else leaf
-
-
-def _different(place: str, one: Any, other: Any) -> str:
-    return (
-        f"the replicas' batches differ in structure at {place or 'the top'}: "
-        f"{_describe(one)} and {_describe(other)}"
-    )
-
-
-def _describe(node: Any) -> str:
-    kind = type(node).__name__
-    if isinstance(node, dict):
-        return f"{kind} with keys {sorted(map(str, node))}"
-    return f"{kind} of {len(node)}" if isinstance(node, (list, tuple)) else kind

@@ -118,13 +118,23 @@ def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any
     return map_structure(join, *results)
 
 
-def map_structure(fn: Callable[..., R], structure: Any, *others: Any) -> Any:
+def map_structure(
+    fn: Callable[..., R], structure: Any, *others: Any, is_leaf: Callable[..., bool] | None = None
+) -> Any:
     """Apply `fn` to the corresponding leaves of equal structures, and build the same structure.
+
+    Args:
+        fn: takes one leaf of each structure.
+        structure: the structure that the result gets.
+        others: structures that are equal to it.
+        is_leaf: takes corresponding nodes, and returns True if `fn` takes them as they are.
 
     Raises:
         ValueError: the structures differ in type, length or keys; the message names the place.
     """
-    return _map(fn, "", structure, others) if others else _mapped(fn, structure)
+    if others or is_leaf is not None:
+        return _Mapping(fn, is_leaf).apply("", structure, others)
+    return _mapped(fn, structure)
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -144,7 +154,7 @@ def select(structure: Any, replica: int = 0) -> Any:
 
 
 def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
-    """Apply `_map` to one structure; `run` needs this to be fast, so common types come first."""
+    """Map one structure; `run` needs this to be fast, so common types come first."""
     kind = type(structure)
     if kind is tuple:
         return tuple([_mapped(fn, item) for item in structure])
@@ -152,63 +162,73 @@ def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
         return [_mapped(fn, item) for item in structure]
     if kind is dict:
         return {key: _mapped(fn, item) for key, item in structure.items()}
-    return fn(structure) if kind in _LEAVES else _map(fn, "", structure, ())
+    return fn(structure) if kind in _LEAVES else _Mapping(fn).apply("", structure, ())
 
 
-def _map(fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]) -> Any:
-    kind = type(structure)
-    if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
-        return _map_registered(fn, place, structure, others)
-    if isinstance(structure, (tuple, list)):
-        _require_alike(place, structure, others, len)
-        items = [
-            _map(fn, f"{place}[{i}]", item, tuple(other[i] for other in others))
-            for i, item in enumerate(structure)
-        ]
-        return kind(*items) if hasattr(structure, "_fields") else kind(items)
-    if isinstance(structure, dict):
-        _require_alike(place, structure, others, set)
-        pairs = {
-            key: _map(fn, f"{place}[{key!r}]", item, tuple(other[key] for other in others))
-            for key, item in structure.items()
-        }
-        return pairs if kind is dict else _dict_like(structure, pairs)
-    if dataclasses.is_dataclass(structure) and kind not in (PerReplica, type):
-        _require_alike(place, structure, others, lambda _: None)
-        fields = [field.name for field in dataclasses.fields(structure) if field.init]
-        return dataclasses.replace(
-            structure,  # type: ignore[type-var]  # an instance, not a class: see the condition
-            **{
-                name: _map(
-                    fn,
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A function that is applied to the leaves of structures."""
+
+    fn: Callable[..., Any]
+    is_leaf: Callable[..., bool] | None = None
+
+    def apply(self, place: str, structure: Any, others: tuple[Any, ...]) -> Any:
+        kind = type(structure)
+        if self.is_leaf is not None and self.is_leaf(structure, *others):
+            return self.fn(structure, *others)
+        if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
+            return self._apply_registered(place, structure, others)
+        if isinstance(structure, (tuple, list)):
+            _require_alike(place, structure, others, len)
+            items = [
+                self.apply(f"{place}[{i}]", item, tuple(other[i] for other in others))
+                for i, item in enumerate(structure)
+            ]
+            return kind(*items) if hasattr(structure, "_fields") else kind(items)
+        if isinstance(structure, dict):
+            _require_alike(place, structure, others, set)
+            pairs = {
+                key: self.apply(f"{place}[{key!r}]", item, tuple(other[key] for other in others))
+                for key, item in structure.items()
+            }
+            return pairs if kind is dict else _dict_like(structure, pairs)
+        if _is_instance(structure):
+            _require_alike(place, structure, others, lambda _: None)
+            made = {
+                name: self.apply(
                     f"{place}.{name}",
                     getattr(structure, name),
                     tuple(getattr(other, name) for other in others),
                 )
-                for name in fields
-            },
-        )
-    return fn(structure, *others)
+                for name in (field.name for field in dataclasses.fields(structure) if field.init)
+            }
+            return dataclasses.replace(structure, **made)
+        for other in others:
+            if isinstance(other, (tuple, list, dict)) or _is_instance(other):
+                raise ValueError(_different(place, structure, other))
+        return self.fn(structure, *others)
+
+    def _apply_registered(self, place: str, structure: Any, others: tuple[Any, ...]) -> Any:
+        """Apply to an object whose class is registered with torch's pytree."""
+        node = pytree.SUPPORTED_NODES[type(structure)]
+        children, context = node.flatten_fn(structure)
+        flat = []
+        for other in others:
+            same = type(other) is type(structure)
+            theirs, other_context = node.flatten_fn(other) if same else ([], None)
+            if not same or other_context != context or len(theirs) != len(children):
+                raise ValueError(_different(place, structure, other))
+            flat.append(theirs)
+        items = [
+            self.apply(f"{place}[{i}]", item, tuple(theirs[i] for theirs in flat))
+            for i, item in enumerate(children)
+        ]
+        return node.unflatten_fn(items, context)
 
 
-def _map_registered(
-    fn: Callable[..., Any], place: str, structure: Any, others: tuple[Any, ...]
-) -> Any:
-    """Apply `_map` to an object whose class is registered with torch's pytree."""
-    node = pytree.SUPPORTED_NODES[type(structure)]
-    children, context = node.flatten_fn(structure)
-    flat = []
-    for other in others:
-        same = type(other) is type(structure)
-        theirs, other_context = node.flatten_fn(other) if same else ([], None)
-        if not same or other_context != context or len(theirs) != len(children):
-            raise ValueError(_different(place, structure, other))
-        flat.append(theirs)
-    items = [
-        _map(fn, f"{place}[{i}]", item, tuple(theirs[i] for theirs in flat))
-        for i, item in enumerate(children)
-    ]
-    return node.unflatten_fn(items, context)
+def _is_instance(structure: Any) -> bool:
+    """True for a dataclass's instance that is a structure."""
+    return dataclasses.is_dataclass(structure) and type(structure) not in (PerReplica, type)
 
 
 def _dict_like(model: dict[Any, Any], pairs: dict[Any, Any]) -> dict[Any, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -318,3 +320,34 @@ def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(next(ports)))
     with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not arrive within 0.5 s"):
         fastdist.init()
+
+
+def await_listener(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on port {port}")
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_port() -> None:
+    code = """
+        import os, fastdist as fd
+        try: fd.init()
+        except fd.errors.ClusterConfigError as error: print(error.ranks, error)
+    """
+    env = os.environ | {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
+    python = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        env["RANK"] = str(rank)
+        return subprocess.Popen(python, env=env, text=True, stdout=subprocess.PIPE)
+
+    waiting = [start(1), start(0)]
+    await_listener(int(env["MASTER_PORT"]))
+    assert "(0,) rendezvous: rank 0 cannot open the store" in start(0).communicate(timeout=60)[0]
+    for job in waiting:
+        assert "(0,) rendezvous: rank 0 arrived twice" in job.communicate(timeout=60)[0]

@@ -9,6 +9,7 @@ JSON, so that no value that a stranger writes there is executed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
@@ -27,6 +28,7 @@ from fastdist.collectives.rendezvous import run_checks
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
+_REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
 # Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
 
@@ -99,41 +101,58 @@ def _meet(
     if rank == 0:
         store.set("key", secrets.token_hex(16))
     if store.add(f"arrived/{rank}", 1) > 1:
-        refusal = f"rank {rank} of {world_size} arrived twice"
-        store.set("refusal", refusal)
-        raise ClusterConfigError(f"rendezvous: {refusal}", (rank,))
+        refusal = json.dumps([_twice(rank), rank])
+        _decide(store, refusal)
+        raise _refused(refusal)
     store.set(f"rank/{rank}", json.dumps([machine_id(), world_size, address]))
-    missing = set(range(world_size))
-    machines: dict[int, tuple[str, str]] = {}
-    while missing:
-        for other in sorted(missing):
-            if not store.check([f"rank/{other}"]):
-                continue
-            machine, theirs, their_address = json.loads(bytes(store.get(f"rank/{other}")))
-            if theirs != world_size:
-                raise ClusterConfigError(
-                    f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
-                    f"{world_size}, rank {other} expects {theirs}",
-                    (other,),
-                )
-            machines[other] = (str(machine), str(their_address))
-            missing.discard(other)
-        if store.check(["refusal"]):
-            raise ClusterConfigError(f"rendezvous: {bytes(store.get('refusal')).decode()}")
-        if missing and time.monotonic() > deadline:
-            raise ClusterConfigError(
-                f"rendezvous: ranks {sorted(missing)} of {world_size} did not arrive within "
-                f"{timeout_s:g} s",
-                tuple(sorted(missing)),
-            )
-        if missing:
-            run_checks()
-            time.sleep(_POLL_S)
     places: dict[str, list[int]] = {}
-    for other in range(world_size):
-        places.setdefault(machines[other][0], []).append(other)
+    arrivals = _await_all(store, world_size, deadline, timeout_s)
+    for other, (machine, theirs, _) in enumerate(arrivals):
+        if theirs != world_size:
+            raise ClusterConfigError(
+                f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
+                f"{world_size}, rank {other} expects {theirs}",
+                (other,),
+            )
+        places.setdefault(str(machine), []).append(other)
+    refusal = _decide(store, "")
+    if refusal:
+        raise _refused(refusal)
     layout = Layout(tuple(map(tuple, places.values())))
     return Meeting(store, layout, address, bytes(store.get("key")).decode())
+
+
+def _await_all(store: Any, size: int, deadline: float, timeout_s: float) -> list[Any]:
+    """Return what each rank has posted."""
+    found: dict[int, Any] = {}
+    while True:
+        for other in range(size):
+            if other not in found and store.check([f"rank/{other}"]):
+                found[other] = json.loads(bytes(store.get(f"rank/{other}")))
+        missing = tuple(other for other in range(size) if other not in found)
+        if not missing:
+            return [found[other] for other in range(size)]
+        if store.check(["decision"]):
+            raise _refused(_decide(store, ""))
+        if time.monotonic() > deadline:
+            raise ClusterConfigError(
+                f"rendezvous: ranks {list(missing)} of {size} did not arrive within "
+                f"{timeout_s:g} s",
+                missing,
+            )
+        run_checks()
+        time.sleep(_POLL_S)
+
+
+def _decide(store: Any, refusal: str) -> str:
+    """Post whether the meeting is refused, as JSON, or not (""); return the first such decision."""
+    decision: str = json.loads(bytes(store.compare_set("decision", "", json.dumps(refusal))))
+    return decision
+
+
+def _refused(refusal: str) -> ClusterConfigError:
+    text, rank = json.loads(refusal)
+    return ClusterConfigError(f"rendezvous: {text}", (rank,))
 
 
 def _open_store(
@@ -150,13 +169,36 @@ def _open_store(
     try:
         store = distributed.TCPStore(host, port, None, **options)
     except (RuntimeError, ValueError) as error:
+        if listens and "EADDRINUSE" in str(error):
+            _refuse_other_job(host, port, prefix)
         raise ClusterConfigError(
             f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
-            f"{host}:{port} within {timeout_s:g} s: {str(error).partition(chr(10))[0]}",
+            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}",
             (0,),
         ) from None
     _stores.append(store)
     return distributed.PrefixStore(prefix, store)
+
+
+def _refuse_other_job(host: str, port: int, prefix: str) -> None:
+    """End a meeting that has begun at the address of this job: its ranks might join this job's."""
+    distributed = c10d()
+    with contextlib.suppress(RuntimeError, ValueError):
+        other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
+        _decide(distributed.PrefixStore(prefix, other), json.dumps([_twice(0), 0]))
+
+
+def _twice(rank: int) -> str:
+    return (
+        f"rank {rank} arrived twice: two processes were given this rank, or two jobs meet at this "
+        "address at the same time; give each job a port of its own"
+    )
+
+
+def _reason(error: Exception) -> str:
+    if "EADDRINUSE" in str(error):
+        return "another job or program uses the port; give each job a port of its own"
+    return str(error).partition("\n")[0]
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

@@ -84,6 +84,19 @@ class TestHowAJobEnds:
         assert b"rank 2 of 3 failed first: exit code 1" in done.stderr
         assert done.stderr.endswith(b"\nValueError: cause\n")
 
+    def test_rank_that_ends_early_is_named(
+        self, launcher: Launcher, script: Callable[[str], Path]
+    ) -> None:
+        path = script(
+            "import os, time\n"
+            "class PeerFailureError(RuntimeError): pass\n"
+            "if os.environ['RANK'] == '0':\n    os._exit(0)\n"
+            "time.sleep(0.3)\n"
+            "raise PeerFailureError('rank 0')\n"
+        )
+        done = launcher.run("-n", 2, path)
+        assert b"1 of 2 failed first, after rank 0 had ended with exit code 0: exit" in done.stderr
+
     def test_consequence_without_a_cause_ends_the_job(
         self, launcher: Launcher, script: Callable[[str], Path]
     ) -> None:

@@ -69,6 +69,7 @@ class _Supervisor:
         self._stderr = self._stdout if _is_same_file(1, 2) else Sink(2)
         self._stalled: set[Sink] = set()
         self._failed: list[Process] = []
+        self._left: list[str] = []  # names of ranks that ended well before a rank failed
         self._restarts = 0
         self._restarts_due: list[tuple[float, Process]] = []
         self._terminate_at_s: float | None = None
@@ -130,6 +131,8 @@ class _Supervisor:
         who = f"{process.task.name} failed"
         if process.task.ending is Ending.ONE_OF_ALL:
             who = f"{process.task.name} of {len(self._processes)} failed first"
+            if self._left and _is_consequence(process):
+                who += f", after {', '.join(self._left)} had ended with exit code 0"
         self._say(f"{who}: {process.how_it_ended}{says}")
         self._stderr.put(self, b"", words)
         self._stderr.finish_line(self)
@@ -259,6 +262,8 @@ class _Supervisor:
 
     def _stop_after(self, failed: list[Process]) -> None:
         """Stops the job, now or after a wait for the rank that failed first."""
+        if not self._failed:
+            self._left = [p.task.name for p in self._processes if p.status == 0]
         # Of processes found at the same time, a killed one has not failed because of another.
         self._failed += sorted(failed, key=lambda p: p.status is not None and p.status > 0)
         if not all(_is_consequence(process) for process in self._failed):

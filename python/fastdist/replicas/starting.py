@@ -115,9 +115,6 @@ class _Started:
             for i in range(1, len(first.devices))
         ]
         command = [sys.executable, *sys.orig_argv[1:]]
-        atexit.register(self._end)
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._note_failure
         try:
             self._children.start(
                 [f"replica {other.rank} of {first.world_size}" for other in others],
@@ -127,6 +124,9 @@ class _Started:
             )
         except OSError as error:
             raise ClusterConfigError(f"cannot start {command[0]} again: {error}") from None
+        atexit.register(self._end)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._note_failure
         check_while_waiting(self._require_alive)
 
     def _require_alive(self) -> None:

@@ -12,11 +12,12 @@ import mmap
 import os
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
@@ -43,14 +44,14 @@ class CentralParameters:
         self._device = device
         self._is_owner = is_owner
         self._is_shared = is_shared
-        self._copies: dict[int, torch.Tensor] = {}  # the owner's, by id of the parameter
+        # The owner's copy, and the address, of each parameter.
+        self._copies: MutableMapping[nn.Parameter, torch.Tensor] = WeakTensorKeyDictionary()
         self._versions: list[tuple[weakref.ref[nn.Parameter], int]] = []
-        self._addresses: dict[int, tuple[weakref.ref[nn.Parameter], int]] = {}  # by id
+        self._addresses: MutableMapping[nn.Parameter, int] = WeakTensorKeyDictionary()
 
     def moved(self) -> list[nn.Parameter]:
         """Return parameters whose memory users have replaced, for example by `module.double()`."""
-        known = [(ref(), address) for ref, address in self._addresses.values()]
-        return [p for p, address in known if p is not None and p.data_ptr() != address]
+        return [p for p, address in self._addresses.items() if p.data_ptr() != address]
 
     def take_parameters(self, workers: Communicator, parameters: Sequence[nn.Parameter]) -> None:
         """Share or copy the owner's values to all replicas. Every replica must call."""
@@ -62,9 +63,8 @@ class CentralParameters:
         else:
             broadcast_state(workers, ready)
         for parameter in ready:
-            ref = weakref.ref(parameter)
-            self._addresses[id(parameter)] = ref, parameter.data_ptr()
-            self._versions.append((ref, parameter._version))
+            self._addresses[parameter] = parameter.data_ptr()
+            self._versions.append((weakref.ref(parameter), parameter._version))
 
     def _share(self, workers: Communicator, ready: Sequence[nn.Parameter]) -> None:
         """Make the parameters views of shared memory."""
@@ -188,9 +188,9 @@ class CentralParameters:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         away = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
         for parameter, data, grad in away:
-            copy = self._copies.get(id(parameter))
+            copy = self._copies.get(parameter)
             if copy is None or copy.dtype != data.dtype or copy.shape != data.shape:
-                copy = self._copies[id(parameter)] = data.to(self._home, copy=True)
+                copy = self._copies[parameter] = data.to(self._home, copy=True)
             else:
                 copy.copy_(data)
             parameter.grad = None

@@ -335,10 +335,11 @@ class Service:
         part = Part(**request["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, stored, part, Path(request["stem"]))).encode()
+        paths = [Path(request["directory"], name) for name in request["files"]]
+        restored = restore(spec, stored, part, paths)
         if isinstance(spec, RowsSpec):
             stored.seed = request["seed"]  # of rows that the checkpoint does not have
-        paths = [Path(request["directory"], name) for name in request["files"]]
-        return json.dumps(restore(spec, stored, part, paths)).encode()
+        return json.dumps(restored).encode()
 
     def _create(self, frames: Sequence[memoryview]) -> int:
         spec = from_json(_meta(frames[0]))

@@ -78,6 +78,7 @@ void PythonCaller::check_interrupt() const {
   if (is_finalizing()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (watch_ != nullptr && *watch_) (*watch_)();
 }
 
 }  // namespace fastdist::bindings

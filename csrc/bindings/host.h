@@ -42,6 +42,8 @@ class Host {
   }
 
   [[nodiscard]] HostCommunicator& communicator() noexcept { return communicator_; }
+  // Sets a function to call regularly while a call waits; an exception ends the wait.
+  void set_watch(py::object watch) { watch_ = std::move(watch); }
 
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
@@ -126,7 +128,7 @@ class Host {
   }
   template <class Call>
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
-    const PythonCaller caller;
+    const PythonCaller caller(&watch_);
     const CallOptions options{timeout, &caller};
     return queue.try_run([&] { call(communicator_, options); });
   }
@@ -153,6 +155,7 @@ class Host {
   }
 
   HostCommunicator communicator_;
+  py::object watch_;
   std::mutex mutex_;  // guards in_flight_ and lanes_
   std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   WorkQueue collectives_;

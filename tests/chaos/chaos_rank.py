@@ -57,7 +57,7 @@ def die() -> None:
 
 def suffer(comm: fd.Communicator, fault: str, delay_s: float) -> None:
     """Do to this rank what the plan says, in the middle of a collective or before one."""
-    if fault == "kill":
+    if fault in ("kill", "kill behind a late rank"):
         threading.Timer(delay_s, die).start()
     elif fault == "exit":
         os.write(1, f"dies at {time.time()}\n".encode())
@@ -92,6 +92,8 @@ def work(plan: dict[str, Any]) -> None:
         try:
             if is_victim and step == plan["step"]:
                 suffer(comm, fault, plan["delay_s"])
+            if rank == plan["late"] and step == plan["step"]:
+                time.sleep(2.0)
             if not (is_victim and step == plan["step"] and fault == "mismatch"):
                 call(comm, rng, shared, 5 if fault == "mismatch" else 6)
             else:

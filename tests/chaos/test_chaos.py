@@ -1,7 +1,8 @@
 """A campaign of seeded faults: every rank ends in time, and no result is ever wrong.
 
-FASTDIST_CHAOS is the number of faults, 40 if it is not set. A failing test names its seed;
-`pytest -m slow "tests/chaos/test_chaos.py::test_a_fault[SEED]"` repeats it.
+FASTDIST_CHAOS is the number of faults on one machine, 40 if it is not set;
+FASTDIST_CHAOS_MACHINES that on two machines (network namespaces), 6 if it is not set. A failing
+test names its seed; `pytest -m slow "tests/chaos/test_chaos.py::test_a_fault[SEED]"` repeats it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from pathlib import Path
 
 import pytest
 from fork_server import python
+from machines import MACHINES, Network, network, ports
 
+__all__ = ["network"]  # a fixture
 RANK = Path(__file__).parent / "chaos_rank.py"
 COUNT = int(os.environ.get("FASTDIST_CHAOS", "40"))
-IN_RANK = ("kill", "exit", "raise", "close", "late", "mismatch", "deadlock")
+COUNT_ON_MACHINES = int(os.environ.get("FASTDIST_CHAOS_MACHINES", "6"))
+DEATHS = ("kill", "exit", "kill behind a late rank")
+IN_RANK = (*DEATHS, "raise", "close", "late", "mismatch", "deadlock")
 FROM_OUTSIDE = ("stop", "SIGINT to one", "SIGINT to all", "none")
 AT_START = ("files", "memory", "kill amid init", "never comes", "tiny timeout")
+# "deadlock" is detected on one machine only.
+ON_MACHINES = (*DEATHS, "raise", "close", "late", "mismatch", *FROM_OUTSIDE)
 LIMIT_S = 20.0
 # After these faults, all ranks must finish their work.
 HARMLESS = ("none", "stop", "late", "mismatch")
-notices_s: list[float] = []  # from a rank's death to an error on another
+# From a rank's death to an error on another, on one machine and between two.
+notices_s: dict[int, list[float]] = {1: [], 2: []}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Plan:
     size: int
     fault: str
     victim: int
+    late: int  # -1: no rank is late
     steps: int
     step: int
     delay_s: float
@@ -46,17 +55,21 @@ class Plan:
     limit: int
 
     @staticmethod
-    def of(seed: int) -> Plan:
+    def of(seed: int, machines: int = 1) -> Plan:
         rng = random.Random(seed)
         size, steps = rng.choice((2, 2, 3, 4)), rng.randrange(5, 40)
         fault = rng.choice((*IN_RANK, *FROM_OUTSIDE, *AT_START))
+        if machines == 2:
+            size, fault = sum(map(len, MACHINES)), rng.choice(ON_MACHINES)
+        victim = rng.randrange(size)
         timeout_s = {"tiny timeout": rng.choice((1e-3, 1e-2)), "deadlock": 4.0}.get(fault, 15.0)
         limit = rng.randrange(8, 24) if fault == "files" else rng.choice((100, 300, 1000, 4000))
         return Plan(
             seed=seed,
             size=size,
             fault=fault,
-            victim=rng.randrange(size),
+            victim=victim,
+            late=(victim + 1) % size if fault == "kill behind a late rank" else -1,
             steps=steps,
             step=rng.randrange(steps),
             delay_s=rng.random() * 0.03,
@@ -65,18 +78,20 @@ class Plan:
         )
 
 
-def start(plan: Plan, rank: int, job: str) -> subprocess.Popen[str]:
-    environ = os.environ | {
-        "FASTDIST_JOB": job,
+def start(
+    plan: Plan, rank: int, place: dict[str, str], local: int, local_size: int, netns: str = ""
+) -> subprocess.Popen[str]:
+    environ = {k: v for k, v in os.environ.items() if k != "FASTDIST_JOB"} | place
+    environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(plan.size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(local_size),
         "FASTDIST_RENDEZVOUS_TIMEOUT_S": "3" if plan.fault in AT_START else "15",
     }
     pipe = subprocess.PIPE
     words = (str(RANK), json.dumps(asdict(plan)))
-    return python(*words, env=environ, stdout=pipe, stderr=pipe, text=True)
+    return python(*words, env=environ, stdout=pipe, stderr=pipe, text=True, netns=netns)
 
 
 def disturb(plan: Plan, ranks: list[subprocess.Popen[str]]) -> None:
@@ -102,7 +117,7 @@ def may_end(plan: Plan, rank: int, code: int, how: str) -> bool:
         return code == 0 and how == "done"
     if "SIGINT" in plan.fault:  # also amid the interpreter's own end
         return code in (0, 1, -signal.SIGINT)
-    if is_victim and plan.fault in ("kill", "kill amid init"):
+    if is_victim and plan.fault.startswith("kill"):
         return code == -signal.SIGKILL or how == "done"
     if is_victim and plan.fault == "exit":
         return code == 7
@@ -114,11 +129,11 @@ def may_end(plan: Plan, rank: int, code: int, how: str) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def report() -> Iterator[None]:
     yield
-    if notices_s:
-        notices_s.sort()
-        print(
-            f"\n{len(notices_s)} deaths noticed, p99 {notices_s[len(notices_s) * 99 // 100]:.2f} s"
-        )
+    for machines, notices in notices_s.items():
+        notices.sort()
+        if notices:
+            p99 = notices[len(notices) * 99 // 100]
+            print(f"\nmachines: {machines}, deaths noticed: {len(notices)}, p99 {p99:.2f} s")
 
 
 @pytest.mark.slow
@@ -126,9 +141,27 @@ def report() -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_a_fault(seed: int) -> None:
     plan = Plan.of(seed)
-    job = secrets.token_hex(8)
+    job = {"FASTDIST_JOB": secrets.token_hex(8)}
     come = [r for r in range(plan.size) if plan.fault != "never comes" or r != plan.victim]
-    ranks = {rank: start(plan, rank, job) for rank in come}
+    end_well(plan, {rank: start(plan, rank, job, rank, plan.size) for rank in come})
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("chaos")
+@pytest.mark.parametrize("seed", range(COUNT_ON_MACHINES))
+def test_a_fault_on_machines(network: Network, seed: int) -> None:
+    plan = Plan.of(seed, machines=2)
+    job = {"MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(next(ports))}
+    ranks = {
+        rank: start(plan, rank, job, local, len(places), network.names[machine])
+        for machine, places in enumerate(MACHINES)
+        for local, rank in enumerate(places)
+    }
+    end_well(plan, ranks, machines=2)
+
+
+def end_well(plan: Plan, ranks: dict[int, subprocess.Popen[str]], machines: int = 1) -> None:
+    """Disturb a job as planned, and check how its ranks end."""
     try:
         if plan.fault in FROM_OUTSIDE:
             disturb(plan, list(ranks.values()))
@@ -146,7 +179,18 @@ def test_a_fault(seed: int) -> None:
         for process in ranks.values():
             process.kill()
             process.wait()
-    if plan.fault in ("exit", "kill"):
+    if plan.fault in DEATHS:
         dead = ends.pop(plan.victim)
+        ends.pop(plan.late, None)
         if dead[1] == "dies":
-            notices_s.extend(at - dead[2] for _, how, at in ends.values() if how != "done")
+            print(
+                plan.fault,
+                "victim",
+                plan.victim,
+                "late",
+                plan.late,
+                "step",
+                plan.step,
+                {r: (how, round(at - dead[2], 2)) for r, (_, how, at) in ends.items()},
+            )
+            notices_s[machines] += [at - dead[2] for _, how, at in ends.values() if how != "done"]

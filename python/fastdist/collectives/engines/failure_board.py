@@ -90,7 +90,7 @@ class FailureBoard:
 
     def post_cause(self, cause: Cause) -> None:
         """Post why this rank leaves."""
-        self._set("cause", cause.pack())
+        self._set("cause", cause.pack(), mark="has_cause")
 
     def closed_ranks(self) -> list[int]:
         """Return the other ranks that have closed the communicator."""
@@ -102,25 +102,36 @@ class FailureBoard:
 
     def causes(self) -> dict[int, Cause]:
         """Return why other ranks left, by rank."""
-        return {rank: Cause.unpack(data) for rank, data in self._all("cause").items()}
+        found = self._all("cause", mark="has_cause")
+        return {rank: Cause.unpack(data) for rank, data in found.items()}
 
-    def _set(self, what: str, data: bytes) -> None:
+    def _set(self, what: str, data: bytes, mark: str = "") -> None:
         if self._is_lost:
             return
-        with contextlib.suppress(StoreLostError):
-            self._ask(lambda: self._store.set(f"{what}/{self._rank}", data))
 
-    def _all(self, what: str) -> dict[int, bytes]:
+        def write() -> None:
+            self._store.set(f"{what}/{self._rank}", data)
+            if mark:
+                self._store.set(mark, b"1")
+
+        with contextlib.suppress(StoreLostError):
+            self._ask(write)
+
+    def _all(self, what: str, mark: str = "") -> dict[int, bytes]:
         if self._is_lost:  # each further attempt would print torch's warnings
             raise StoreLostError
-        keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
-        return self._ask(
-            lambda: {
+
+        def read() -> dict[int, bytes]:
+            if mark and not self._store.check([mark]):
+                return {}  # one question, since ranks ask again and again while they wait
+            keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
+            return {
                 rank: bytes(self._store.get(key))
                 for rank, key in keys.items()
                 if self._store.check([key])
             }
-        )
+
+        return self._ask(read)
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Use the store in another thread: without a network, an answer never comes."""

@@ -21,7 +21,7 @@ every rank and in every run. All dtypes and reductions work, although Gloo itsel
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -83,8 +83,13 @@ class GlooEngine(CheckedEngine):
             self._poll_failures,
             None if lanes_only else timeout_s,
         )
+        self._watch: Callable[[], None] | None = None
         self._lanes: dict[tuple[int, bool], GlooLane] = {}
         self._lanes_lock = threading.Lock()
+
+    def watch(self, poll: Callable[[], None]) -> None:
+        """Set a function to call regularly while a call waits; its exception ends the wait."""
+        self._watch = poll
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate plain memory: Gloo sends from any memory."""
@@ -331,6 +336,8 @@ class GlooEngine(CheckedEngine):
     def _poll_failures(self) -> None:
         """Raise if the communicator was lost here or on another rank, while a call waits."""
         self._check_usable()
+        if self._watch is not None:
+            self._watch()
         try:
             causes = self._board.causes()
         except StoreLostError:

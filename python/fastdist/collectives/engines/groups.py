@@ -54,6 +54,9 @@ class GroupLinks(PlaceLinks):
         """Return each leader alone: the other ranks of its group may live."""
         return [(leader,) for leader in layout.leaders]
 
+    def guard(self, inner: Engine, here: Sequence[int]) -> None:
+        """Do nothing: a late rank may hide the failure of a rank of its group."""
+
     def post(self, cause: Cause) -> None:
         """Do nothing: the other ranks learn the cause from the engines."""
 

@@ -69,6 +69,7 @@ class HierarchicalEngine(CheckedEngine):
         self._inner_engine = inner
         self._inner = inner.trusted_calls()
         self._links = links
+        links.guard(inner, layout.places[self._place])
         # With one rank per place, no leader waits for ranks of its place.
         self._grace_s = _GRACE_S if layout.width > 1 else 0.0
         self._outer: Calls = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -9,6 +11,8 @@ from fastdist.collectives.engines.c10d import c10d
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.failure_board import Cause, FailureBoard, StoreLostError
 from fastdist.collectives.engines.gloo import GlooEngine
+from fastdist.collectives.engines.gloo_group import FAILURE_POLL_S, error_from
+from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.place_links import PlaceLinks
 
@@ -30,7 +34,8 @@ class MachineLinks(PlaceLinks):
         self._store = store
         self._subsets = 0
         self._board = FailureBoard(c10d().PrefixStore("links", store), flat.rank, flat.size)
-        self.outer = None
+        self._noticed: Cause | None = None  # a failure on this machine, while leaders wait
+        self.outer: GlooEngine | None = None
         if flat.rank in layout.leaders:
             self.outer = GlooEngine(
                 c10d().PrefixStore("leaders", store),
@@ -65,19 +70,56 @@ class MachineLinks(PlaceLinks):
         """Return each leader alone: the other ranks of its machine may live."""
         return [(rank,) for rank in layout.leaders]
 
+    def guard(self, inner: Engine, here: Sequence[int]) -> None:
+        """Make waits within this machine read the board, and leaders' waits look at this machine.
+
+        A rank that waits for a late rank does not notice otherwise that a rank elsewhere has died.
+        """
+        assert isinstance(inner, HostEngine)
+        inner.watch(_BoardReader(self._board).require_no_cause)
+        if self.outer is not None:
+            self.outer.watch(lambda: self._require_alive(inner, here))
+
+    def _require_alive(self, inner: HostEngine, here: Sequence[int]) -> None:
+        lost = inner.lost_rank()
+        if lost is None or self._noticed is not None:
+            return
+        rank = here[lost]
+        self._noticed = Cause(False, (rank,), f"rank {rank} has died or left")
+        self.post(self._noticed)  # before the other leaders lose the connection to this one
+        raise self._noticed.to_error()
+
     def post(self, cause: Cause) -> None:
         """Post the cause in the store."""
         self._board.post_cause(cause)
 
     def causes(self) -> dict[int, Cause]:
-        """Read the causes from the store; return none if the store is lost."""
+        """Read the causes from the store; return none of others if the store is lost."""
+        own = {} if self._noticed is None else {self._flat.rank: self._noticed}
         try:
-            return self._board.causes()
+            return own | self._board.causes()
         except StoreLostError:
-            return {}
+            return own
 
     def close(self) -> None:
         """Close both Gloo groups."""
         if self.outer is not None:
             self.outer.close()
         self._flat.close()
+
+
+class _BoardReader:
+    def __init__(self, board: FailureBoard) -> None:
+        self._board = board
+        self._read_at = 0.0
+
+    def require_no_cause(self) -> None:
+        """Raise if a rank has posted why it left; look at most twice a second."""
+        now = time.monotonic()
+        if now - self._read_at < FAILURE_POLL_S:
+            return
+        self._read_at = now
+        with contextlib.suppress(StoreLostError):
+            causes = self._board.causes()
+            if causes:
+                raise error_from(causes)

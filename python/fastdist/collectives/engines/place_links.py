@@ -52,12 +52,21 @@ class PlaceLinks(ABC):
         """Return, for each rank of `outer`, the ranks to report as lost when it is lost."""
 
     @abstractmethod
+    def guard(self, inner: Engine, here: Sequence[int]) -> None:
+        """Notice the failures of one place in the waits of another.
+
+        Args:
+            inner: the engine between the ranks of this place.
+            here: the ranks of this place.
+        """
+
+    @abstractmethod
     def post(self, cause: Cause) -> None:
         """Tell the other ranks why this rank leaves."""
 
     @abstractmethod
     def causes(self) -> dict[int, Cause]:
-        """Return why other ranks left, by rank."""
+        """Return why ranks left, by the rank that noticed."""
 
     @abstractmethod
     def close(self) -> None:

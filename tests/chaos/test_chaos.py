@@ -183,14 +183,4 @@ def end_well(plan: Plan, ranks: dict[int, subprocess.Popen[str]], machines: int 
         dead = ends.pop(plan.victim)
         ends.pop(plan.late, None)
         if dead[1] == "dies":
-            print(
-                plan.fault,
-                "victim",
-                plan.victim,
-                "late",
-                plan.late,
-                "step",
-                plan.step,
-                {r: (how, round(at - dead[2], 2)) for r, (_, how, at) in ends.items()},
-            )
             notices_s[machines] += [at - dead[2] for _, how, at in ends.values() if how != "done"]

@@ -1,8 +1,7 @@
 """Programs that a strategy with parameter servers rejects, and the error messages."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fastdist as fd
@@ -108,12 +107,25 @@ def test_parameter_groups_added_late(cluster: PsCluster) -> None:
         coordinator.schedule(os.getpid)
 
 
-@pytest.mark.parametrize("call", ["save", "restore"])
-def test_checkpoints_are_for_the_chief(cluster: PsCluster, tmp_path: Path, call: str) -> None:
+def make_in_scope(strategy: Any) -> None:
+    with strategy.scope():
+        _model = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("strategy.save", lambda strategy: strategy.save("nowhere")),
+        ("strategy.restore", lambda strategy: strategy.restore("nowhere")),
+        ("strategy.scope", make_in_scope),
+        ("ClusterCoordinator", fd.ClusterCoordinator),
+    ],
+)
+def test_calls_for_the_chief(cluster: PsCluster, name: str, call: Callable[[Any], Any]) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
-    late = coordinator.schedule(lambda: getattr(strategy, call)(tmp_path))
-    with pytest.raises(FastdistError, match=f"strategy.{call} was called in a function on a work"):
+    late = coordinator.schedule(lambda: call(strategy))
+    with pytest.raises(FastdistError, match=f"{name}.* called in a function on a worker"):
         late.fetch()
 
 

@@ -135,9 +135,10 @@ class ParameterServerStrategy(ReplicatedStrategy):
         if is_worker and own is None:
             every = every_device()
             own = every[resolver.task_id % len(every)]
+        self._takes_bundle = False
         super().__init__(
             own if is_worker and own is not None else torch.device("cpu"),
-            serve=None if is_worker else self._put_on_servers,
+            serve=self._put_on_servers,
             refuses_run=None if is_worker else _NO_REPLICAS,
         )
         self.client = Client(self.server_addresses, keys=self.keys)
@@ -160,8 +161,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
     # --- the chief's ----------------------------------------------------------------------------
 
     def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        if not roots and not made:
+        if self._takes_bundle or (not roots and not made):
             return
+        self.require_chief("strategy.scope, with a new module or optimizer,")
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._models)}/"
@@ -189,7 +191,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief, on a worker."""
-        self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
+        self._takes_bundle = True
+        try:
+            self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
+        finally:
+            self._takes_bundle = False
 
     def in_function(self) -> AbstractContextManager[None]:
         """Return the context in which functions run on a worker: cross-replica context."""
@@ -233,7 +239,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             OSError: a server could not write.
             UnavailableError: a server is gone.
         """
-        _require_chief(self, "save")
+        self.require_chief("strategy.save")
         with contextlib.nullcontext() if self.backlog is None else self.backlog.paused():
             save_checkpoint(self.client, directory, self._sharded())
 
@@ -248,7 +254,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             ValueError: the checkpoint lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
-        _require_chief(self, "restore")
+        self.require_chief("strategy.restore")
         if self.backlog is not None and not self.backlog.is_empty:
             raise FastdistError(
                 f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
@@ -261,6 +267,14 @@ class ParameterServerStrategy(ReplicatedStrategy):
             model.buffers.mark_all_live()
         self.after_calls()
 
+    def require_chief(self, call: str) -> None:
+        """Raise FastdistError on a worker; `call` names what is for the chief."""
+        if is_worker_of(self):
+            raise FastdistError(
+                f"{call} was called in a function on a worker; call it on the chief, outside of "
+                "functions (for a checkpoint, after coordinator.join())"
+            )
+
     def _sharded(self) -> list[Any]:
         return [sharded for model in self._models for sharded in model.sharded]
 
@@ -269,14 +283,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
         for server in range(len(self.server_addresses)):
             with contextlib.suppress(FastdistError):
                 self.client.end(server, timeout_s=_END_S)
-
-
-def _require_chief(strategy: ParameterServerStrategy, call: str) -> None:
-    if is_worker_of(strategy):
-        raise FastdistError(
-            f"strategy.{call} was called in a function on a worker; call it on the chief, after "
-            "coordinator.join()"
-        )
 
 
 def _run_server(address: str, keys: Keys) -> NoReturn:

@@ -33,6 +33,9 @@ class Job(Protocol):
     definitions: Definitions
     backlog: Backlog | None
 
+    def require_chief(self, call: str) -> None:
+        """Raise an error in a process that is not the chief."""
+
     def before_calls(self) -> bytes:
         """Return a state update for workers before functions run; equal if nothing has changed."""
 
@@ -72,6 +75,7 @@ class ClusterCoordinator:
                 "a ClusterCoordinator needs a ParameterServerStrategy, got "
                 f"{type(strategy).__name__}"
             )
+        strategy.require_chief("ClusterCoordinator")
         self.strategy = strategy
         self._definitions = strategy.definitions
         self._backlog = strategy.backlog = Backlog(max_queued, strategy.max_staleness)

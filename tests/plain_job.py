@@ -77,6 +77,9 @@ class PlainJob:
         self.definitions = Definitions()
         self.asked: list[str] = []
 
+    def require_chief(self, call: str) -> None:
+        pass
+
     def before_calls(self) -> bytes:
         self.asked.append("before")
         return b""

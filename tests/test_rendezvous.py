@@ -156,6 +156,35 @@ except fd.errors.FastdistError as error: print(type(error).__name__, error.ranks
         assert "PeerFailureError (5,)" in outputs[rank], outputs[rank]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start processes of another user")
+def test_more_descriptors_than_a_user_may_have_on_their_way(key: str) -> None:
+    code = """
+import os, resource, sys, fastdist as fd
+try: os.setresuid(65534, 65534, 65534)
+except OSError: sys.exit("not here")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+comm = fd.init(timeout=20)
+comm.barrier()
+print("fine")
+"""
+    environ = os.environ | {"FASTDIST_JOB": key, "WORLD_SIZE": "24", "LOCAL_WORLD_SIZE": "24"}
+    ranks = [
+        python(
+            *("-c", code),
+            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(24)
+    ]
+    outputs = [rank.communicate(timeout=60) for rank in ranks]
+    if any("not here" in output[1] for output in outputs):
+        pytest.skip("a process cannot change its user here")
+    assert outputs == [("fine\n", "")] * 24
+
+
 STRANGER = """
 import os, resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (4000, 4000))

@@ -10,6 +10,7 @@ its own memory; when all ranks have arrived, rank 0 sends each rank the descript
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -94,6 +95,17 @@ class _Meeting:
         """Set the connection's timeout to the time left until the deadline."""
         connection.settimeout(max(0.001, self.deadline - time.monotonic()))
 
+    def send_fds(self, connection: socket.socket, fds: list[int], data: bytes = b"\0") -> None:
+        """Send descriptors with data; wait while too many of this user have not been received."""
+        while True:
+            try:
+                socket.send_fds(connection, [data], fds)
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > self.deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
     def connections(self, but: str = "") -> Iterator[socket.socket | None]:
         """Connect to each process that listens for this meeting; None for another user's."""
         for name in _names(self.prefix):
@@ -143,7 +155,7 @@ def _host(meeting: _Meeting, own_fd: int) -> list[int]:
             try:
                 connection.sendall(_VERDICT.pack(0))
                 for start in range(0, len(others), _FDS_PER_MESSAGE):
-                    socket.send_fds(connection, [b"\0"], others[start : start + _FDS_PER_MESSAGE])
+                    meeting.send_fds(connection, others[start : start + _FDS_PER_MESSAGE])
             except OSError:
                 raise _left(rank) from None
     except BaseException as error:
@@ -298,7 +310,7 @@ def _join(meeting: _Meeting, own_fd: int) -> list[int]:
         meeting.arm(connection)
         hello = _HELLO.pack(_MAGIC, _VERSION, meeting.rank, meeting.world_size)
         try:
-            socket.send_fds(connection, [hello], [own_fd])
+            meeting.send_fds(connection, [own_fd], hello)
             # Rank 0 has begun to wait before now, and reports the missing ranks at its deadline.
             connection.settimeout(meeting.timeout_s + 2.0)
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])

@@ -65,9 +65,10 @@ def scatter(target: torch.Tensor, op: ScatterOp, rows: torch.Tensor, values: tor
         target.index_add_(0, rows, values, alpha=1 if op == "add" else -1)
         return
     wide = rows.reshape(-1, *[1] * (target.dim() - 1)).expand_as(values)
-    if op in ("mul", "div"):
-        factors = torch.ones_like(target).scatter_reduce_(0, wide, values, "prod")
-        target.mul_(factors) if op == "mul" else target.div_(factors)
+    if op == "mul":
+        target.scatter_reduce_(0, wide, values, "prod")
+    elif op == "div":
+        target.div_(torch.ones_like(target).scatter_reduce_(0, wide, values, "prod"))
     elif op in ("min", "max"):
         target.scatter_reduce_(0, wide, values, f"a{op}")
     else:

@@ -14,6 +14,7 @@
 // One rank reduces each element, in rank order, so every rank and every method gives the same bits.
 
 #include <algorithm>
+#include <array>
 
 #include "core/array_list.h"
 #include "host/communicator.h"
@@ -297,6 +298,9 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
       await(p, peer(p).control->gathered, progress(sequence_, round - 1));
     }
   }
+  // A peer has read the lines of `result` before: vector stores would first fetch each from there;
+  // a copy of whole blocks need not.
+  alignas(kCacheLine) std::array<std::byte, kBlock> scratch;
   std::byte* result = result_of(rank_, round);
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
   const std::size_t block_begin =
@@ -317,9 +321,10 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
           const std::size_t out_at =
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
           std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
-          host::reduce(call.dtype, call.op, result + offset, call.stream ? nullptr : out, sources_,
-                       part / item);
-          if (keeps && call.stream) copy(out, result + offset, part, true);
+          std::byte* sum = keeps && !call.stream ? out : scratch.data();
+          host::reduce(call.dtype, call.op, sum, nullptr, sources_, part / item);
+          if (call.results != Results::kOwnSlice) copy(result + offset, sum, part, false);
+          if (keeps && call.stream) copy(out, sum, part, true);
         }
       });
 }

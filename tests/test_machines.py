@@ -250,6 +250,36 @@ def test_ranks_that_a_program_names(network: Network) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
 
 
+def test_launched_on_each_machine(network: Network) -> None:
+    code = """
+        import sys, fastdist as fd, numpy as np
+        comm = fd.init(timeout=20)
+        total = comm.all_reduce(np.array([comm.rank + 1.0]))[0]
+        if comm.rank == 3 and sys.argv[1] == "fails": raise ValueError("the cause")
+        comm.barrier()
+        print(total, type(comm.engine).__name__)
+    """
+
+    def start(machine: int, address: str, *arguments: str) -> subprocess.Popen[str]:
+        place = ["--nnodes", "2", "--node-rank", str(machine), "--rdzv", address, "-n", "2"]
+        python = [sys.executable, "-W", "error"]
+        run = [*python, "-m", "fastdist", "run", *place, *python, "-c", textwrap.dedent(code)]
+        command = network.command(machine, *run, *arguments)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe)
+
+    address = f"{network.addresses[0]}:{next(ports)}"
+    for machine, job in enumerate([start(m, address, "ends") for m in range(2)]):
+        out, err = job.communicate(timeout=60)
+        expected = [f"[{2 * machine + local}] 10.0 HierarchicalEngine" for local in range(2)]
+        assert (sorted(out.splitlines()), job.returncode) == (expected, 0), err
+    address = f"{network.addresses[0]}:{next(ports)}"
+    ends = [job.communicate(timeout=60)[1] for job in [start(m, address, "fails") for m in (0, 1)]]
+    assert "rank 3 of 4 failed first" in ends[1]
+    assert ends[1].endswith("ValueError: the cause\n")
+    assert "PeerFailureError" in ends[0]
+
+
 CUT = """
     import os, sys, time, fastdist as fd, numpy as np
     comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2], timeout=2)

@@ -62,6 +62,19 @@ class TestWhatRanksAreGiven:
         environments = self.environments(launcher, *words)
         assert [environ["RANK"] for environ in environments] == ["0", "1", "2"]
 
+    def test_a_share_of_the_ranks(self, launcher: Launcher) -> None:
+        place = "--nnodes 3 --node-rank 1 --rdzv 10.0.0.1:2950 -n 2"
+        environments = self.environments(launcher, *place.split())
+        assert [environ["RANK"] for environ in environments] == ["2", "3"]
+        assert [environ["LOCAL_RANK"] for environ in environments] == ["0", "1"]
+        for environ in environments:
+            assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"]) == ("6", "2")
+            assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("10.0.0.1", "2950")
+        failing = ["sh", "-c", "[ $RANK = 3 ] && exit 4; sleep 60"]
+        done = launcher.run(*place.split(), *failing)
+        assert done.returncode == 4
+        assert b"rank 3 of 6 failed first: exit code 4" in done.stderr
+
     def test_what_the_user_has_set_stays(self, launcher: Launcher) -> None:
         launcher.environ["OMP_NUM_THREADS"] = "5"
         (environ,) = self.environments(launcher, "-n", "1", "--env", "MASTER_PORT=1234")

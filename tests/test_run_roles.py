@@ -253,6 +253,24 @@ class TestBadInput:
                 ["--workers", "1", "--ps", "1", "--env", "RANK=0"],
                 "--env RANK: tasks of a job with parameter servers are not ranks",
             ),
+            (["--rdzv", "a:1"], "--rdzv needs --nnodes, the number of machines"),
+            (["--node-rank", "1"], "--node-rank needs --nnodes, the number of machines"),
+            (["--nnodes", "2", "--node-rank", "1"], "--nnodes 2 needs --rdzv"),
+            (["--nnodes", "2", "--rdzv", "a:1"], "--nnodes 2 needs --node-rank"),
+            (["--nnodes", "2", "--node_rank=0", "--rdzv", "a:1"], "2 needs -n, the same on every"),
+            (
+                ["--nnodes", "2", "--node-rank", "2", "--rdzv", "a:1", "-n", "1"],
+                "--node-rank must be from 0 to 1, got 2",
+            ),
+            (["--nnodes", "2", "--rdzv", "a"], "expected 'host:port' or '[IPv6]:port'"),
+            (["--nnodes", "2", "--workers", "1", "--ps", "1"], "--nnodes starts ranks"),
+            (
+                [
+                    *("--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1", "-n", "1"),
+                    *("--env", "MASTER_PORT=2"),
+                ],
+                "--env MASTER_PORT: fastdist run sets it itself",
+            ),
             (["--workers", "1", "--ps", "1", "--work", "1"], "unrecognized arguments: --work"),
         ],
     )

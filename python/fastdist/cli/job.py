@@ -46,7 +46,8 @@ class Job:
 
     Attributes:
         command: the program and its arguments, the same for every task.
-        tasks: the tasks; the first task reads the launcher's stdin.
+        tasks: the tasks on this machine; the first task reads the launcher's stdin.
+        size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.
@@ -54,6 +55,7 @@ class Job:
 
     command: Sequence[str]
     tasks: Sequence[Task]
+    size: int
     max_restarts: int = 0
     prefix: bool = True
     colour: bool = True

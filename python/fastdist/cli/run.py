@@ -1,4 +1,4 @@
-"""`fastdist run`: starts the processes of a job on this machine."""
+"""`fastdist run`: starts the processes of a job on this machine, all or its share of them."""
 
 import argparse
 import os
@@ -12,7 +12,8 @@ from fastdist._config import KEYS_VARIABLE
 from fastdist.cli.job import Job, StartError, Task
 from fastdist.cli.program import ProgramError, find_program
 from fastdist.cli.supervisor import supervise
-from fastdist.cli.tasks import VariableError, rank_tasks, role_tasks
+from fastdist.cli.tasks import Machines, VariableError, rank_tasks, role_tasks
+from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ its traceback is shown last. Ctrl-C is sent to all ranks; a second Ctrl-C kills 
 
 The environment of each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT, as under torchrun. Rank 0 reads the standard input.
+
+With --nnodes, starts this machine's N ranks of a job on several machines: the same command is run
+on each machine, with its own --node-rank. Rank 0, on the machine with --node-rank 0, listens at the
+address --rdzv, which all machines must reach. When a rank fails, the ranks of other machines that
+wait for it fail too.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
@@ -50,6 +56,7 @@ examples:
   fastdist run --nproc-per-node 4 train.py --epochs 10
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
+  fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py  # and so on node 1
   fastdist run --workers 4 --ps 2 --evaluator train.py
 """
 
@@ -78,6 +85,30 @@ def add_parser(subparsers: "_Subparsers") -> None:
         metavar="N",
         type=_count("ranks"),
         help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
+    )
+    parser.add_argument(
+        "--nnodes",
+        metavar="M",
+        type=_count("machines"),
+        default=1,
+        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv",
+    )
+    parser.add_argument(
+        "--node-rank",
+        "--node_rank",
+        dest="node_rank",
+        metavar="I",
+        type=_count("a machine", least=0),
+        help="number of this machine, from 0",
+    )
+    parser.add_argument(
+        "--rdzv",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        dest="rdzv",
+        metavar="HOST:PORT",
+        type=_address,
+        help="address of the machine with --node-rank 0; rank 0 listens there",
     )
     parser.add_argument(
         "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
@@ -133,6 +164,7 @@ def _run(arguments: argparse.Namespace) -> int:
             job = Job(
                 command,
                 tasks,
+                len(tasks) * arguments.nnodes,
                 max_restarts=_MAX_RESTARTS if restarts is None else restarts,
                 prefix=arguments.prefix,
                 colour=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
@@ -152,12 +184,33 @@ def _check_options(arguments: argparse.Namespace) -> None:
         ):
             if is_given:
                 raise _OptionError(f"{option} needs --workers and --ps")
+        _check_machines(arguments)
+    elif arguments.nnodes > 1:
+        raise _OptionError("--nnodes starts ranks; start each parameter server by itself")
     elif arguments.ranks is not None:
         raise _OptionError("-n starts ranks, --workers and --ps start a job without ranks; use one")
     elif servers is None:
         raise _OptionError(f"--workers {workers} needs --ps, the number of parameter servers")
     elif workers is None:
         raise _OptionError(f"--ps {servers} needs --workers, the number of workers")
+
+
+def _check_machines(arguments: argparse.Namespace) -> None:
+    machines, own = arguments.nnodes, arguments.node_rank
+    if machines == 1:
+        for option, value in (("--node-rank", own), ("--rdzv", arguments.rdzv)):
+            if value is not None:
+                raise _OptionError(f"{option} needs --nnodes, the number of machines")
+        return
+    for option, value in (
+        ("--node-rank", own),
+        ("--rdzv", arguments.rdzv),
+        ("-n, the same on every machine", arguments.ranks),
+    ):
+        if value is None:
+            raise _OptionError(f"--nnodes {machines} needs {option}")
+    if own >= machines:
+        raise _OptionError(f"--node-rank must be from 0 to {machines - 1}, got {own}")
 
 
 @contextmanager
@@ -167,7 +220,10 @@ def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
         _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)
-        yield rank_tasks(ranks, user)
+        machines = None
+        if arguments.nnodes > 1:
+            machines = Machines(arguments.nnodes, arguments.node_rank, *arguments.rdzv)
+        yield rank_tasks(ranks, user, machines)
         return
     try:
         from fastdist.ps import Keys
@@ -200,6 +256,13 @@ def _count(what: str, least: int = 1) -> Callable[[str], int]:
         )
 
     return parse
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _assignment(text: str) -> tuple[str, str]:

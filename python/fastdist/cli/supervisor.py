@@ -130,7 +130,7 @@ class _Supervisor:
         says = f"; its {name}:" if words.strip() else "; it wrote nothing to stderr"
         who = f"{process.task.name} failed"
         if process.task.ending is Ending.ONE_OF_ALL:
-            who = f"{process.task.name} of {len(self._processes)} failed first"
+            who = f"{process.task.name} of {self._job.size} failed first"
             if self._left and _is_consequence(process):
                 who += f", after {', '.join(self._left)} had ended with exit code 0"
         self._say(f"{who}: {process.how_it_ended}{says}")

@@ -5,11 +5,13 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fastdist.cli.job import Ending, Task
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
+_MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SPEC_VARIABLE = "TF_CONFIG"
 _HOST = "127.0.0.1"
 
@@ -18,33 +20,55 @@ class VariableError(Exception):
     """A variable that the launcher sets itself was given with --env."""
 
 
-def rank_tasks(ranks: int, user: Mapping[str, str]) -> list[Task]:
-    """Returns the tasks of a job of ranks, with torchrun's variables.
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines of a job of ranks, which start equally many.
+
+    Attributes:
+        count: number of machines.
+        own: number of this machine, from 0.
+        host: host of machine 0, where rank 0 listens.
+        port: port of rank 0.
+    """
+
+    count: int
+    own: int
+    host: str
+    port: int
+
+
+def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = None) -> list[Task]:
+    """Returns this machine's tasks of a job of ranks, with torchrun's variables.
 
     Args:
-        ranks: number of ranks.
+        ranks: number of ranks on this machine.
         user: variables that override inherited ones.
+        machines: the machines of the job; None if all ranks are on this machine.
 
     Raises:
-        VariableError: `user` has a variable that differs from rank to rank.
+        VariableError: `user` has a variable that fastdist run sets.
     """
-    for variable in _RANK_VARIABLES:
+    machines_set = () if machines is None else _MASTER_VARIABLES
+    for variable in (*_RANK_VARIABLES, *machines_set):
         if variable in user:
             raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
+    if machines is None:
+        machines = Machines(1, 0, _HOST, _free_port())
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    environment |= {"MASTER_ADDR": _HOST, "MASTER_PORT": str(_free_port()), **user}
+    environment |= {"MASTER_ADDR": machines.host, "MASTER_PORT": str(machines.port), **user}
     _set_defaults(environment, ranks)
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    world = machines.count * ranks
+    environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)}
     environment |= {JOB_VARIABLE: secrets.token_hex(16)}
-    width = len(str(ranks - 1))
+    width = len(str(world - 1))
     return [
         Task(
             f"rank {rank}",
             f"{rank:{width}}",
-            environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            environment | {"RANK": str(rank), "LOCAL_RANK": str(local)},
         )
-        for rank in range(ranks)
+        for local, rank in enumerate(range(machines.own * ranks, (machines.own + 1) * ranks))
     ]
 
 

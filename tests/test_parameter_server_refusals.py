@@ -107,17 +107,11 @@ def test_parameter_groups_added_late(cluster: PsCluster) -> None:
         coordinator.schedule(os.getpid)
 
 
-def make_in_scope(strategy: Any) -> None:
-    with strategy.scope():
-        _model = nn.Linear(2, 2)
-
-
 @pytest.mark.parametrize(
     ("name", "call"),
     [
         ("strategy.save", lambda strategy: strategy.save("nowhere")),
         ("strategy.restore", lambda strategy: strategy.restore("nowhere")),
-        ("strategy.scope", make_in_scope),
         ("ClusterCoordinator", fd.ClusterCoordinator),
     ],
 )

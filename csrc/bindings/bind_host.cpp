@@ -69,7 +69,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("machine", [](Host& h) { return h.communicator().machine(); })
       .def_property_readonly("members", [](Host& h) { return h.communicator().members(); })
       .def_property_readonly("tuning", [](Host& h) { return h.communicator().tuning(); })
-      .def_property_readonly("lost_rank", [](Host& h) { return h.communicator().find_lost(); })
+      .def_property_readonly("dead_rank", [](Host& h) { return h.communicator().find_dead(); })
       .def("watch", &Host::set_watch)
       .def("close", [](Host& h) { h.communicator().close(); })
       .def("empty", &empty)

@@ -52,6 +52,8 @@ class HostCommunicator final : public Communicator {
   void check_usable() const;
   // Returns a rank that has died or failed. Thread-safe.
   [[nodiscard]] std::optional<int> find_lost() const noexcept;
+  // Returns another rank whose process has died in use of the communicator. Thread-safe.
+  [[nodiscard]] std::optional<int> find_dead() const noexcept;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
   // calls in other threads.
   void close() noexcept;

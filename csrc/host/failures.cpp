@@ -120,6 +120,15 @@ std::optional<int> HostCommunicator::find_lost() const noexcept {
   return std::nullopt;
 }
 
+std::optional<int> HostCommunicator::find_dead() const noexcept {
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (static_cast<int>(p) == rank_ || machine_->is_alive(peers_[p].machine_rank)) continue;
+    const auto state = peers_[p].control->state.load(std::memory_order_acquire);
+    if (state == static_cast<std::uint32_t>(RankState::kActive)) return static_cast<int>(p);
+  }
+  return std::nullopt;
+}
+
 std::string HostCommunicator::describe_exit(int p) const {
   const auto state =
       peers_[static_cast<std::size_t>(p)].control->state.load(std::memory_order_acquire);

@@ -94,12 +94,16 @@ class Communicator:
         rank: this rank, from 0.
         world_size: the number of ranks.
         engine: the engine that moves the bytes; for other parts of fastdist.
-        is_closed: True after `close`, `abort` or `shrink`.
-        successor: the communicator that `shrink` has made in place of this one, or None.
     """
 
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        timeout_s: float,
+        on_end: Callable[[Communicator, Communicator | None], None] | None = None,
+    ) -> None:
         self.engine: Engine = engine
+        self._on_end = on_end  # called with the communicator that takes this one's place
         self._timeout_s = timeout_s
         self._gpus = (
             NcclEngine(engine) if engine.call_checker is not None and is_possible() else None
@@ -118,8 +122,6 @@ class Communicator:
         self._barrier = calls["barrier"]
         self.rank: int = engine.rank
         self.world_size: int = engine.size
-        self.is_closed = False
-        self.successor: Communicator | None = None
 
     def __repr__(self) -> str:
         return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
@@ -137,7 +139,8 @@ class Communicator:
 
     def close(self) -> None:
         """Leave. Ranks that still wait for this rank get `PeerFailureError`."""
-        self.is_closed = True
+        if self._on_end is not None:
+            self._on_end(self, None)
         if self._gpus is not None:
             self._gpus.close()
         self.engine.close()
@@ -685,9 +688,11 @@ class Communicator:
         left = [rank for rank in range(self.world_size) if rank not in excluded]
         seconds = self._timeout_s if timeout is None else timeout
         engine = self.engine.survivors(left, seconds)
+        made = Communicator(engine, self._timeout_s, self._on_end)
+        if self._on_end is not None:
+            self._on_end(self, made)
         self.close()
-        self.successor = Communicator(engine, self._timeout_s)
-        return self.successor
+        return made
 
     def empty(
         self,

@@ -99,7 +99,7 @@ def init(
         ValueError: the ranks are defined twice, or rank, world_size and address are not all given
             and valid.
     """
-    if has_communicator():
+    if _World.communicator is not None:
         return default_communicator()
     if timeout is not None:
         check_timeout(timeout)
@@ -120,7 +120,8 @@ def init(
     else:
         engine = _from_launch(waits_s)
     _World.meetings += 1
-    _World.communicator = Communicator(engine, config.timeout_s if timeout is None else timeout)
+    seconds = config.timeout_s if timeout is None else timeout
+    _World.communicator = Communicator(engine, seconds, _replace)
     _World.process = os.getpid()
     atexit.unregister(_close)
     atexit.register(_close)
@@ -160,8 +161,6 @@ def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -
 
 def has_communicator() -> bool:
     """True after `init`, until the communicator is closed."""
-    while _World.communicator is not None and _World.communicator.is_closed:
-        _World.communicator = _World.communicator.successor
     return _World.communicator is not None
 
 
@@ -171,7 +170,7 @@ def default_communicator() -> Communicator:
     Raises:
         FastdistError: `init` was not called in this process, or its communicator was closed.
     """
-    if not has_communicator() or _World.communicator is None:
+    if _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")
     if _World.process != os.getpid():
         raise FastdistError(
@@ -181,8 +180,13 @@ def default_communicator() -> Communicator:
     return _World.communicator
 
 
+def _replace(ended: Communicator, successor: Communicator | None) -> None:
+    if _World.communicator is ended:
+        _World.communicator = successor
+
+
 def _close() -> None:
-    if has_communicator() and _World.communicator is not None:
+    if _World.communicator is not None:
         _World.communicator.close()
 
 

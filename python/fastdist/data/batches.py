@@ -6,6 +6,7 @@ example: strings, which torch's default_collate leaves in a list, or images of d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ def _map_batches(leaf: Callable[..., Any], batches: Sequence[Any], sizes: Sequen
 
     def is_column(*nodes: Any) -> bool:
         kind = type(nodes[0])
+        if kind is deque:
+            return True
         is_list = issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields")
         return is_list and all(type(n) is kind for n in nodes) and _are_columns(nodes, sizes)
 

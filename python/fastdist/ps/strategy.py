@@ -135,10 +135,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
         if is_worker and own is None:
             every = every_device()
             own = every[resolver.task_id % len(every)]
-        self._takes_bundle = False
         super().__init__(
             own if is_worker and own is not None else torch.device("cpu"),
-            serve=self._put_on_servers,
+            serve=None if is_worker else self._put_on_servers,
             refuses_run=None if is_worker else _NO_REPLICAS,
         )
         self.client = Client(self.server_addresses, keys=self.keys)
@@ -161,9 +160,8 @@ class ParameterServerStrategy(ReplicatedStrategy):
     # --- the chief's ----------------------------------------------------------------------------
 
     def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        if self._takes_bundle or (not roots and not made):
+        if not roots and not made:
             return
-        self.require_chief("strategy.scope, with a new module or optimizer,")
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._models)}/"
@@ -191,11 +189,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief, on a worker."""
-        self._takes_bundle = True
-        try:
-            self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
-        finally:
-            self._takes_bundle = False
+        self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
 
     def in_function(self) -> AbstractContextManager[None]:
         """Return the context in which functions run on a worker: cross-replica context."""

@@ -228,7 +228,9 @@ class _Mapping:
 
 def _is_instance(structure: Any) -> bool:
     """True for a dataclass's instance that is a structure."""
-    return dataclasses.is_dataclass(structure) and type(structure) not in (PerReplica, type)
+    if isinstance(structure, (type, PerReplica)):
+        return False
+    return dataclasses.is_dataclass(structure)
 
 
 def _dict_like(model: dict[Any, Any], pairs: dict[Any, Any]) -> dict[Any, Any]:
@@ -255,7 +257,7 @@ def _different(place: str, structure: Any, other: Any) -> str:
 def _describe(structure: Any) -> str:
     kind = type(structure).__name__
     if isinstance(structure, dict):
-        return f"{kind} with keys {sorted(str(key) for key in structure)}"
+        return f"{kind} with keys {[str(key) for key in structure]}"
     return f"{kind} of {len(structure)}" if isinstance(structure, (tuple, list)) else kind
 
 

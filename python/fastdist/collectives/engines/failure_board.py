@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from fastdist.errors import CollectiveTimeoutError, FastdistError, PeerFailureError
 
 T = TypeVar("T")
+# A question's answer: a function that returns it, or raises StoreLostError.
+Answer: TypeAlias = "queue.SimpleQueue[Callable[[], T]]"
 _ANSWER_S = 5.0
+_SILENT_S = 30.0
 
 
 class StoreLostError(Exception):
@@ -61,6 +66,11 @@ class Cause:
         return cls(bool(is_timeout), tuple(int(rank) for rank in ranks), str(text))
 
 
+def died(rank: int) -> Cause:
+    """Return the cause for a rank whose process has died."""
+    return Cause(False, (rank,), f"rank {rank} has died or left")
+
+
 def _raise_lost() -> NoReturn:
     raise StoreLostError
 
@@ -78,7 +88,7 @@ class FailureBoard:
         self._store = store
         self._rank = rank
         self._size = size
-        self._is_lost = False
+        self._lost_until = 0.0  # no answer came; do not ask until then
 
     def post_closed(self) -> None:
         """Post that this rank has closed the communicator."""
@@ -102,11 +112,14 @@ class FailureBoard:
 
     def causes(self) -> dict[int, Cause]:
         """Return why other ranks left, by rank."""
-        found = self._all("cause", mark="has_cause")
-        return {rank: Cause.unpack(data) for rank, data in found.items()}
+        return _causes(self._all("cause", mark="has_cause"))
+
+    def begin_causes(self) -> Answer[dict[int, Cause]]:
+        """Begin to read the causes; the answer comes later, or never."""
+        return _begin(lambda: _causes(self._read("cause", mark="has_cause")))
 
     def _set(self, what: str, data: bytes, mark: str = "") -> None:
-        if self._is_lost:
+        if self._is_lost():
             return
 
         def write() -> None:
@@ -118,35 +131,50 @@ class FailureBoard:
             self._ask(write)
 
     def _all(self, what: str, mark: str = "") -> dict[int, bytes]:
-        if self._is_lost:  # each further attempt would print torch's warnings
+        if self._is_lost():  # each further attempt would print torch's warnings
             raise StoreLostError
+        return self._ask(lambda: self._read(what, mark))
 
-        def read() -> dict[int, bytes]:
-            if mark and not self._store.check([mark]):
-                return {}  # one question, since ranks ask again and again while they wait
-            keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
-            return {
-                rank: bytes(self._store.get(key))
-                for rank, key in keys.items()
-                if self._store.check([key])
-            }
+    def _read(self, what: str, mark: str = "") -> dict[int, bytes]:
+        if mark and not self._store.check([mark]):
+            return {}  # one question, since ranks ask again and again while they wait
+        keys = {rank: f"{what}/{rank}" for rank in range(self._size) if rank != self._rank}
+        return {
+            rank: bytes(self._store.get(key))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
-        return self._ask(read)
+    def _is_lost(self) -> bool:
+        return time.monotonic() < self._lost_until
 
     def _ask(self, question: Callable[[], T]) -> T:
         """Use the store in another thread: without a network, an answer never comes."""
-        answer: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                value = question()
-                answer.put(lambda: value)
-            except RuntimeError:  # the store's process has ended
-                answer.put(_raise_lost)
-
         try:
-            threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
-            return answer.get(timeout=_ANSWER_S)()
-        except (queue.Empty, StoreLostError, RuntimeError):  # or the interpreter ends: no thread
-            self._is_lost = True
-            raise StoreLostError from None
+            return _begin(question).get(timeout=_ANSWER_S)()
+        except queue.Empty:  # the process that holds the store may be stopped for a while
+            self._lost_until = time.monotonic() + _SILENT_S
+        except StoreLostError:
+            self._lost_until = math.inf
+        raise StoreLostError
+
+
+def _begin(question: Callable[[], T]) -> Answer[T]:
+    answer: Answer[T] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            value = question()
+            answer.put(lambda: value)
+        except RuntimeError:  # the store's process has ended
+            answer.put(_raise_lost)
+
+    try:
+        threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
+    except RuntimeError:  # the interpreter ends: no more threads
+        answer.put(_raise_lost)
+    return answer
+
+
+def _causes(found: dict[int, bytes]) -> dict[int, Cause]:
+    return {rank: Cause.unpack(data) for rank, data in found.items()}

@@ -87,7 +87,7 @@ class GlooEngine(CheckedEngine):
         self._lanes: dict[tuple[int, bool], GlooLane] = {}
         self._lanes_lock = threading.Lock()
 
-    def watch(self, poll: Callable[[], None]) -> None:
+    def watch(self, poll: Callable[[], None] | None) -> None:
         """Set a function to call regularly while a call waits; its exception ends the wait."""
         self._watch = poll
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 from fastdist.collectives.engines.engine import Engine
@@ -54,8 +55,9 @@ class GroupLinks(PlaceLinks):
         """Return each leader alone: the other ranks of its group may live."""
         return [(leader,) for leader in layout.leaders]
 
-    def guard(self, inner: Engine, here: Sequence[int]) -> None:
-        """Do nothing: a late rank may hide the failure of a rank of its group."""
+    def needing_all(self, inner: Engine, here: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context that does nothing: a late rank may hide a death in another group."""
+        return nullcontext()
 
     def post(self, cause: Cause) -> None:
         """Do nothing: the other ranks learn the cause from the engines."""

@@ -69,7 +69,6 @@ class HierarchicalEngine(CheckedEngine):
         self._inner_engine = inner
         self._inner = inner.trusted_calls()
         self._links = links
-        links.guard(inner, layout.places[self._place])
         # With one rank per place, no leader waits for ranks of its place.
         self._grace_s = _GRACE_S if layout.width > 1 else 0.0
         self._outer: Calls = {}
@@ -106,11 +105,12 @@ class HierarchicalEngine(CheckedEngine):
         length, width = len(record), self._layout.width
         block = _CAUSE_BYTES + width * length
         everyone = np.zeros(len(self._layout.places) * block, np.uint8)
-        if not self._outer:
-            self._call_inner("all_gather", _bytes_of(record), self._blank(length), step_s)
-            self._call_inner("broadcast", everyone, 0, None, step_s + 2 * self._grace_s)
-        else:
-            self._share_as_leader(record, everyone.reshape(-1, block), step_s)
+        with self._links.needing_all(self._inner_engine, self._layout.places[self._place]):
+            if not self._outer:
+                self._call_inner("all_gather", _bytes_of(record), self._blank(length), step_s)
+                self._call_inner("broadcast", everyone, 0, None, step_s + 2 * self._grace_s)
+            else:
+                self._share_as_leader(record, everyone.reshape(-1, block), step_s)
         records = []
         for row in everyone.reshape(-1, block):
             text = row[:_CAUSE_BYTES].tobytes().rstrip(b"\0")

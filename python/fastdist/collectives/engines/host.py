@@ -91,13 +91,13 @@ class HostEngine(Engine):
         """Return the same builtins: their comparison of calls costs nothing."""
         return self.calls()
 
-    def watch(self, poll: Callable[[], None]) -> None:
+    def watch(self, poll: Callable[[], None] | None) -> None:
         """Set a function to call regularly while a call waits; its exception ends the wait."""
         self._host.watch(poll)
 
-    def lost_rank(self) -> int | None:
-        """Return a rank that has died or failed; None if there is none."""
-        return self._host.lost_rank
+    def dead_rank(self) -> int | None:
+        """Return a rank whose process has died; None if there is none."""
+        return self._host.dead_rank
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate shared memory."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from fastdist.collectives.engines.c10d import c10d
 from fastdist.collectives.engines.engine import Engine
-from fastdist.collectives.engines.failure_board import Cause, FailureBoard, StoreLostError
+from fastdist.collectives.engines.failure_board import (
+    Answer,
+    Cause,
+    FailureBoard,
+    StoreLostError,
+    died,
+)
 from fastdist.collectives.engines.gloo import GlooEngine
 from fastdist.collectives.engines.gloo_group import FAILURE_POLL_S, error_from
 from fastdist.collectives.engines.host import HostEngine
@@ -34,6 +41,7 @@ class MachineLinks(PlaceLinks):
         self._store = store
         self._subsets = 0
         self._board = FailureBoard(c10d().PrefixStore("links", store), flat.rank, flat.size)
+        self._reader = _BoardReader(self._board)
         self._noticed: Cause | None = None  # a failure on this machine, while leaders wait
         self.outer: GlooEngine | None = None
         if flat.rank in layout.leaders:
@@ -70,22 +78,30 @@ class MachineLinks(PlaceLinks):
         """Return each leader alone: the other ranks of its machine may live."""
         return [(rank,) for rank in layout.leaders]
 
-    def guard(self, inner: Engine, here: Sequence[int]) -> None:
-        """Make waits within this machine read the board, and leaders' waits look at this machine.
+    @contextlib.contextmanager
+    def needing_all(self, inner: Engine, here: Sequence[int]) -> Iterator[None]:
+        """A context manager: waits in this machine read the board, and leaders look for deaths.
 
-        A rank that waits for a late rank does not notice otherwise that a rank elsewhere has died.
+        A rank that waits for a late rank would not notice that a rank elsewhere has died.
         """
         assert isinstance(inner, HostEngine)
-        inner.watch(_BoardReader(self._board).require_no_cause)
+        inner.watch(self._reader.require_no_cause)
         if self.outer is not None:
             self.outer.watch(lambda: self._require_alive(inner, here))
+        try:
+            yield
+        finally:
+            inner.watch(None)
+            if self.outer is not None:
+                self.outer.watch(None)
 
     def _require_alive(self, inner: HostEngine, here: Sequence[int]) -> None:
-        lost = inner.lost_rank()
-        if lost is None or self._noticed is not None:
+        dead = inner.dead_rank()
+        if dead is None or self._noticed is not None:
             return
-        rank = here[lost]
-        self._noticed = Cause(False, (rank,), f"rank {rank} has died or left")
+        rank = here[dead]
+        posted = self.causes()  # of a rank that failed, posted why, and ended
+        self._noticed = posted[min(posted)] if posted else died(rank)
         self.post(self._noticed)  # before the other leaders lose the connection to this one
         raise self._noticed.to_error()
 
@@ -109,17 +125,23 @@ class MachineLinks(PlaceLinks):
 
 
 class _BoardReader:
+    """Reads a board while a call waits, at most twice a second, without waiting for the answer."""
+
     def __init__(self, board: FailureBoard) -> None:
         self._board = board
-        self._read_at = 0.0
+        self._asked_at = 0.0
+        self._answer: Answer[dict[int, Cause]] | None = None
 
     def require_no_cause(self) -> None:
-        """Raise if a rank has posted why it left; look at most twice a second."""
-        now = time.monotonic()
-        if now - self._read_at < FAILURE_POLL_S:
-            return
-        self._read_at = now
-        with contextlib.suppress(StoreLostError):
-            causes = self._board.causes()
-            if causes:
-                raise error_from(causes)
+        """Raise if a rank has posted why it left."""
+        if self._answer is None:
+            if time.monotonic() - self._asked_at < FAILURE_POLL_S:
+                return
+            self._asked_at = time.monotonic()
+            self._answer = self._board.begin_causes()
+        with contextlib.suppress(queue.Empty):
+            answer, self._answer = self._answer.get_nowait(), None
+            with contextlib.suppress(StoreLostError):
+                causes = answer()
+                if causes:
+                    raise error_from(causes)

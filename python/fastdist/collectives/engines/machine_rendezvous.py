@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -106,15 +107,8 @@ def _meet(
         raise _refused(refusal)
     store.set(f"rank/{rank}", json.dumps([machine_id(), world_size, address]))
     places: dict[str, list[int]] = {}
-    arrivals = _await_all(store, world_size, deadline, timeout_s)
-    for other, (machine, theirs, _) in enumerate(arrivals):
-        if theirs != world_size:
-            raise ClusterConfigError(
-                f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
-                f"{world_size}, rank {other} expects {theirs}",
-                (other,),
-            )
-        places.setdefault(str(machine), []).append(other)
+    for other, machine in enumerate(_await_all(store, rank, world_size, deadline, timeout_s)):
+        places.setdefault(machine, []).append(other)
     refusal = _decide(store, "")
     if refusal:
         raise _refused(refusal)
@@ -122,18 +116,29 @@ def _meet(
     return Meeting(store, layout, address, bytes(store.get("key")).decode())
 
 
-def _await_all(store: Any, size: int, deadline: float, timeout_s: float) -> list[Any]:
-    """Return what each rank has posted."""
-    found: dict[int, Any] = {}
+def _await_all(store: Any, rank: int, size: int, deadline: float, timeout_s: float) -> list[str]:
+    """Return the machine of each rank."""
+    found: dict[int, str] = {}
     while True:
         for other in range(size):
-            if other not in found and store.check([f"rank/{other}"]):
-                found[other] = json.loads(bytes(store.get(f"rank/{other}")))
+            if other in found or not store.check([f"rank/{other}"]):
+                continue
+            machine, theirs, _ = json.loads(bytes(store.get(f"rank/{other}")))
+            if theirs != size:
+                raise ClusterConfigError(
+                    f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
+                    f"{size}, rank {other} expects {theirs}",
+                    (other,),
+                )
+            found[other] = str(machine)
         missing = tuple(other for other in range(size) if other not in found)
         if not missing:
             return [found[other] for other in range(size)]
         if store.check(["decision"]):
-            raise _refused(_decide(store, ""))
+            refusal = _decide(store, "")
+            if refusal:
+                raise _refused(refusal)
+            continue  # the last ranks have arrived since
         if time.monotonic() > deadline:
             raise ClusterConfigError(
                 f"rendezvous: ranks {list(missing)} of {size} did not arrive within "
@@ -183,9 +188,16 @@ def _open_store(
 def _refuse_other_job(host: str, port: int, prefix: str) -> None:
     """End a meeting that has begun at the address of this job: its ranks might join this job's."""
     distributed = c10d()
-    with contextlib.suppress(RuntimeError, ValueError):
-        other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
-        _decide(distributed.PrefixStore(prefix, other), json.dumps([_twice(0), 0]))
+
+    def refuse() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
+            _decide(distributed.PrefixStore(prefix, other), json.dumps([_twice(0), 0]))
+
+    # In a thread, since it never ends if the program at the port is no store and says nothing.
+    thread = threading.Thread(target=refuse, daemon=True, name="fastdist refusal")
+    thread.start()
+    thread.join(_REFUSAL_PATIENCE.total_seconds())
 
 
 def _twice(rank: int) -> str:

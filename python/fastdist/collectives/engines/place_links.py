@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.failure_board import Cause
@@ -52,8 +53,8 @@ class PlaceLinks(ABC):
         """Return, for each rank of `outer`, the ranks to report as lost when it is lost."""
 
     @abstractmethod
-    def guard(self, inner: Engine, here: Sequence[int]) -> None:
-        """Notice the failures of one place in the waits of another.
+    def needing_all(self, inner: Engine, here: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which no rank may die: waits of one place notice deaths in another.
 
         Args:
             inner: the engine between the ranks of this place.

@@ -36,6 +36,8 @@ bool is_in_package(const std::string& module, const std::string& package) {
 
 void begin_exit() noexcept { exiting.store(true, std::memory_order_relaxed); }
 
+bool is_exiting() noexcept { return exiting.load(std::memory_order_relaxed); }
+
 void retake_gil(PyThreadState* state) noexcept {
   // The main thread shuts the interpreter down, and may continue.
   const bool is_main = ::syscall(SYS_gettid) == ::getpid();

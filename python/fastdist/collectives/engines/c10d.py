@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
+
+import fastdist._core as _core
 
 
 def c10d() -> Any:
@@ -18,3 +22,12 @@ def c10d() -> Any:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         raise ImportError("ranks on several machines need Gloo, which this build of torch lacks")
     return torch._C._distributed_c10d  # torch.distributed exports only a part of it
+
+
+def stay_out_at_exit() -> None:
+    """Keep other threads than the main one out of torch once the interpreter ends.
+
+    Their stacks would be unwound when torch takes the GIL again, which ends the process by SIGABRT.
+    """
+    while _core.is_exiting() and threading.current_thread() is not threading.main_thread():
+        time.sleep(60)

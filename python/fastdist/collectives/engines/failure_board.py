@@ -7,6 +7,7 @@ before it raises.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from fastdist.collectives.engines.c10d import stay_out_at_exit
 from fastdist.errors import CollectiveTimeoutError, FastdistError, PeerFailureError
 
 T = TypeVar("T")
@@ -24,6 +26,7 @@ T = TypeVar("T")
 Answer: TypeAlias = "queue.SimpleQueue[Callable[[], T]]"
 _ANSWER_S = 5.0
 _SILENT_S = 30.0
+_EXIT_S = 1.0
 
 
 class StoreLostError(Exception):
@@ -163,17 +166,33 @@ def _begin(question: Callable[[], T]) -> Answer[T]:
     answer: Answer[T] = queue.SimpleQueue()
 
     def ask() -> None:
+        stay_out_at_exit()
         try:
             value = question()
             answer.put(lambda: value)
         except RuntimeError:  # the store's process has ended
             answer.put(_raise_lost)
+        _asking.discard(threading.current_thread())
 
+    thread = threading.Thread(target=ask, daemon=True, name="fastdist failure board")
+    _asking.add(thread)
     try:
-        threading.Thread(target=ask, daemon=True, name="fastdist failure board").start()
+        thread.start()
     except RuntimeError:  # the interpreter ends: no more threads
+        _asking.discard(thread)
         answer.put(_raise_lost)
     return answer
+
+
+_asking: set[threading.Thread] = set()
+
+
+@atexit.register
+def _await_answers() -> None:
+    """Let questions end: torch aborts the process if one returns while the interpreter ends."""
+    deadline = time.monotonic() + _EXIT_S
+    for thread in list(_asking):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _causes(found: dict[int, bytes]) -> dict[int, Cause]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.collectives.engines.c10d import c10d
+from fastdist.collectives.engines.c10d import c10d, stay_out_at_exit
 from fastdist.collectives.engines.engine import Bytes
 from fastdist.collectives.engines.failure_board import Cause, FailureBoard, StoreLostError
 from fastdist.errors import (
@@ -276,6 +276,7 @@ class GlooOperation:
         """
         began = last_poll = time.monotonic()
         while not self._work.is_completed():
+            stay_out_at_exit()
             now = time.monotonic()
             if now - last_poll > FAILURE_POLL_S:
                 last_poll = now

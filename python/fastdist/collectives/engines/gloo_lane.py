@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.collectives.engines.c10d import c10d
+from fastdist.collectives.engines.c10d import c10d, stay_out_at_exit
 from fastdist.collectives.engines.failure_board import FailureBoard, StoreLostError
 from fastdist.collectives.engines.gloo_group import FAILURE_POLL_S, GlooGroup
 from fastdist.collectives.engines.queues import CallQueue
@@ -118,6 +118,7 @@ class GlooLane:
             store.set(f"here/{self._rank}", b"1")
             began = last_poll = time.monotonic()
             while not store.check([f"here/{self._peer}"]):
+                stay_out_at_exit()
                 now = time.monotonic()
                 if now - began > step_s:
                     raise CollectiveTimeoutError(

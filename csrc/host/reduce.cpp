@@ -14,7 +14,6 @@
 // One rank reduces each element, in rank order, so every rank and every method gives the same bits.
 
 #include <algorithm>
-#include <array>
 
 #include "core/array_list.h"
 #include "host/communicator.h"
@@ -298,10 +297,12 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
       await(p, peer(p).control->gathered, progress(sequence_, round - 1));
     }
   }
-  // A peer has read the lines of `result` before: vector stores would first fetch each from there;
-  // a copy of whole blocks need not.
-  alignas(kCacheLine) std::array<std::byte, kBlock> scratch;
+  // A peer has read the lines of `result` before. Vector stores would first fetch each line from
+  // there; a copy of a block that the first-level cache still holds need not.
+  constexpr std::size_t kCopied = kBlock / 2;
   std::byte* result = result_of(rank_, round);
+  const bool shares = call.results == Results::kEverywhere ||
+                      (call.results == Results::kAtRoot && rank_ != call.root);
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
   const std::size_t block_begin =
       call.results == Results::kOwnSlice
@@ -310,8 +311,8 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
   call.in.for_each_piece(
       s.run.begin, s.run.end,
       [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kBlock) {
-          const std::size_t part = std::min(kBlock, length - done);
+        for (std::size_t done = 0; done < length; done += kCopied) {
+          const std::size_t part = std::min(kCopied, length - done);
           const std::size_t offset = run_at + done - s.run.begin;
           for (int p = 0; p < size(); ++p) {
             sources_[static_cast<std::size_t>(p)] = p == rank_
@@ -321,10 +322,14 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
           const std::size_t out_at =
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
           std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
-          std::byte* sum = keeps && !call.stream ? out : scratch.data();
+          if (call.stream) {
+            host::reduce(call.dtype, call.op, result + offset, nullptr, sources_, part / item);
+            if (keeps) copy(out, result + offset, part, true);
+            continue;
+          }
+          std::byte* sum = keeps ? out : result + offset;
           host::reduce(call.dtype, call.op, sum, nullptr, sources_, part / item);
-          if (call.results != Results::kOwnSlice) copy(result + offset, sum, part, false);
-          if (keeps && call.stream) copy(out, sum, part, true);
+          if (keeps && shares) copy(result + offset, sum, part, false);
         }
       });
 }

@@ -301,8 +301,6 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
   // there; a copy of a block that the first-level cache still holds need not.
   constexpr std::size_t kCopied = kBlock / 2;
   std::byte* result = result_of(rank_, round);
-  const bool shares = call.results == Results::kEverywhere ||
-                      (call.results == Results::kAtRoot && rank_ != call.root);
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
   const std::size_t block_begin =
       call.results == Results::kOwnSlice
@@ -329,7 +327,7 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
           }
           std::byte* sum = keeps ? out : result + offset;
           host::reduce(call.dtype, call.op, sum, nullptr, sources_, part / item);
-          if (keeps && shares) copy(result + offset, sum, part, false);
+          if (call.results == Results::kEverywhere) copy(result + offset, sum, part, false);
         }
       });
 }

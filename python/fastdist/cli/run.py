@@ -86,49 +86,8 @@ def add_parser(subparsers: "_Subparsers") -> None:
         type=_count("ranks"),
         help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
     )
-    parser.add_argument(
-        "--nnodes",
-        metavar="M",
-        type=_count("machines"),
-        default=1,
-        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv",
-    )
-    parser.add_argument(
-        "--node-rank",
-        "--node_rank",
-        dest="node_rank",
-        metavar="I",
-        type=_count("a machine", least=0),
-        help="number of this machine, from 0",
-    )
-    parser.add_argument(
-        "--rdzv",
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        dest="rdzv",
-        metavar="HOST:PORT",
-        type=_address,
-        help="address of the machine with --node-rank 0; rank 0 listens there",
-    )
-    parser.add_argument(
-        "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
-    )
-    parser.add_argument(
-        "--ps",
-        metavar="P",
-        type=_count("parameter servers"),
-        help="number of parameter servers; needs --workers",
-    )
-    parser.add_argument(
-        "--evaluator", action="store_true", help="also start an evaluator; needs --workers"
-    )
-    parser.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_count("restarts", least=0),
-        help="number of restarts, in total, of workers, parameter servers and the evaluator that "
-        f"fail (default: {_MAX_RESTARTS})",
-    )
+    _add_machines(parser)
+    _add_roles(parser)
     parser.add_argument(
         "--env",
         metavar="K=V",
@@ -153,6 +112,55 @@ def add_parser(subparsers: "_Subparsers") -> None:
         help="a Python script, a module after -m, or a program; then its arguments",
     )
     parser.set_defaults(handler=_run)
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nnodes",
+        metavar="M",
+        type=_count("machines"),
+        default=1,
+        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv",
+    )
+    parser.add_argument(
+        "--node-rank",
+        "--node_rank",
+        dest="node_rank",
+        metavar="I",
+        type=_count("a machine", least=0),
+        help="number of this machine, from 0",
+    )
+    parser.add_argument(
+        "--rdzv",
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        dest="rdzv",
+        metavar="HOST:PORT",
+        type=_address,
+        help="address of the machine with --node-rank 0; rank 0 listens there",
+    )
+
+
+def _add_roles(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
+    )
+    parser.add_argument(
+        "--ps",
+        metavar="P",
+        type=_count("parameter servers"),
+        help="number of parameter servers; needs --workers",
+    )
+    parser.add_argument(
+        "--evaluator", action="store_true", help="also start an evaluator; needs --workers"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=_count("restarts", least=0),
+        help="number of restarts, in total, of workers, parameter servers and the evaluator that "
+        f"fail (default: {_MAX_RESTARTS})",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Batches as structures: made from examples, emptied, counted, and joined over replicas.
 
-Leaves are tensors, numpy arrays, and columns. A column is a list or tuple with one item per
-example: strings, which torch's default_collate leaves in a list, or images of different sizes.
+Leaves are tensors, numpy arrays, and columns. A column is a list, tuple or deque with one item
+per example: strings, which torch's default_collate leaves in a list, or images of different sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one replica contributes to the sum of each gradient over all replicas.
+"""The share of one replica in the sum of each gradient over all replicas.
 
 Gradients are weighted by examples when they are sent. Gradients that `no_sync` holds back are
 weighted when they are computed, since they are sent along with a batch that has other weights.

@@ -105,7 +105,7 @@ def _meet(
         refusal = json.dumps([_twice(rank), rank])
         _decide(store, refusal)
         raise _refused(refusal)
-    store.set(f"rank/{rank}", json.dumps([machine_id(), world_size, address]))
+    store.set(f"rank/{rank}", json.dumps([machine_id(), world_size]))
     places: dict[str, list[int]] = {}
     for other, machine in enumerate(_await_all(store, rank, world_size, deadline, timeout_s)):
         places.setdefault(machine, []).append(other)
@@ -123,7 +123,7 @@ def _await_all(store: Any, rank: int, size: int, deadline: float, timeout_s: flo
         for other in range(size):
             if other in found or not store.check([f"rank/{other}"]):
                 continue
-            machine, theirs, _ = json.loads(bytes(store.get(f"rank/{other}")))
+            machine, theirs = json.loads(bytes(store.get(f"rank/{other}")))
             if theirs != size:
                 raise ClusterConfigError(
                     f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "

@@ -51,7 +51,7 @@ class TrainingContract:
 
         strategies.run(case, gradient_reduction="sum")
 
-    @pytest.mark.parametrize("implementation", ["hierarchical_copy", "reduce_to_one_device"])
+    @pytest.mark.parametrize("implementation", ["all_reduce", "reduce_to_one_device"])
     def test_implementations_of_the_reduction(self, strategies: Any, implementation: str) -> None:
         def case(strategy: Strategy) -> None:
             require_close(train(strategy, sgd), plain(sgd), 4e-5)

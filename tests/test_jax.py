@@ -57,12 +57,3 @@ def into_out(comm: Communicator) -> None:
 @pytest.mark.parametrize("calls", [in_place, into_out])
 def test_arrays_are_not_changed(calls: Any) -> None:
     ThreadRanks(2).run(calls)
-
-
-def test_engines_between_machines_do_not_change_them() -> None:
-    from fastdist.collectives.engines.views import view_of
-
-    x = jax.numpy.ones(3)
-    assert view_of(x, False, "array").count == 3
-    with pytest.raises(TypeError, match="array of jax"):
-        view_of(x, True, "array")

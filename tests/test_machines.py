@@ -29,7 +29,7 @@ from fastdist.errors import (
 )
 from machines import MACHINES, MachineRanks, Network, network, ports
 from ranks import TESTS, RankError
-from test_engines import check_compression_roughly, reduced_by_place
+from test_net import check_compression_roughly, reduced_by_place
 
 pytest.importorskip("torch.distributed")
 __all__ = ["network"]  # a fixture
@@ -191,7 +191,7 @@ def start_resolved(prefix: list[str], rank: int, size: int, address: str) -> sub
 def test_ranks_from_a_resolver(network: Network) -> None:
     address = f"{network.addresses[1]}:{next(ports)}"
     started = [start_resolved(network.command(1 - r), r, 2, address) for r in range(2)]
-    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 NetEngine\n"] * 2
 
 
 BOOTSTRAPPED = """
@@ -225,7 +225,7 @@ def test_ranks_from_mpi(network: Network, tmp_path: Path) -> None:
         )
         for r in range(2)
     ]
-    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 NetEngine\n"] * 2
 
 
 def start_named(network: Network, code: str) -> list[subprocess.Popen[str]]:
@@ -247,7 +247,7 @@ def test_ranks_that_a_program_names(network: Network) -> None:
     print(comm.all_reduce(np.array([comm.rank + 1.0]))[0], type(comm.engine).__name__)
 """
     started = start_named(network, code)
-    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 GlooEngine\n"] * 2
+    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 NetEngine\n"] * 2
 
 
 def test_launched_on_each_machine(network: Network) -> None:
@@ -271,7 +271,7 @@ def test_launched_on_each_machine(network: Network) -> None:
     address = f"{network.addresses[0]}:{next(ports)}"
     for machine, job in enumerate([start(m, address, "ends") for m in range(2)]):
         out, err = job.communicate(timeout=60)
-        expected = [f"[{2 * machine + local}] 10.0 HierarchicalEngine" for local in range(2)]
+        expected = [f"[{2 * machine + local}] 10.0 NetEngine" for local in range(2)]
         assert (sorted(out.splitlines()), job.returncode) == (expected, 0), err
     address = f"{network.addresses[0]}:{next(ports)}"
     ends = [job.communicate(timeout=60)[1] for job in [start(m, address, "fails") for m in (0, 1)]]

@@ -136,7 +136,7 @@ except fd.errors.ClusterConfigError as error:
 
 
 def test_machines_cannot_shrink() -> None:
-    from test_engines import GlooThreads
+    from test_net import MachineThreads
 
     def body(comm: Communicator) -> str:
         with pytest.raises(UnsupportedError, match="one machine") as error:
@@ -144,4 +144,4 @@ def test_machines_cannot_shrink() -> None:
         comm.barrier()
         return str(error.value)
 
-    GlooThreads(2).run(body)
+    MachineThreads(((0,), (1,))).run(body)

@@ -127,7 +127,7 @@ def test_tf_config(network: Network) -> None:
     cluster = {"worker": addresses, "evaluator": ["192.0.2.1:1"]}
     apart = trained([start(network.command(i), cluster, "worker", i) for i in range(2)])
     assert here.startswith("2 HostEngine")
-    assert apart.replace("GlooEngine", "HostEngine") == here
+    assert apart.replace("NetEngine", "HostEngine") == here
 
 
 @pytest.mark.timeout(120)

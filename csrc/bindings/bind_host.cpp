@@ -2,33 +2,99 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings/bind.h"
-#include "bindings/host.h"
+#include "bindings/endpoint.h"
+#include "host/communicator.h"
 #include "host/machine.h"
 #include "host/tuning.h"
+#include "net/communicator.h"
+#include "net/connect.h"
 
 namespace fastdist::bindings {
 namespace {
 
+using host::HostCommunicator;
 using host::Machine;
 using host::SharedBlock;
 using host::Tuning;
+using net::Listener;
+using net::Token;
 
-// Returns an array of bytes in this rank's shared memory, which is freed with the array.
-py::array empty(Host& self, std::size_t bytes) {
-  HostCommunicator& c = self.communicator();
-  c.check_usable();
-  const int machine_rank = c.members()[static_cast<std::size_t>(c.rank())];
-  auto* block = new std::shared_ptr<SharedBlock>(
-      std::make_shared<SharedBlock>(c.machine(), machine_rank, bytes));
-  const py::capsule owner(block,
-                          [](void* p) { delete static_cast<std::shared_ptr<SharedBlock>*>(p); });
+// Returns an array of bytes in memory that the communicator can use in place.
+py::array empty(Endpoint& self, std::size_t bytes) {
+  auto owner = std::make_unique<std::shared_ptr<void>>();
+  std::byte* const data = self.communicator().allocate(bytes, *owner);
+  const py::capsule capsule(owner.release(),
+                            [](void* p) { delete static_cast<std::shared_ptr<void>*>(p); });
   return py::array(py::dtype::of<std::uint8_t>(), {bytes}, {std::size_t{1}},
-                   reinterpret_cast<std::uint8_t*>((*block)->data()), owner);
+                   reinterpret_cast<std::uint8_t*>(data), capsule);
+}
+
+// A rank of a machine, as an Endpoint that its groups and NetCommunicator know by its type.
+class HostEndpoint : public Endpoint {
+ public:
+  explicit HostEndpoint(std::shared_ptr<HostCommunicator> host)
+      : Endpoint(host), host_(std::move(host)) {}
+  [[nodiscard]] const std::shared_ptr<HostCommunicator>& host() const noexcept { return host_; }
+
+ private:
+  std::shared_ptr<HostCommunicator> host_;
+};
+
+// Compares a call of another engine with the calls of all ranks.
+void compare(Endpoint& self, const std::string& op, const std::string& dtype,
+             const std::string& reduce_op, int root, std::uint64_t count, std::uint64_t list,
+             py::handle timeout) {
+  Signature signature{.root = static_cast<std::int16_t>(root), .count = count, .list = list};
+  const auto known_dtype = dtype_from_name(dtype);
+  const auto known_reduce_op = reduce_op_from_name(reduce_op);
+  const auto known_op = op_from_name(op);
+  if (!known_dtype || !known_reduce_op || !known_op) {
+    throw Error(ErrorCode::kValue, "unknown call: " + op + ", " + dtype + ", " + reduce_op);
+  }
+  signature.dtype = *known_dtype;
+  signature.reduce_op = *known_reduce_op;
+  signature.op = *known_op;
+  const auto patience = to_duration(timeout);
+  const PythonCaller caller;
+  caller.may_block();
+  self.run_without_gil(
+      [&](BlockingCommunicator& c, CallOptions each) {
+        each.whole = &signature;
+        c.barrier(each);
+      },
+      {patience, &caller});
+}
+
+Token to_token(const py::bytes& bytes) {
+  const std::string text = bytes;
+  Token token;
+  if (text.size() != token.size()) throw Error(ErrorCode::kValue, "token must have 16 bytes");
+  std::memcpy(token.data(), text.data(), token.size());
+  return token;
+}
+
+std::unique_ptr<Endpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
+                                  const std::vector<std::tuple<int, std::string, int>>& places,
+                                  const py::bytes& token, py::handle timeout) {
+  std::vector<net::Place> known;
+  for (const auto& [machine, ip, port] : places) {
+    known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
+  }
+  const Token secret = to_token(token);
+  const auto patience = to_duration(timeout);
+  const PythonCaller caller;
+  caller.may_block();
+  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller);
+  return std::make_unique<Endpoint>(std::make_shared<net::NetCommunicator>(
+      inner.host(), rank, std::move(known), std::move(connections)));
 }
 
 }  // namespace
@@ -47,7 +113,7 @@ void bind_host(py::module_& m) {
   py::class_<Machine, std::shared_ptr<Machine>>(m, "Machine")
       .def_static("of_processes",
                   [](const std::vector<int>& fds, int self) {
-                    std::vector<host::FileDescriptor> files;
+                    std::vector<FileDescriptor> files;
                     for (const int fd : fds) files.emplace_back(fd);
                     return Machine::of_processes(std::move(files), self);
                   })
@@ -62,19 +128,29 @@ void bind_host(py::module_& m) {
           }))
       .def_property_readonly("offset", &SharedBlock::offset);
 
-  py::class_<Host>(m, "HostCommunicator")
-      .def(py::init<std::shared_ptr<Machine>, const std::vector<int>&, int,
-                    const std::vector<std::size_t>&, std::shared_ptr<SharedBlock>, const Tuning&>())
-      .def_property_readonly("rank", [](Host& h) { return h.communicator().rank(); })
-      .def_property_readonly("size", [](Host& h) { return h.communicator().size(); })
-      .def_property_readonly("machine", [](Host& h) { return h.communicator().machine(); })
-      .def_property_readonly("members", [](Host& h) { return h.communicator().members(); })
-      .def_property_readonly("tuning", [](Host& h) { return h.communicator().tuning(); })
-      .def_property_readonly("dead_rank", [](Host& h) { return h.communicator().find_dead(); })
-      .def("watch", &Host::set_watch)
-      .def("close", [](Host& h) { h.communicator().close(); })
+  py::class_<Endpoint>(m, "Communicator")
+      .def_property_readonly("rank", [](Endpoint& e) { return e.communicator().rank(); })
+      .def_property_readonly("size", [](Endpoint& e) { return e.communicator().size(); })
+      .def("close", [](Endpoint& e) { e.communicator().close(); })
+      .def("compare", &compare)
       .def("empty", &empty)
-      .def("calls", &host_calls);
+      .def("calls", &endpoint_calls);
+
+  py::class_<HostEndpoint, Endpoint>(m, "HostCommunicator")
+      .def(py::init([](std::shared_ptr<Machine> machine, const std::vector<int>& members, int rank,
+                       const std::vector<std::size_t>& offsets, std::shared_ptr<SharedBlock> block,
+                       const Tuning& tuning) {
+        return std::make_unique<HostEndpoint>(std::make_shared<HostCommunicator>(
+            std::move(machine), members, rank, offsets, std::move(block), tuning));
+      }))
+      .def_property_readonly("machine", [](HostEndpoint& e) { return e.host()->machine(); })
+      .def_property_readonly("members", [](HostEndpoint& e) { return e.host()->members(); })
+      .def_property_readonly("tuning", [](HostEndpoint& e) { return e.host()->tuning(); });
+
+  py::class_<Listener>(m, "Listener")
+      .def(py::init<const std::string&>())
+      .def_property_readonly("port", &Listener::port);
+  m.def("connect_machines", &connect, py::keep_alive<0, 1>());
 }
 
 }  // namespace fastdist::bindings

@@ -80,9 +80,6 @@ void PythonCaller::check_interrupt() const {
   if (is_finalizing()) return;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  if (watch_ == nullptr || !*watch_ || watch_->is_none()) return;
-  const py::object watch = *watch_;  // another thread may replace it meanwhile
-  watch();
 }
 
 }  // namespace fastdist::bindings

@@ -40,9 +40,7 @@ class GilRelease {
 // would pay off.
 class PythonCaller final : public Caller {
  public:
-  // `watch` may hold a callable, or be null: it is called while the call waits for peers, and ends
-  // the wait with an exception.
-  explicit PythonCaller(const pybind11::object* watch = nullptr) : watch_(watch) {}
+  PythonCaller() = default;
   ~PythonCaller() override {
     if (released_ != nullptr) retake_gil(released_);
   }
@@ -53,7 +51,6 @@ class PythonCaller final : public Caller {
   }
 
  private:
-  const pybind11::object* watch_;
   mutable PyThreadState* released_ = nullptr;
 };
 

@@ -9,10 +9,9 @@
 
 namespace fastdist::bindings {
 
-// Makes a checker from a HostCommunicator of the same ranks (its comparisons are ordered with its
-// own calls), or from a Python object with an attribute `size` and a method `agree(signature_words,
-// flag, site, timeout_s)`. Returns null for None. The checker holds `hosts`; create and destroy it
-// with the GIL held.
+// Makes a checker from a communicator of the same ranks on host memory: its comparisons are ordered
+// with its own calls. Returns null for None. The checker holds `hosts`; create and destroy it with
+// the GIL held.
 [[nodiscard]] std::unique_ptr<nccl::Checker> make_checker(const pybind11::object& hosts);
 
 }  // namespace fastdist::bindings

@@ -3,6 +3,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -69,6 +71,23 @@ class Communicator {
   virtual void send(TensorView in, int dst, const CallOptions&) = 0;
   virtual void recv(TensorView out, int src, const CallOptions&) = 0;
   virtual void barrier(const CallOptions&) = 0;
+};
+
+// A communicator on host memory, whose calls return when they have ended.
+class BlockingCommunicator : public Communicator {
+ public:
+  // Throws kState if the communicator is closed, has failed or is a forked child's copy.
+  virtual void check_usable() const = 0;
+  // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
+  // calls in other threads.
+  virtual void close() noexcept = 0;
+  // Counts calls that were submitted to run in another thread and have not ended. While there are
+  // any, this rank may still act although its caller waits.
+  virtual void count_submitted(int change) noexcept = 0;
+  // Returns a rank that has died or failed. Thread-safe.
+  [[nodiscard]] virtual std::optional<int> find_lost() const noexcept = 0;
+  // Allocates memory that calls use with the fewest copies, until `owner` is released.
+  [[nodiscard]] virtual std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) = 0;
 };
 
 }  // namespace fastdist

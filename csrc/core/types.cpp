@@ -1,5 +1,6 @@
 #include "core/types.h"
 
+#include <algorithm>
 #include <array>
 
 #include "core/error.h"
@@ -59,10 +60,15 @@ std::optional<DType> dtype_from_name(std::string_view name) noexcept {
 }
 
 std::optional<ReduceOp> reduce_op_from_name(std::string_view name) noexcept {
-  for (std::size_t i = 0; i < kReduceOps.size(); ++i) {
-    if (kReduceOps[i] == name) return static_cast<ReduceOp>(i);
-  }
-  return std::nullopt;
+  const auto* found = std::find(kReduceOps.begin(), kReduceOps.end(), name);
+  if (found == kReduceOps.end()) return std::nullopt;
+  return static_cast<ReduceOp>(found - kReduceOps.begin());
+}
+
+std::optional<Op> op_from_name(std::string_view name) noexcept {
+  const auto* found = std::find(kOps.begin(), kOps.end(), name);
+  if (found == kOps.end()) return std::nullopt;
+  return static_cast<Op>(found - kOps.begin());
 }
 
 void check_reducible(ReduceOp op, DType dtype) {

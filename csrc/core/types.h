@@ -55,6 +55,7 @@ enum class Op : std::uint8_t {
 [[nodiscard]] std::string_view name_of(Op op) noexcept;
 [[nodiscard]] std::optional<DType> dtype_from_name(std::string_view name) noexcept;
 [[nodiscard]] std::optional<ReduceOp> reduce_op_from_name(std::string_view name) noexcept;
+[[nodiscard]] std::optional<Op> op_from_name(std::string_view name) noexcept;
 
 // Throws kType if the reduction is not defined for the dtype.
 void check_reducible(ReduceOp op, DType dtype);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/mismatch.h"
 
 namespace fastdist::host {
 namespace {
@@ -88,6 +89,14 @@ void HostCommunicator::close() noexcept {
   me().control->state.compare_exchange_strong(active,
                                               static_cast<std::uint32_t>(RankState::kClosed));
   wake_everyone();
+}
+
+std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
+  check_usable();
+  auto block = std::make_shared<SharedBlock>(machine_, me().machine_rank, bytes);
+  std::byte* const data = block->data();
+  owner = std::move(block);
+  return data;
 }
 
 void HostCommunicator::publish_window_and_cores() noexcept {
@@ -194,30 +203,20 @@ void HostCommunicator::await_access_end(int p, const Counter& accessing, std::ui
 // Called by every rank when signatures differ. Each rank publishes where it made the call, waits
 // until all others have done so, and throws. No data has moved, so the next call can proceed.
 void HostCommunicator::throw_mismatch() {
-  const Signature& signature = wait_.signature;
   CallSite& site = me().control->site;
   site.write(wait_.options->caller->location());
   publish(site.call, sequence_);
 
-  std::string message = "ranks called different collectives (call " + std::to_string(sequence_) +
-                        ", seen from rank " + std::to_string(rank_) + " of " +
-                        std::to_string(size()) + "):";
-  std::vector<int> ranks;
+  std::vector<CallOfRank> calls;
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, peer(p).control->site.call, sequence_);
     const Header& h = header_of(p);
-    const Signature theirs = unpack_signature(h.signature.load(std::memory_order_relaxed),
-                                              h.count.load(std::memory_order_relaxed),
-                                              h.list.load(std::memory_order_relaxed));
-    if (theirs.packed() != signature.packed() || theirs.count != signature.count ||
-        theirs.list != signature.list) {
-      ranks.push_back(p);
-    }
-    message += "\n  rank " + std::to_string(p) + ": " + describe(theirs);
-    const char* text = peer(p).control->site.text.data();
-    if (*text != '\0') message += std::string(" at ") + text;
+    calls.push_back({unpack_signature(h.signature.load(std::memory_order_relaxed),
+                                      h.count.load(std::memory_order_relaxed),
+                                      h.list.load(std::memory_order_relaxed)),
+                     peer(p).control->site.text.data()});
   }
-  throw Error(ErrorCode::kMismatch, message, std::move(ranks));
+  throw mismatch_of(sequence_, rank_, calls);
 }
 
 // An exchange rather than a store: it is ordered before the loads of the bells, and it drains

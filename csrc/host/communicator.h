@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -30,7 +31,7 @@
 
 namespace fastdist::host {
 
-class HostCommunicator final : public Communicator {
+class HostCommunicator final : public BlockingCommunicator {
  public:
   // `members[i]` is the machine rank of this communicator's rank i, and `offsets[i]` the offset of
   // its block (`block_bytes` long, zeroed) in its segment. `block` keeps this rank's block alive.
@@ -48,18 +49,17 @@ class HostCommunicator final : public Communicator {
   [[nodiscard]] const std::vector<int>& members() const noexcept { return members_; }
   [[nodiscard]] const Tuning& tuning() const noexcept { return tuning_; }
 
-  // Throws kState if the communicator is closed, has failed or is a forked child's copy.
-  void check_usable() const;
-  // Returns a rank that has died or failed. Thread-safe.
-  [[nodiscard]] std::optional<int> find_lost() const noexcept;
+  void check_usable() const override;
+  [[nodiscard]] std::optional<int> find_lost() const noexcept override;
+  void close() noexcept override;
+  void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
+  [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
   // Returns another rank whose process has died in use of the communicator. Thread-safe.
   [[nodiscard]] std::optional<int> find_dead() const noexcept;
-  // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's
-  // calls in other threads.
-  void close() noexcept;
-  // Counts calls that were submitted to run in another thread and have not ended. While there are
-  // any, this rank may still act although its caller waits.
-  void count_submitted(int change) noexcept { submitted_.fetch_add(change); }
+  // Gives up for a cause beyond this machine, which all ranks then throw. Thread-safe.
+  void abandon(const Error& cause) noexcept;
+  // Returns the cause for which a rank has called `abandon`. Thread-safe.
+  [[nodiscard]] std::optional<Error> find_cause() const;
 
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
   void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
@@ -218,6 +218,7 @@ class HostCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
   std::atomic<int> submitted_{0};
+  std::mutex abandon_mutex_;
   std::uint64_t waits_ = 0;  // number of published waits
   std::uint64_t sequence_ = 0;
   Wait wait_{};                                 // of the current collective

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,12 @@ std::string seconds(std::chrono::nanoseconds duration) {
   std::string text = std::to_string(std::chrono::duration<double>(duration).count());
   text.resize(text.find('.') + 2);
   return text + " s";
+}
+
+Error cause_of(const FailureCause& cause) {
+  return {static_cast<ErrorCode>(cause.code),
+          cause.text.data(),
+          {cause.failed.begin(), cause.failed.begin() + cause.ranks}};
 }
 
 }  // namespace
@@ -52,6 +59,10 @@ void HostCommunicator::check_usable() const {
                   unusable + "it waited for rank " + std::to_string(failed_rank) +
                       ", which waited for other ranks",
                   {failed_rank});
+    case RankState::kCause: {
+      const Error cause = cause_of(control.cause);
+      throw Error(cause.code(), unusable + cause.what(), cause.ranks());
+    }
   }
   throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
 }
@@ -87,6 +98,11 @@ void HostCommunicator::check_failures(const Wait& wait) {
                    who + "rank " + std::to_string(p) + " was interrupted" + last_calls(), {p}));
       case RankState::kDeadlock:
         fail(RankState::kDeadlock, p, Error(ErrorCode::kMismatch, describe_deadlock(), {p}));
+      case RankState::kCause: {
+        const Error cause = cause_of(control.cause);
+        abandon(cause);
+        throw Error(cause.code(), who + cause.what(), cause.ranks());
+      }
     }
   }
 }
@@ -150,6 +166,9 @@ void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
 void HostCommunicator::check_interrupt(const Wait& wait) {
   try {
     wait.options->caller->check_interrupt();
+  } catch (const Error& cause) {
+    abandon(cause);
+    throw;
   } catch (...) {
     announce_failure(RankState::kInterrupted, rank_);
     throw;
@@ -172,6 +191,35 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
              describe(wait.signature) + " on rank " + std::to_string(rank_) + " timed out after " +
                  seconds(waited) + " waiting for rank " + names + last_calls(),
              std::move(missing)));
+}
+
+void HostCommunicator::abandon(const Error& cause) noexcept {
+  Control& control = *me().control;
+  const std::lock_guard lock(abandon_mutex_);
+  if (control.state.load(std::memory_order_relaxed) !=
+      static_cast<std::uint32_t>(RankState::kActive)) {
+    return;
+  }
+  FailureCause& shared = control.cause;
+  const std::string_view text = cause.what();
+  const std::size_t length = std::min(text.size(), shared.text.size() - 1);
+  shared.code = static_cast<std::uint32_t>(cause.code());
+  shared.ranks =
+      static_cast<std::uint32_t>(std::min(cause.ranks().size(), shared.failed.size()));
+  std::copy_n(cause.ranks().begin(), shared.ranks, shared.failed.begin());
+  std::copy_n(text.data(), length, shared.text.data());
+  shared.text[length] = '\0';
+  announce_failure(RankState::kCause, rank_);
+}
+
+std::optional<Error> HostCommunicator::find_cause() const {
+  for (const Peer& p : peers_) {
+    if (p.control->state.load(std::memory_order_acquire) ==
+        static_cast<std::uint32_t>(RankState::kCause)) {
+      return cause_of(p.control->cause);
+    }
+  }
+  return std::nullopt;
 }
 
 void HostCommunicator::announce_failure(RankState why, int failed_rank) noexcept {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "core/mismatch.h"
 #include "host/communicator.h"
 #include "host/kernels.h"
 
@@ -105,16 +106,8 @@ void HostCommunicator::compare(Transfer& transfer) {
   transfer.own->site.write(transfer.wait.options->caller->location());
   publish(transfer, transfer.own->site.call, transfer.number);
   await(transfer, transfer.theirs->site.call, transfer.number);
-  const auto line = [](int rank, const Signature& signature, const CallSite& site) {
-    const std::string where = site.text.data();
-    return "\n  rank " + std::to_string(rank) + ": " + describe(signature) +
-           (where.empty() ? "" : " at " + where);
-  };
-  throw Error(ErrorCode::kMismatch,
-              "send and recv do not match (transfer " + std::to_string(transfer.number) +
-                  " between these ranks):" + line(rank_, own, transfer.own->site) +
-                  line(transfer.other, other, transfer.theirs->site),
-              {transfer.other});
+  throw transfer_mismatch_of(transfer.number, rank_, {own, transfer.own->site.text.data()},
+                             transfer.other, {other, transfer.theirs->site.text.data()});
 }
 
 void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {

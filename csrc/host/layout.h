@@ -35,7 +35,8 @@ enum class RankState : std::uint32_t {
   kTimeout,
   kPeerFailure,
   kInterrupted,
-  kDeadlock
+  kDeadlock,
+  kCause  // in `Control::cause`
 };
 
 // One cache line that announces a call: its number, its signature, the location of the arrays, and
@@ -63,6 +64,14 @@ struct alignas(kCacheLine) CallSite {
   }
 };
 
+// Why a rank has given up, if that has another cause than this communicator.
+struct FailureCause {
+  std::uint32_t code;  // an ErrorCode
+  std::uint32_t ranks;
+  std::array<std::int32_t, 16> failed;  // the first `ranks` are set
+  std::array<char, 440> text;
+};
+
 // The wait of a rank that makes no other call until it ends. Published by long waits. `number` is
 // stored last, differs from wait to wait, and is 0 while there is no such wait.
 struct alignas(kCacheLine) BlockedWait {
@@ -84,6 +93,7 @@ struct Control {
   alignas(kCacheLine) std::atomic<std::uint32_t> state;
   std::atomic<std::uint32_t> failed_rank;  // the rank that caused `state`
   std::atomic<std::uint32_t> closed;       // number of ranks that no longer use this block
+  FailureCause cause;
   CallSite site;
   BlockedWait blocked;
   std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on

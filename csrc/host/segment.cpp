@@ -13,17 +13,6 @@
 
 namespace fastdist::host {
 
-FileDescriptor& FileDescriptor::operator=(FileDescriptor&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  return *this;
-}
-
-FileDescriptor::~FileDescriptor() {
-  if (fd_ >= 0) ::close(fd_);
-}
-
-int FileDescriptor::release() noexcept { return std::exchange(fd_, -1); }
-
 FileDescriptor create_segment_file(std::size_t bytes) {
   FileDescriptor file(::memfd_create("fastdist", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) throw system_error("memfd_create");

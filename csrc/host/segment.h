@@ -3,23 +3,9 @@
 
 #include <cstddef>
 
+#include "core/file_descriptor.h"
+
 namespace fastdist::host {
-
-// Owns a file descriptor.
-class FileDescriptor {
- public:
-  FileDescriptor() = default;
-  explicit FileDescriptor(int fd) noexcept : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& other) noexcept : fd_(other.release()) {}
-  FileDescriptor& operator=(FileDescriptor&& other) noexcept;
-  ~FileDescriptor();
-
-  [[nodiscard]] int get() const noexcept { return fd_; }
-  int release() noexcept;
-
- private:
-  int fd_ = -1;
-};
 
 // Creates a memfd of `bytes` zero bytes that can grow but never shrink (so that no peer can be made
 // to fault). This process holds a record lock on the file until it ends: see `is_locked_by_other`.

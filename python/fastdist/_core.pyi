@@ -69,7 +69,28 @@ class _Calls(TypedDict):
     recv: Callable[[Any, int, float, bool], Any]
     barrier: Callable[[float, bool], Any]
 
-class HostCommunicator:
+class Communicator:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    # Compare a call of another engine, in one sequence with this engine's own.
+    def compare(
+        self,
+        op: str,
+        dtype: str,
+        reduce_op: str,
+        root: int,
+        count: int,
+        list_hash: int,
+        timeout_s: float,
+        /,
+    ) -> None: ...
+    def close(self, /) -> None: ...
+    def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8]: ...
+    def calls(self, /) -> _Calls: ...
+
+class HostCommunicator(Communicator):
     def __init__(
         self,
         machine: Machine,
@@ -81,21 +102,28 @@ class HostCommunicator:
         /,
     ) -> None: ...
     @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
     def machine(self) -> Machine: ...
     @property
     def members(self) -> list[int]: ...
     @property
     def tuning(self) -> Tuning: ...
+
+# Accepts connections of other machines' ranks at a free port of an IP address.
+class Listener:
+    def __init__(self, ip: str, /) -> None: ...
     @property
-    def dead_rank(self) -> int | None: ...
-    def watch(self, poll: Callable[[], None] | None, /) -> None: ...
-    def close(self, /) -> None: ...
-    def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8]: ...
-    def calls(self, /) -> _Calls: ...
+    def port(self) -> int: ...
+
+def connect_machines(
+    inner: HostCommunicator,
+    listener: Listener,
+    rank: int,
+    # of each rank: number of its machine, IP address and port of its listener
+    places: Sequence[tuple[int, str, int]],
+    token: bytes,
+    timeout_s: float,
+    /,
+) -> Communicator: ...
 
 # bind_table.cpp
 #

@@ -26,7 +26,6 @@
 
 namespace fastdist::test {
 
-using host::FileDescriptor;
 using host::HostCommunicator;
 using host::Machine;
 using host::SharedBlock;

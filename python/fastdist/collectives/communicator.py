@@ -106,7 +106,7 @@ class Communicator:
         self._on_end = on_end  # called with the communicator that takes this one's place
         self._timeout_s = timeout_s
         self._gpus = (
-            NcclEngine(engine) if engine.call_checker is not None and is_possible() else None
+            NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         )
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
         self._all_reduce = calls["all_reduce"]

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import fastdist._core as _core
 from fastdist._config import settings
@@ -23,7 +23,11 @@ from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.net import NetEngine
 from fastdist.errors import ClusterConfigError, FastdistError
+
+if TYPE_CHECKING:
+    from fastdist.collectives.engines.machine_rendezvous import Meeting
 
 _DEFAULT_PORT = 29500  # the same as torch's
 _MAX_THREADS = 1024  # memory grows with the square of the number
@@ -80,7 +84,7 @@ def init(
     The ranks are the processes that `fastdist run`, torchrun, mpiexec or srun started; a process
     without a launcher is a world of one rank. Later calls return the same communicator until it is
     closed. Ranks of one machine share memory. In a job on several machines, the ranks meet at
-    MASTER_ADDR:MASTER_PORT, and torch's Gloo connects the machines.
+    MASTER_ADDR:MASTER_PORT, by torch's TCPStore, and connect by TCP.
 
     Args:
         bootstrap: an mpi4py communicator that defines the ranks instead.
@@ -141,22 +145,6 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     timeout_s = settings().timeout_s if timeout is None else timeout
     check_timeout(timeout_s)
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
-
-
-def in_groups(flat: Communicator, width: int, *, timeout: float | None = None) -> Communicator:
-    """Make a communicator that reduces within groups of neighbours, then among their first ranks.
-
-    Every rank must call. The result replaces `flat`, and closes it when it is closed itself.
-
-    Args:
-        flat: a communicator of the same ranks.
-        width: number of ranks of a group; the last group may be smaller.
-        timeout: as for `init`.
-    """
-    from fastdist.collectives.engines.groups import engine_in_groups
-
-    timeout_s = settings().timeout_s if timeout is None else timeout
-    return Communicator(engine_in_groups(flat.engine, width, timeout_s), timeout_s)
 
 
 def has_communicator() -> bool:
@@ -287,7 +275,12 @@ def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, st
 
 
 def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
-    from fastdist.collectives.engines.machine_rendezvous import machine_id
+    from fastdist.collectives.engines.machine_rendezvous import (
+        Arrival,
+        arrive,
+        conclude,
+        machine_id,
+    )
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "bcast")
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
@@ -296,8 +289,11 @@ def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
     if len(set(machines)) == 1:
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, _World.meetings, timeout_s)
-    coordinator = bootstrap.bcast(_free_address() if rank == 0 else "")
-    return _on_machines("bootstrap", rank, size, coordinator, timeout_s)[0]
+    host, port = split_address(bootstrap.bcast(_free_address() if rank == 0 else ""))
+    arrival, listener = arrive(host, port, size)
+    arrivals = [Arrival.unpack(bootstrap.bcast(arrival.pack(), root)) for root in range(size)]
+    meeting = conclude(arrivals, listener, key)
+    return _connect_machines("bootstrap", rank, meeting, timeout_s)[0]
 
 
 def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
@@ -313,9 +309,6 @@ def _on_machines(
 ) -> tuple[Engine, Launch]:
     """Meet the other ranks through a store, and make the engine that fits their machines."""
     # Imported here since `import fastdist` must be quick.
-    from fastdist.collectives.engines.gloo import GlooEngine
-    from fastdist.collectives.engines.hierarchical import HierarchicalEngine
-    from fastdist.collectives.engines.machine_links import MachineLinks
     from fastdist.collectives.engines.machine_rendezvous import meet_machines
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -323,21 +316,25 @@ def _on_machines(
     meeting = meet_machines(
         rank, size, coordinator, f"fastdist/{attempt}/{_World.meetings}", timeout_s, has_agent
     )
+    return _connect_machines(launcher, rank, meeting, timeout_s)
+
+
+def _connect_machines(
+    launcher: str, rank: int, meeting: Meeting, timeout_s: float
+) -> tuple[Engine, Launch]:
     layout = meeting.layout
     place, local = layout.place_of(rank)
     here = len(layout.places[place])
     key = f"{meeting.key}/{place}"
     own = Launch("machines", local, here, local, here, key)
-    launch = Launch(launcher, rank, size, local, here, key)
+    launch = Launch(launcher, rank, layout.size, local, here, key)
     inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
     if len(layout.places) == 1:
         return inner, launch
-    several = layout.width > 1
-    flat = GlooEngine(meeting.store, rank, size, meeting.address, timeout_s, lanes_only=several)
-    if not several:
-        return flat, launch
-    links = MachineLinks(flat, layout, meeting.store, timeout_s)
-    return HierarchicalEngine(layout, rank, inner, links), launch
+    engine = NetEngine(
+        layout, rank, inner, meeting.listener, meeting.addresses, meeting.key, timeout_s
+    )
+    return engine, launch
 
 
 def _is_loopback(coordinator: str) -> bool:

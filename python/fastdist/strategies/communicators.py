@@ -9,7 +9,6 @@ import numpy as np
 
 from fastdist.cluster import detect_launch
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.init import in_groups
 from fastdist.strategies.options import CommunicationOptions
 
 
@@ -37,9 +36,6 @@ class ReplicaCommunicators:
 def connect_replicas(world: Communicator, options: CommunicationOptions) -> ReplicaCommunicators:
     """Make the communicators of all ranks of `world`. Every rank must call."""
     gradients = _copy(world, options)
-    if options.implementation == "hierarchical_copy":
-        width = (world.world_size + 1) // 2
-        gradients = in_groups(gradients, width, timeout=options.timeout_s)
     overlaps = options.overlap
     if overlaps == "auto":
         launch = detect_launch()

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from fastdist.collectives.communicator import Compression
 from fastdist.training.contributions import GradientReduction
 
-Implementation = Literal["auto", "all_reduce", "hierarchical_copy", "reduce_to_one_device"]
+Implementation = Literal["auto", "all_reduce", "reduce_to_one_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,7 @@ class CommunicationOptions:
         bucket_bytes: maximum total size of gradients that are reduced together.
         timeout_s: seconds to wait for other replicas; None: the communicator's default.
         implementation: the algorithm that reduces gradients (tf.distribute's CrossDeviceOps).
-            "all_reduce": all replicas at once, by the fastest transport. "hierarchical_copy": in
-            two halves of neighbouring replicas, then between the first replicas of both halves.
+            "all_reduce": all replicas at once, by the fastest transport.
             "reduce_to_one_device": on the first replica, which broadcasts the result. "auto":
             "all_reduce".
         compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.

@@ -19,12 +19,10 @@ import numpy as np
 import torch
 
 from fastdist.collectives.arguments import REDUCE_OPS, to_rank
-from fastdist.collectives.engines.checked import source_line
-from fastdist.collectives.engines.engine import Bytes, Calls, Engine
-from fastdist.collectives.engines.signature import OPS
+from fastdist.collectives.engines.engine import OPS, Bytes, Calls, Engine
 from fastdist.collectives.hints import unknown_op
 from fastdist.errors import UnsupportedError
-from fastdist.tpu.comparison import Comparison, dtype_of, signature_of
+from fastdist.tpu.comparison import Comparison, dtype_of
 from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
@@ -51,17 +49,13 @@ class SpmdEngine(Engine):
         self._comparison = None if peers is None else Comparison(peers)
 
     @property
-    def call_checker(self) -> None:
+    def compiled(self) -> None:
         """None: NCCL does not connect XLA devices."""
         return None
 
     def calls(self) -> Calls:
         """Return the collectives, which are part of the traced program and never asynchronous."""
         return {op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
-
-    def trusted_calls(self) -> Calls:
-        """Return the same collectives."""
-        return self.calls()
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate host memory; XLA manages the memory of the devices."""
@@ -181,7 +175,7 @@ class SpmdEngine(Engine):
     ) -> None:
         """Compare a call with the calls of other processes."""
         if self._comparison is not None:
-            self._comparison.require_same(signature_of(name, tensors, op, root), source_line())
+            self._comparison.require_same(name, tensors, op, root)
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
         results: list[Any] = [None] * len(tensors)

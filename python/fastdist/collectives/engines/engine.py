@@ -8,8 +8,25 @@ from typing import Any
 
 import numpy as np
 
+import fastdist._core as _core
+
 Calls = Mapping[str, Callable[..., Any]]
 """The collectives of an engine by name; `_Calls` in _core.pyi lists the arguments of each."""
+
+OPS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+    "recv",
+    "barrier",
+)
+"""The names of all collectives."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -27,22 +44,12 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def call_checker(self) -> Any:
-        """The object over which calls on GPU arrays are compared between ranks.
-
-        Passed to `_core.NcclCommunicator.connect`. None if the engine does not support GPU arrays.
-        """
+    def compiled(self) -> _core.Communicator | None:
+        """The compiled engine, over which calls on GPU arrays are compared; None for XLA's."""
 
     @abstractmethod
     def calls(self) -> Calls:
         """Return the collectives. Arguments are positional, the last two timeout_s and async_op."""
-
-    @abstractmethod
-    def trusted_calls(self) -> Calls:
-        """Return the collectives for an engine above this one, which has compared the calls.
-
-        They run at once in the caller's thread, one at a time, and never asynchronously.
-        """
 
     @abstractmethod
     def empty(self, nbytes: int) -> Bytes:

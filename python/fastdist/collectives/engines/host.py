@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class HostEngine(Engine):
         ]
 
     @property
-    def call_checker(self) -> Any:
+    def compiled(self) -> _core.HostCommunicator:
         """The compiled engine."""
         return self._host
 
@@ -86,18 +86,6 @@ class HostEngine(Engine):
         """Return the builtins of the compiled engine."""
         calls: Calls = self._host.calls()  # type: ignore[assignment]
         return calls
-
-    def trusted_calls(self) -> Calls:
-        """Return the same builtins: their comparison of calls costs nothing."""
-        return self.calls()
-
-    def watch(self, poll: Callable[[], None] | None) -> None:
-        """Set a function to call regularly while a call waits; its exception ends the wait."""
-        self._host.watch(poll)
-
-    def dead_rank(self) -> int | None:
-        """Return a rank whose process has died; None if there is none."""
-        return self._host.dead_rank
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate shared memory."""

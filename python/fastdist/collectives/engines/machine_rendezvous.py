@@ -2,9 +2,9 @@
 
 Rank 0 opens the store at the address that all ranks were given and listens on that address only;
 under torchrun, all ranks use the store that torchrun's agent has opened there. Each rank posts the
-machine on which it runs. The ranks of one machine then meet without the network (rendezvous.py);
-the machines' leaders, and ranks that send to each other, connect by Gloo. Values in the store are
-JSON, so that no value that a stranger writes there is executed.
+machine on which it runs, and the address at which it accepts connections of ranks on other
+machines. The ranks of one machine then meet without the network (rendezvous.py). Values in the
+store are JSON, so that no value that a stranger writes there is executed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import ipaddress
 import json
 import os
 import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
+import fastdist._core as _core
+from fastdist._version import __version__
 from fastdist.cluster.address import split_address
 from fastdist.cluster.own_address import own_address
-from fastdist.collectives.engines.c10d import c10d
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.rendezvous import run_checks
 from fastdist.errors import ClusterConfigError
@@ -39,16 +42,83 @@ class Meeting:
     """The result of a rendezvous.
 
     Attributes:
-        store: torch's store, with a prefix of this rendezvous.
         layout: the ranks of each machine.
-        address: address of this machine, reachable from the others.
-        key: equal on all ranks, and secret to processes that cannot read the store.
+        addresses: IP address and port of each rank's listener.
+        listener: this rank's listener.
+        key: equal on all ranks, and secret to processes that were not in the rendezvous.
     """
 
-    store: Any
     layout: Layout
-    address: str
+    addresses: tuple[tuple[str, int], ...]
+    listener: _core.Listener
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rank tells the others in a rendezvous.
+
+    Attributes:
+        world_size: the number of ranks that it expects.
+        machine: see `machine_id`.
+        ip: IP address of its listener.
+        port: port of its listener.
+        version: of fastdist.
+    """
+
+    world_size: int
+    machine: str
+    ip: str
+    port: int
+    version: str = __version__
+
+    def pack(self) -> str:
+        """Encode as JSON."""
+        return json.dumps(astuple(self))
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> Arrival:
+        """Decode the output of `pack`."""
+        world_size, machine, ip, port, version = json.loads(text)
+        return cls(int(world_size), str(machine), str(ip), int(port), str(version))
+
+
+def arrive(host: str, port: int, world_size: int) -> tuple[Arrival, _core.Listener]:
+    """Open this rank's listener, at the address of the route to `host`."""
+    ip = own_address(host, port)
+    try:
+        listener = _core.Listener(ip)
+    except (OSError, ValueError) as error:
+        raise ClusterConfigError(f"rendezvous: {error}") from None
+    return Arrival(world_size, machine_id(), ip, listener.port), listener
+
+
+def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Meeting:
+    """Make the meeting of ranks that have told each other how they arrived.
+
+    Raises:
+        ClusterConfigError: ranks have different versions of fastdist, or an address that other
+            machines cannot reach.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, arrival in enumerate(arrivals):
+        places.setdefault(arrival.machine, []).append(rank)
+        if arrival.version != arrivals[0].version:
+            raise ClusterConfigError(
+                "rendezvous: all ranks must have the same version of fastdist: rank 0 has "
+                f"{arrivals[0].version}, rank {rank} has {arrival.version}",
+                (rank,),
+            )
+    for rank, arrival in enumerate(arrivals):
+        if len(places) > 1 and ipaddress.ip_address(arrival.ip.partition("%")[0]).is_loopback:
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} listens at {arrival.ip}, which other machines cannot "
+                "reach; expected the address of rank 0 to be one of its network, not of loopback",
+                (rank,),
+            )
+    layout = Layout(tuple(map(tuple, places.values())))
+    addresses = tuple((arrival.ip, arrival.port) for arrival in arrivals)
+    return Meeting(layout, addresses, listener, key)
 
 
 def machine_id() -> str:
@@ -87,7 +157,8 @@ def meet_machines(
         raise ClusterConfigError(f"rendezvous: {error}") from None
     store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
     try:
-        return _meet(store, rank, world_size, own_address(host, port), deadline, timeout_s)
+        arrival, listener = arrive(host, port, world_size)
+        return _meet(store, rank, arrival, listener, deadline, timeout_s)
     except RuntimeError as error:
         if isinstance(error, ClusterConfigError):
             raise
@@ -97,7 +168,12 @@ def meet_machines(
 
 
 def _meet(
-    store: Any, rank: int, world_size: int, address: str, deadline: float, timeout_s: float
+    store: Any,
+    rank: int,
+    arrival: Arrival,
+    listener: _core.Listener,
+    deadline: float,
+    timeout_s: float,
 ) -> Meeting:
     if rank == 0:
         store.set("key", secrets.token_hex(16))
@@ -105,32 +181,30 @@ def _meet(
         refusal = json.dumps([_twice(rank), rank])
         _decide(store, refusal)
         raise _refused(refusal)
-    store.set(f"rank/{rank}", json.dumps([machine_id(), world_size]))
-    places: dict[str, list[int]] = {}
-    for other, machine in enumerate(_await_all(store, rank, world_size, deadline, timeout_s)):
-        places.setdefault(machine, []).append(other)
+    store.set(f"rank/{rank}", arrival.pack())
+    arrivals = _await_all(store, rank, arrival.world_size, deadline, timeout_s)
     refusal = _decide(store, "")
     if refusal:
         raise _refused(refusal)
-    layout = Layout(tuple(map(tuple, places.values())))
-    return Meeting(store, layout, address, bytes(store.get("key")).decode())
+    return conclude(arrivals, listener, bytes(store.get("key")).decode())
 
 
-def _await_all(store: Any, rank: int, size: int, deadline: float, timeout_s: float) -> list[str]:
-    """Return the machine of each rank."""
-    found: dict[int, str] = {}
+def _await_all(
+    store: Any, rank: int, size: int, deadline: float, timeout_s: float
+) -> list[Arrival]:
+    found: dict[int, Arrival] = {}
     while True:
         for other in range(size):
             if other in found or not store.check([f"rank/{other}"]):
                 continue
-            machine, theirs = json.loads(bytes(store.get(f"rank/{other}")))
-            if theirs != size:
+            arrival = Arrival.unpack(bytes(store.get(f"rank/{other}")))
+            if arrival.world_size != size:
                 raise ClusterConfigError(
                     f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
-                    f"{size}, rank {other} expects {theirs}",
+                    f"{size}, rank {other} expects {arrival.world_size}",
                     (other,),
                 )
-            found[other] = str(machine)
+            found[other] = arrival
         missing = tuple(other for other in range(size) if other not in found)
         if not missing:
             return [found[other] for other in range(size)]
@@ -163,7 +237,7 @@ def _refused(refusal: str) -> ClusterConfigError:
 def _open_store(
     host: str, port: int, listens: bool, prefix: str, rank: int, timeout_s: float
 ) -> Any:
-    distributed = c10d()
+    distributed = _c10d()
     patience = datetime.timedelta(seconds=max(1.0, timeout_s))
     options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
     if listens:
@@ -187,7 +261,7 @@ def _open_store(
 
 def _refuse_other_job(host: str, port: int, prefix: str) -> None:
     """End a meeting that has begun at the address of this job: its ranks might join this job's."""
-    distributed = c10d()
+    distributed = _c10d()
 
     def refuse() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
@@ -234,3 +308,23 @@ def _listen(host: str, port: int) -> socket.socket | None:
             (0,),
         ) from None
     return listener
+
+
+def _c10d() -> Any:
+    """Import the module of torch's stores.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    try:
+        import torch.distributed
+    except ImportError:
+        raise ImportError(
+            "ranks on several machines meet in torch's TCPStore: pip install torch, or start them "
+            "by mpiexec and pass fastdist.init(bootstrap=) an mpi4py communicator"
+        ) from None
+    if not torch.distributed.is_available():
+        raise ImportError(
+            "ranks on several machines meet in torch's TCPStore, which this build of torch lacks"
+        )
+    return torch._C._distributed_c10d  # torch.distributed exports only a part of it

@@ -158,7 +158,7 @@ class NcclEngine:
         unique_id = self._share_id(timeout_s)
         blocking = settings().nccl_blocking
         gpu = _core.NcclCommunicator.connect(
-            unique_id, rank, size, device, blocking, self._host_engine.call_checker, timeout_s
+            unique_id, rank, size, device, blocking, self._host_engine.compiled, timeout_s
         )
         self._on_gpus = dict(gpu.calls())
         self._gpu = gpu

@@ -1,4 +1,4 @@
-// The host engine's collectives: converts Python arguments to views of memory.
+// The collectives on host memory: converts Python arguments to views of memory.
 
 #include <pybind11/pybind11.h>
 
@@ -15,7 +15,7 @@
 #include "bindings/array.h"
 #include "bindings/call_arguments.h"
 #include "bindings/fast_call.h"
-#include "bindings/host.h"
+#include "bindings/endpoint.h"
 #include "core/error.h"
 #include "core/signature.h"
 #include "host/compress.h"
@@ -24,7 +24,6 @@
 namespace fastdist::bindings {
 namespace {
 
-using host::HostCommunicator;
 using Timeout = std::chrono::nanoseconds;
 
 // Makes one call per array. The ranks compare the whole list in each call, so a mismatch throws
@@ -48,14 +47,14 @@ std::shared_ptr<Arrays> make_arrays(py::handle object, Access access, const char
   return std::make_shared<Arrays>(object, access, argument);
 }
 
-py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::handle out,
+py::object all_reduce(Endpoint& self, py::handle array, py::handle op_name, py::handle out,
                       py::handle compress, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const bool in_place = out.is_none();
   if (!async && in_place && compress.is_none()) {  // the fast path: no allocation
     const Arrays in(array, Access::kWrite, "array");
     check_reducible_all(op, in.views());
-    const auto call = [&in, op](HostCommunicator& c, const CallOptions& options) {
+    const auto call = [&in, op](BlockingCommunicator& c, const CallOptions& options) {
       c.all_reduce(in.views(), in.views(), op, options);
     };
     if (self.run_now(call, timeout)) return py::reinterpret_borrow<py::object>(array);
@@ -66,7 +65,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
   check_reducible_all(op, in->views());
   const auto wire = compress.is_none() ? std::nullopt : std::optional(to_wire_dtype(compress));
   return self.run(
-      [in, to, op, wire](HostCommunicator& c, const CallOptions& options) {
+      [in, to, op, wire](BlockingCommunicator& c, const CallOptions& options) {
         if (wire) {
           host::all_reduce_compressed(c, in->views(), to->views(), op, *wire, options);
         } else {
@@ -77,7 +76,7 @@ py::object all_reduce(Host& self, py::handle array, py::handle op_name, py::hand
       async);
 }
 
-py::object reduce(Host& self, py::handle array, py::handle op_name, py::handle root_rank,
+py::object reduce(Endpoint& self, py::handle array, py::handle op_name, py::handle root_rank,
                   py::handle out, Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const int root = self.root(root_rank);
@@ -88,14 +87,14 @@ py::object reduce(Host& self, py::handle array, py::handle op_name, py::handle r
   check_fits(*in, *to);
   check_reducible_all(op, in->views());
   return self.run(
-      [in, to, op, root, is_root](HostCommunicator& c, const CallOptions& options) {
+      [in, to, op, root, is_root](BlockingCommunicator& c, const CallOptions& options) {
         c.reduce(in->views(), is_root ? to->views() : TensorViews{}, op, root, options);
       },
       keep(array, out, in->take_holder(), to->take_holder()), in_place ? array : out, timeout,
       async);
 }
 
-py::object broadcast(Host& self, py::handle array, py::handle root_rank, py::handle out,
+py::object broadcast(Endpoint& self, py::handle array, py::handle root_rank, py::handle out,
                      Timeout timeout, bool async) {
   const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
@@ -106,7 +105,7 @@ py::object broadcast(Host& self, py::handle array, py::handle root_rank, py::han
                                                     in_place ? "array" : "out");
   if (is_root) check_fits(*from, *to);
   return self.run(
-      [from, to, root](HostCommunicator& c, const CallOptions& options) {
+      [from, to, root](BlockingCommunicator& c, const CallOptions& options) {
         c.broadcast(from ? from->views() : to->views(), root, options);
         if (!from) return;
         for (std::size_t i = 0; i < to->views().size(); ++i) {
@@ -118,12 +117,12 @@ py::object broadcast(Host& self, py::handle array, py::handle root_rank, py::han
       in_place ? array : out, timeout, async);
 }
 
-py::object all_gather(Host& self, py::handle array, py::handle out, Timeout timeout, bool async) {
+py::object all_gather(Endpoint& self, py::handle array, py::handle out, Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
   check_sizes("all_gather", *in, *to, self.communicator().size());
   return self.run(
-      [in, to](HostCommunicator& c, const CallOptions& options) {
+      [in, to](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews parts = in->views();
         one_by_one(parts.size(), signature_of({.op = Op::kAllGather}, parts), options,
                    [&](std::size_t i, const CallOptions& each) {
@@ -133,7 +132,7 @@ py::object all_gather(Host& self, py::handle array, py::handle out, Timeout time
       keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object gather(Host& self, py::handle array, py::handle root_rank, py::handle out,
+py::object gather(Endpoint& self, py::handle array, py::handle root_rank, py::handle out,
                   Timeout timeout, bool async) {
   const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
@@ -145,7 +144,7 @@ py::object gather(Host& self, py::handle array, py::handle root_rank, py::handle
     check_row_major(*in);
   }
   return self.run(
-      [in, to, root, is_root](HostCommunicator& c, const CallOptions& options) {
+      [in, to, root, is_root](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews parts = in->views();
         const auto whole = signature_of(rooted(Op::kGather, root), parts);
         one_by_one(parts.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
@@ -155,7 +154,7 @@ py::object gather(Host& self, py::handle array, py::handle root_rank, py::handle
       keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object scatter(Host& self, py::handle array, py::handle root_rank, py::handle out,
+py::object scatter(Endpoint& self, py::handle array, py::handle root_rank, py::handle out,
                    Timeout timeout, bool async) {
   const int root = self.root(root_rank);
   const bool is_root = self.communicator().rank() == root;
@@ -167,7 +166,7 @@ py::object scatter(Host& self, py::handle array, py::handle root_rank, py::handl
     check_row_major(*to);
   }
   return self.run(
-      [in, to, root](HostCommunicator& c, const CallOptions& options) {
+      [in, to, root](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews parts = to->views();
         const auto whole = signature_of(rooted(Op::kScatter, root), parts);
         one_by_one(parts.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
@@ -178,7 +177,7 @@ py::object scatter(Host& self, py::handle array, py::handle root_rank, py::handl
       async);
 }
 
-py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::handle out,
+py::object reduce_scatter(Endpoint& self, py::handle array, py::handle op_name, py::handle out,
                           Timeout timeout, bool async) {
   const ReduceOp op = to_reduce_op(op_name);
   const auto in = make_arrays(array, Access::kRead, "array");
@@ -186,7 +185,7 @@ py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::
   check_sizes("reduce_scatter", *to, *in, self.communicator().size());
   check_reducible_all(op, in->views());
   return self.run(
-      [in, to, op](HostCommunicator& c, const CallOptions& options) {
+      [in, to, op](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews wide = in->views();
         const auto whole = signature_of({.op = Op::kReduceScatter, .reduce_op = op}, wide);
         one_by_one(wide.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
@@ -197,14 +196,14 @@ py::object reduce_scatter(Host& self, py::handle array, py::handle op_name, py::
 }
 
 // `counts` has, for each array, the elements from each rank to each rank; empty means equal parts.
-py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
+py::object all_to_all(Endpoint& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
                       Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
   const auto n = static_cast<std::size_t>(self.communicator().size());
   check_all_to_all(*in, *to, counts, n, static_cast<std::size_t>(self.communicator().rank()));
   return self.run(
-      [in, to, n, counts = std::move(counts)](HostCommunicator& c, const CallOptions& options) {
+      [in, to, n, counts = std::move(counts)](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews wide = in->views();
         Signature whole = signature_of({.op = Op::kAllToAll}, wide);
         if (!counts.empty()) {
@@ -220,36 +219,36 @@ py::object all_to_all(Host& self, py::handle array, py::handle out, std::vector<
       keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object send(Host& self, py::handle array, py::handle dst_rank, Timeout timeout, bool async) {
+py::object send(Endpoint& self, py::handle array, py::handle dst_rank, Timeout timeout, bool async) {
   const int dst = self.peer(dst_rank, "dst");
   const auto in = make_arrays(array, Access::kRead, "array");
   return self.run_in_lane(
       dst, true,
-      [in, dst](HostCommunicator& c, const CallOptions& options) {
+      [in, dst](BlockingCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : in->views()) c.send(view, dst, options);
       },
       keep(array, in->take_holder()), array, timeout, async);
 }
 
-py::object recv(Host& self, py::handle array, py::handle src_rank, Timeout timeout, bool async) {
+py::object recv(Endpoint& self, py::handle array, py::handle src_rank, Timeout timeout, bool async) {
   const int src = self.peer(src_rank, "src");
   const auto to = make_arrays(array, Access::kWrite, "array");
   return self.run_in_lane(
       src, false,
-      [to, src](HostCommunicator& c, const CallOptions& options) {
+      [to, src](BlockingCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : to->views()) c.recv(view, src, options);
       },
       keep(array, to->take_holder()), array, timeout, async);
 }
 
-py::object barrier(Host& self, Timeout timeout, bool async) {
-  return self.run([](HostCommunicator& c, const CallOptions& options) { c.barrier(options); },
+py::object barrier(Endpoint& self, Timeout timeout, bool async) {
+  return self.run([](BlockingCommunicator& c, const CallOptions& options) { c.barrier(options); },
                   py::none(), py::none(), timeout, async);
 }
 
 }  // namespace
 
-py::dict host_calls(const py::object& owner) {
+py::dict endpoint_calls(const py::object& owner) {
   static std::array<PyMethodDef, 11> definitions{
       FastCall<&all_reduce>::define("all_reduce"),
       FastCall<&reduce>::define("reduce"),
@@ -263,10 +262,10 @@ py::dict host_calls(const py::object& owner) {
       FastCall<&recv>::define("recv"),
       FastCall<&barrier>::define("barrier"),
   };
-  auto& host = owner.cast<Host&>();
+  auto& endpoint = owner.cast<Endpoint&>();
   py::dict result;
   for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] = bind_fast(definition, host, owner);
+    result[definition.ml_name] = bind_fast(definition, endpoint, owner);
   }
   return result;
 }

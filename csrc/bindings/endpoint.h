@@ -1,5 +1,5 @@
-// One rank's host communicator as Python holds it, with queues of pending calls and the arrays that
-// they use.
+// One rank's communicator on host memory as Python holds it, with queues of pending calls and the
+// arrays that they use.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,34 +16,32 @@
 #include "bindings/arguments.h"
 #include "bindings/caller.h"
 #include "bindings/work.h"
+#include "core/communicator.h"
 #include "core/error.h"
 #include "core/work.h"
-#include "host/communicator.h"
 
 namespace fastdist::bindings {
 
 namespace py = pybind11;
-using host::HostCommunicator;
 
-// A host communicator with one queue for collectives and one per lane and direction.
-class Host {
+// A communicator with one queue for collectives and one per lane and direction.
+class Endpoint {
  public:
-  Host(std::shared_ptr<host::Machine> machine, const std::vector<int>& members, int rank,
-       const std::vector<std::size_t>& offsets, std::shared_ptr<host::SharedBlock> block,
-       const host::Tuning& tuning)
-      : communicator_(std::move(machine), members, rank, offsets, std::move(block), tuning) {}
-  Host(const Host&) = delete;
-  Host& operator=(const Host&) = delete;
+  explicit Endpoint(std::shared_ptr<BlockingCommunicator> communicator)
+      : owner_(std::move(communicator)), communicator_(*owner_) {}
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
   // The queues end before the communicator. Closing it makes their pending calls fail at once.
-  ~Host() {
+  ~Endpoint() {
     communicator_.close();
     const GilRelease release;
     lanes_.clear();
   }
 
-  [[nodiscard]] HostCommunicator& communicator() noexcept { return communicator_; }
-  // Sets a function to call regularly while a call waits; an exception ends the wait.
-  void set_watch(py::object watch) { watch_ = std::move(watch); }
+  [[nodiscard]] BlockingCommunicator& communicator() noexcept { return communicator_; }
+  [[nodiscard]] const std::shared_ptr<BlockingCommunicator>& shared() const noexcept {
+    return owner_;
+  }
 
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
@@ -104,11 +102,11 @@ class Host {
   template <class Task>
   std::shared_ptr<Work> submit(WorkQueue& queue, Task task) {
     struct Count {
-      explicit Count(HostCommunicator& c) : communicator(c) { c.count_submitted(1); }
+      explicit Count(BlockingCommunicator& c) : communicator(c) { c.count_submitted(1); }
       Count(const Count&) = delete;
       Count& operator=(const Count&) = delete;
       ~Count() { communicator.count_submitted(-1); }
-      HostCommunicator& communicator;
+      BlockingCommunicator& communicator;
     };
     return queue.submit(
         [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
@@ -128,7 +126,7 @@ class Host {
   }
   template <class Call>
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
-    const PythonCaller caller(&watch_);
+    const PythonCaller caller;
     const CallOptions options{timeout, &caller};
     return queue.try_run([&] { call(communicator_, options); });
   }
@@ -154,8 +152,8 @@ class Host {
     return pending.result;
   }
 
-  HostCommunicator communicator_;
-  py::object watch_;
+  std::shared_ptr<BlockingCommunicator> owner_;
+  BlockingCommunicator& communicator_;
   std::mutex mutex_;  // guards in_flight_ and lanes_
   std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   WorkQueue collectives_;
@@ -163,6 +161,6 @@ class Host {
 };
 
 // Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.
-py::dict host_calls(const py::object& owner);
+py::dict endpoint_calls(const py::object& owner);
 
 }  // namespace fastdist::bindings

@@ -1,0 +1,41 @@
+#include "core/mismatch.h"
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace fastdist {
+namespace {
+
+std::string line(int rank, const CallOfRank& call) {
+  return "\n  rank " + std::to_string(rank) + ": " + describe(call.signature) +
+         (call.site.empty() ? "" : " at " + call.site);
+}
+
+}  // namespace
+
+Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> calls) {
+  std::string message = "ranks called different collectives (call " + std::to_string(sequence) +
+                        ", seen from rank " + std::to_string(rank) + " of " +
+                        std::to_string(calls.size()) + "):";
+  std::vector<int> ranks;
+  const Signature& own = calls[static_cast<std::size_t>(rank)].signature;
+  for (std::size_t p = 0; p < calls.size(); ++p) {
+    const Signature& theirs = calls[p].signature;
+    if (theirs.packed() != own.packed() || theirs.count != own.count || theirs.list != own.list) {
+      ranks.push_back(static_cast<int>(p));
+    }
+    message += line(static_cast<int>(p), calls[p]);
+  }
+  return {ErrorCode::kMismatch, message, std::move(ranks)};
+}
+
+Error transfer_mismatch_of(std::uint64_t number, int rank, const CallOfRank& own, int other,
+                           const CallOfRank& theirs) {
+  return {ErrorCode::kMismatch,
+          "send and recv do not match (transfer " + std::to_string(number) +
+              " between these ranks):" + line(rank, own) + line(other, theirs),
+          {other}};
+}
+
+}  // namespace fastdist

@@ -1,0 +1,151 @@
+#include "net/answers.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+namespace fastdist::net {
+namespace {
+
+enum class Kind : std::uint32_t { kReceived, kMismatch, kClosed, kFailure };
+
+// Precedes each answer; `bytes` of text follow.
+struct Head {
+  Kind kind;
+  std::uint32_t bytes;
+  std::uint64_t number;     // of the transfer
+  std::uint64_t signature;  // of a mismatch, packed
+  std::uint64_t count;
+  std::uint32_t code;   // of a failure
+  std::uint32_t ranks;  // how many of `failed` are set
+  std::array<std::int32_t, 16> failed;
+};
+
+constexpr std::size_t kLongestText = 4096;
+constexpr int kWritePatienceMs = 200;
+
+std::vector<std::byte> compose(Head head, const std::string& text) {
+  const std::size_t bytes = std::min(text.size(), kLongestText);
+  head.bytes = static_cast<std::uint32_t>(bytes);
+  std::vector<std::byte> message(sizeof(Head) + bytes);
+  std::memcpy(message.data(), &head, sizeof(Head));
+  std::memcpy(message.data() + sizeof(Head), text.data(), bytes);
+  return message;
+}
+
+}  // namespace
+
+void AnswerReader::poll() {
+  const std::lock_guard lock(mutex_);
+  while (!ended_) {
+    std::array<std::byte, 4096> part;
+    const ssize_t n = ::recv(fd_, part.data(), part.size(), MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) break;
+    if (n <= 0) {
+      ended_ = true;
+    } else {
+      buffer_.insert(buffer_.end(), part.begin(), part.begin() + n);
+    }
+  }
+  parse();
+}
+
+void AnswerReader::parse() {
+  std::size_t at = 0;
+  while (buffer_.size() - at >= sizeof(Head)) {
+    Head head;
+    std::memcpy(&head, buffer_.data() + at, sizeof(Head));
+    if (head.bytes > kLongestText || head.ranks > head.failed.size()) {
+      ended_ = true;
+      return;
+    }
+    if (buffer_.size() - at < sizeof(Head) + head.bytes) break;
+    const std::string text(reinterpret_cast<const char*>(buffer_.data()) + at + sizeof(Head),
+                           head.bytes);
+    at += sizeof(Head) + head.bytes;
+    switch (head.kind) {
+      case Kind::kReceived:
+      case Kind::kMismatch:
+        last_ = {head.number, head.kind == Kind::kMismatch,
+                 unpack_signature(head.signature, head.count, 0), text};
+        break;
+      case Kind::kClosed:
+        closed_ = true;
+        break;
+      case Kind::kFailure:
+        if (!failure_) {
+          failure_.emplace(static_cast<ErrorCode>(head.code), text,
+                           std::vector<int>(head.failed.begin(), head.failed.begin() + head.ranks));
+        }
+        break;
+    }
+  }
+  buffer_.erase(buffer_.begin(), buffer_.begin() + static_cast<std::ptrdiff_t>(at));
+}
+
+Acknowledgement AnswerReader::last() const {
+  const std::lock_guard lock(mutex_);
+  return last_;
+}
+
+bool AnswerReader::has_closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
+}
+
+bool AnswerReader::has_ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::optional<Error> AnswerReader::failure() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
+  Head head{};
+  head.kind = answer.is_mismatch ? Kind::kMismatch : Kind::kReceived;
+  head.number = answer.number;
+  head.signature = answer.signature.packed();
+  head.count = answer.signature.count;
+  write(compose(head, answer.site));
+}
+
+void AnswerWriter::tell_closed() noexcept {
+  Head head{};
+  head.kind = Kind::kClosed;
+  write(compose(head, ""));
+}
+
+void AnswerWriter::tell_failure(const Error& error) noexcept {
+  Head head{};
+  head.kind = Kind::kFailure;
+  head.code = static_cast<std::uint32_t>(error.code());
+  head.ranks = static_cast<std::uint32_t>(std::min(error.ranks().size(), head.failed.size()));
+  std::copy_n(error.ranks().begin(), head.ranks, head.failed.begin());
+  write(compose(head, error.what()));
+}
+
+// A peer reads its answers whenever it waits, so the kernel's buffer has room for them.
+void AnswerWriter::write(const std::vector<std::byte>& message) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t at = 0; at < message.size();) {
+    const ssize_t n =
+        ::send(fd_, message.data() + at, message.size() - at, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n >= 0) {
+      at += static_cast<std::size_t>(n);
+      continue;
+    }
+    if (errno == EINTR) continue;
+    pollfd state{fd_, POLLOUT, 0};
+    if (errno != EAGAIN || ::poll(&state, 1, kWritePatienceMs) <= 0) return;
+  }
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,69 @@
+// The answers that travel against a lane: acknowledgements of its transfers, and notices that a rank
+// leaves the communicator. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "core/signature.h"
+
+namespace fastdist::net {
+
+// A rank's answer to a transfer: received, or `mismatch` with what this rank expected, and where.
+struct Acknowledgement {
+  std::uint64_t number = 0;
+  bool is_mismatch = false;
+  Signature signature{};
+  std::string site;
+};
+
+// Reads the answers of one peer.
+class AnswerReader {
+ public:
+  explicit AnswerReader(int fd) : fd_(fd) {}
+
+  // Reads what has arrived, without waiting.
+  void poll();
+  // Returns the answer to the last transfer that was answered.
+  [[nodiscard]] Acknowledgement last() const;
+  // The peer has closed the communicator.
+  [[nodiscard]] bool has_closed() const;
+  // The peer has closed the connection: it has closed the communicator, or has died.
+  [[nodiscard]] bool has_ended() const;
+  // Why the peer gave up.
+  [[nodiscard]] std::optional<Error> failure() const;
+
+ private:
+  void parse();
+
+  int fd_;
+  mutable std::mutex mutex_;
+  std::vector<std::byte> buffer_;
+  Acknowledgement last_;
+  bool closed_ = false;
+  bool ended_ = false;
+  std::optional<Error> failure_;
+};
+
+// Writes answers to one peer.
+class AnswerWriter {
+ public:
+  explicit AnswerWriter(int fd) : fd_(fd) {}
+
+  void acknowledge(const Acknowledgement& answer) noexcept;
+  void tell_closed() noexcept;
+  void tell_failure(const Error& error) noexcept;
+
+ private:
+  void write(const std::vector<std::byte>& message) noexcept;
+
+  int fd_;
+  std::mutex mutex_;
+};
+
+}  // namespace fastdist::net

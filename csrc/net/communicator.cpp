@@ -1,0 +1,160 @@
+#include "net/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/mismatch.h"
+#include "net/fork_guard.h"
+#include "net/inside.h"
+
+namespace fastdist::net {
+
+NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, int rank,
+                                 std::vector<Place> places, std::vector<Connections> connections)
+    : inner_(std::move(inner)),
+      rank_(rank),
+      places_(std::move(places)),
+      local_(places_.size()),
+      records_(places_.size()),
+      last_(places_.size()) {
+  for (int p = 0; p < size(); ++p) {
+    const auto machine = static_cast<std::size_t>(machine_of(p));
+    if (machine >= machines_.size()) machines_.resize(machine + 1);
+    local_[static_cast<std::size_t>(p)] = static_cast<int>(machines_[machine].size());
+    machines_[machine].push_back(p);
+    Connections& c = connections[static_cast<std::size_t>(p)];
+    peers_.push_back(is_here(p) ? nullptr : std::make_unique<Peer>(std::move(c)));
+    if (!is_here(p)) {
+      for (const int fd : peer(p).fds()) guard_from_forks(fd);
+    }
+  }
+  for (const std::vector<int>& ranks : machines_) {
+    order_.insert(order_.end(), ranks.begin(), ranks.end());
+    is_even_ &= ranks.size() == machines_[0].size();
+  }
+}
+
+NetCommunicator::~NetCommunicator() {
+  close();
+  for (const auto& peer : peers_) {
+    if (!peer || generation_ != process_generation()) continue;
+    for (const int fd : peer->fds()) unguard_from_forks(fd);
+  }
+}
+
+void NetCommunicator::close() noexcept {
+  if (generation_ != process_generation() || is_closed_.exchange(true)) return;
+  for (const auto& peer : peers_) {
+    if (peer) peer->writer.tell_closed();
+  }
+  inner_->close();
+}
+
+std::byte* NetCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
+  check_usable();
+  return inner_->allocate(bytes, owner);
+}
+
+// Runs a collective. If `payload` is small it travels with the record, and `finish_payload` ends the
+// call; otherwise `body` does.
+void NetCommunicator::run(const Signature& signature, const CallOptions& options,
+                          TensorViews payload, const std::function<void()>& finish_payload,
+                          const std::function<void()>& body) {
+  check_usable();
+  options.caller->may_block();
+  ++sequence_;
+  signature_ = options.whole != nullptr ? *options.whole : signature;
+  options_ = &options;
+  const Watcher watcher(*this, signature_, *options.caller);
+  watcher_ = &watcher;
+  Record own{sequence_, signature_.packed(), signature_.count, signature_.list, {}};
+  last_[static_cast<std::size_t>(rank_)] = own;
+  std::size_t bytes = 0;
+  for (const TensorView& view : payload) bytes += view.bytes();
+  const bool travels = finish_payload != nullptr && bytes <= kPayload;
+  if (travels) {
+    std::byte* at = own.payload.data();
+    for (const TensorView& view : payload) {
+      if (view.bytes() != 0) std::memcpy(at, view.data, view.bytes());
+      at += view.bytes();
+    }
+  }
+  try {
+    share(reinterpret_cast<const std::byte*>(&own), sizeof(Record),
+          reinterpret_cast<std::byte*>(records_.data()));
+    compare();
+    travels ? finish_payload() : body();
+  } catch (const Error&) {
+    throw;  // `fail` has told the others, or the ranks agree on a mismatch
+  } catch (...) {
+    abandon(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(rank_) + " was interrupted",
+                  {rank_}));
+    throw;
+  }
+}
+
+// Joins `bytes` bytes of every rank, in the order of `order_`, by one crossing between the first
+// ranks of the machines.
+void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* everyone) {
+  const auto offset_of = [&](int machine) {
+    std::size_t before = 0;
+    for (int m = 0; m < machine; ++m) before += ranks_of(m).size();
+    return everyone + before * bytes;
+  };
+  const int here = machine_of(rank_);
+  const std::size_t local_bytes = bytes * ranks_of(here).size();
+  std::byte* const local = offset_of(here);
+  if (width() == 1) {
+    std::memcpy(local, own, bytes);
+  } else {
+    const TensorView in{const_cast<std::byte*>(own), bytes, DType::kUInt8, 0};
+    const TensorView out{local, local_bytes, DType::kUInt8, 0};
+    inside(0, [&](const CallOptions& o) { inner_->all_gather(in, out, o); });
+  }
+  if (local_of(rank_) == 0) {
+    grace_ = 1;
+    for (int m = 0; m < machines(); ++m) {
+      if (m == here) continue;
+      const int p = ranks_of(m)[0];
+      post_send(p, local, local_bytes);
+      post_receive(p, offset_of(m), bytes * ranks_of(m).size());
+    }
+    for (int m = 0; m < machines(); ++m) {
+      if (m != here) await_received(ranks_of(m)[0]);
+    }
+    await_all_sent();
+  }
+  if (width() > 1) {
+    const TensorView all{everyone, bytes * places_.size(), DType::kUInt8, 0};
+    inside(2, [&](const CallOptions& o) { inner_->broadcast({&all, 1}, 0, o); });
+  }
+  grace_ = 2;
+}
+
+void NetCommunicator::compare() {
+  bool matches = true;
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    last_[static_cast<std::size_t>(order_[i])] = records_[i];
+    matches &= records_[i].matches(records_[0]);
+  }
+  if (!matches) throw_mismatch();
+}
+
+// Called by every rank when signatures differ, so that one more crossing carries the callers' lines.
+void NetCommunicator::throw_mismatch() {
+  std::array<char, 512> own{};
+  const std::string site = options_->caller->location();
+  std::copy_n(site.data(), std::min(site.size(), own.size() - 1), own.data());
+  std::vector<std::byte> sites(places_.size() * own.size());
+  share(reinterpret_cast<const std::byte*>(own.data()), own.size(), sites.data());
+  std::vector<CallOfRank> calls(places_.size());
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    const auto p = static_cast<std::size_t>(order_[i]);
+    calls[p] = {unpack_signature(last_[p].signature, last_[p].count, last_[p].list),
+                reinterpret_cast<const char*>(sites.data() + i * own.size())};
+  }
+  throw mismatch_of(sequence_, rank_, calls);
+}
+
+}  // namespace fastdist::net

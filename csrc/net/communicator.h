@@ -1,0 +1,250 @@
+// Collectives between ranks on several machines: shared memory within each machine, TCP across.
+//
+// Every collective starts with one crossing in which all ranks' records meet: number and signature
+// of the call, and an input of a few hundred bytes. If signatures differ, every rank knows, no data
+// has moved, and all ranks throw. A small collective ends there. In a large one each rank carries its
+// share of the bytes over its own connections, in chunks: while one chunk crosses, the ranks of a
+// machine reduce the next one and distribute the one before.
+//
+// A reduction goes through the ranks of each machine in order, and then through the machines in
+// order, whatever the size. So the bits are the same on every rank and in every run, but differ from
+// those of one machine. 16-bit and 8-bit floats stay float32 until the end.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/array_list.h"
+#include "core/communicator.h"
+#include "core/error.h"
+#include "core/process.h"
+#include "core/signature.h"
+#include "host/communicator.h"
+#include "net/answers.h"
+#include "net/connect.h"
+#include "net/stream.h"
+
+namespace fastdist::net {
+
+class NetCommunicator final : public BlockingCommunicator {
+ public:
+  // `inner` connects the ranks of this machine, in ascending order; `connections[p]` is unset for
+  // them. Ranks with equal `places[p].machine` share memory.
+  NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, int rank,
+                  std::vector<Place> places, std::vector<Connections> connections);
+  // Closes the communicator. All calls must have ended.
+  ~NetCommunicator() override;
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return static_cast<int>(places_.size()); }
+  void check_usable() const override;
+  void close() noexcept override;
+  void count_submitted(int change) noexcept override { inner_->count_submitted(change); }
+  [[nodiscard]] std::optional<int> find_lost() const noexcept override;
+  [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
+
+  void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
+  void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
+  void broadcast(TensorViews inout, int root, const CallOptions&) override;
+  void all_gather(TensorView in, TensorView out, const CallOptions&) override;
+  void gather(TensorView in, TensorView out, int root, const CallOptions&) override;
+  void scatter(TensorView in, TensorView out, int root, const CallOptions&) override;
+  void reduce_scatter(TensorView in, TensorView out, ReduceOp op, const CallOptions&) override;
+  void all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
+                  const CallOptions&) override;
+  void send(TensorView in, int dst, const CallOptions&) override;
+  void recv(TensorView out, int src, const CallOptions&) override;
+  void barrier(const CallOptions&) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // A rank of another machine.
+  struct Peer {
+    explicit Peer(Connections connections)
+        : stream(std::move(connections.stream)),
+          out(std::move(connections.out)),
+          in(std::move(connections.in)),
+          answers(out.get()),
+          writer(in.get()) {}
+    [[nodiscard]] std::array<int, 3> fds() const { return {stream.fd(), out.get(), in.get()}; }
+    Stream stream;
+    FileDescriptor out;  // this rank's sends
+    FileDescriptor in;   // the peer's sends
+    AnswerReader answers;
+    AnswerWriter writer;
+    std::uint64_t sent = 0;      // number of transfers
+    std::uint64_t received = 0;  // number of transfers
+    std::atomic<bool> sends{false};         // a thread waits for an answer
+    std::atomic<std::int64_t> ended_at{0};  // when the end of the connection was noticed
+  };
+
+  // What a rank tells all others of its call.
+  static constexpr std::size_t kPayload = 464;
+  struct Record {
+    std::uint64_t sequence = 0;
+    std::uint64_t signature = 0;
+    std::uint64_t count = 0;
+    std::uint64_t list = 0;
+    std::array<std::byte, kPayload> payload{};
+    [[nodiscard]] bool matches(const Record& other) const noexcept {
+      return signature == other.signature && count == other.count && list == other.list;
+    }
+  };
+
+  // Makes waits within the machine notice what happens beyond it.
+  class Watcher final : public Caller {
+   public:
+    Watcher(NetCommunicator& communicator, const Signature& signature, const Caller& caller)
+        : communicator_(communicator), signature_(signature), caller_(caller) {}
+    [[nodiscard]] std::string location() const override { return caller_.location(); }
+    void check_interrupt() const override {
+      caller_.check_interrupt();
+      communicator_.check_failures(signature_);
+    }
+    void may_block() const override { caller_.may_block(); }
+
+   private:
+    NetCommunicator& communicator_;
+    const Signature& signature_;
+    const Caller& caller_;
+  };
+
+  // Memory that the ranks of the machine can read, which grows as needed.
+  class Buffer {
+   public:
+    std::byte* of(host::HostCommunicator& inner, std::size_t bytes) {
+      if (bytes > bytes_) {
+        owner_.reset();
+        data_ = inner.allocate(bytes, owner_);
+        bytes_ = bytes;
+      }
+      return data_;
+    }
+
+   private:
+    std::shared_ptr<void> owner_;
+    std::byte* data_ = nullptr;
+    std::size_t bytes_ = 0;
+  };
+
+  // A reduction of one run of arrays of one dtype.
+  struct Reduction;
+
+  // communicator.cpp
+  void run(const Signature& signature, const CallOptions& options, TensorViews payload,
+           const std::function<void()>& finish_payload, const std::function<void()>& body);
+  void share(const std::byte* own, std::size_t bytes, std::byte* everyone);
+  void compare();
+  [[noreturn]] void throw_mismatch();
+  template <class Call>
+  void inside(int grace, const Call& call);  // a call between the ranks of this machine
+
+  // wait.cpp
+  void post_send(int p, const std::byte* data, std::size_t bytes);
+  void post_receive(int p, std::byte* data, std::size_t bytes);
+  void await_received(int p, std::uint64_t bytes);
+  void await_received(int p) { await_received(p, peer(p).stream.to_receive()); }
+  void await_sent(int p);
+  void await_sent(int p, std::uint64_t bytes);
+  void await_all_sent();
+  bool progress();
+  void await(int p, const std::function<bool()>& ready);
+
+  // failures.cpp
+  void check_failures(const Signature& signature);
+  [[noreturn]] void throw_ended(int p, const Signature& signature);
+  [[noreturn]] void throw_late(int p, const Signature& signature, Clock::duration waited);
+  [[noreturn]] void throw_inner(const Error& error, const Signature& signature);
+  [[noreturn]] void throw_noticed(const Error& cause, int noticed_by, const Signature& signature);
+  [[noreturn]] void fail(const Error& cause, const Signature& signature);
+  void abandon(const Error& cause) noexcept;
+  [[nodiscard]] bool is_unreachable(int p) const;
+  [[nodiscard]] std::string prefix(const Signature& signature) const;
+  [[nodiscard]] std::string last_calls() const;
+
+  // reduce.cpp
+  void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
+                     const CallOptions& options);
+  void reduce_payloads(const Reduction& call);
+  void reduce_chunks(Reduction& call);
+  void load(Reduction& call, std::size_t chunk);
+  void combine(Reduction& call, std::size_t chunk);
+  void finish(Reduction& call, std::size_t chunk);
+  void finish_values(DType wide, ReduceOp op, std::byte* sums, DType dtype, std::byte* to,
+                     std::size_t count) const;
+
+  // move.cpp
+  void gather_here(TensorView in, std::byte* out, int root);
+  void scatter_here(const std::byte* in, TensorView out, int root);
+
+  // lanes.cpp
+  template <class Body>
+  void transfer(const Signature& signature, const CallOptions& options, const Body& body);
+  void await_lane(int p, int fd, short events, const Signature& signature,
+                  const CallOptions& options, Clock::time_point& start);
+  void send_across(TensorView in, int dst, const Signature& signature, const CallOptions& options);
+  void recv_across(TensorView out, int src, const Signature& signature,
+                   const CallOptions& options);
+
+  [[nodiscard]] Peer& peer(int p) { return *peers_[static_cast<std::size_t>(p)]; }
+  [[nodiscard]] const Peer& peer(int p) const { return *peers_[static_cast<std::size_t>(p)]; }
+  [[nodiscard]] int machine_of(int p) const { return places_[static_cast<std::size_t>(p)].machine; }
+  [[nodiscard]] bool is_here(int p) const { return machine_of(p) == machine_of(rank_); }
+  [[nodiscard]] int local_of(int p) const { return local_[static_cast<std::size_t>(p)]; }
+  [[nodiscard]] const std::vector<int>& ranks_of(int machine) const {
+    return machines_[static_cast<std::size_t>(machine)];
+  }
+  // The ranks of this machine have successive numbers.
+  [[nodiscard]] bool is_contiguous() const {
+    const std::vector<int>& here = ranks_of(machine_of(rank_));
+    return here.back() - here.front() + 1 == width();
+  }
+  [[nodiscard]] int machines() const { return static_cast<int>(machines_.size()); }
+  [[nodiscard]] int width() const { return inner_->size(); }
+  // The rank of another machine with which this rank exchanges its share.
+  [[nodiscard]] int partner(int machine) const {
+    const std::vector<int>& there = ranks_of(machine);
+    return there[static_cast<std::size_t>(local_of(rank_)) % there.size()];
+  }
+
+  std::shared_ptr<host::HostCommunicator> inner_;
+  int rank_;
+  std::vector<Place> places_;
+  std::vector<std::vector<int>> machines_;  // the ranks of each machine, ascending
+  std::vector<int> local_;                  // each rank's number in its machine
+  std::vector<int> order_;                  // all ranks, machine by machine
+  bool is_even_ = true;                     // all machines have as many ranks
+  std::vector<std::unique_ptr<Peer>> peers_;
+  std::vector<int> busy_;  // peers whose streams have something to do
+  int generation_ = process_generation();
+
+  std::atomic<bool> is_closed_{false};
+  mutable std::mutex failure_mutex_;
+  std::atomic<std::int64_t> dead_at_{0};  // when the death of a rank of this machine was noticed
+  std::optional<Error> failure_;  // the reason, without the call that noticed it
+
+  std::uint64_t sequence_ = 0;
+  // Of the current collective.
+  const CallOptions* options_ = nullptr;
+  const Watcher* watcher_ = nullptr;
+  Signature signature_{};
+  int grace_ = 0;
+  std::vector<Record> records_;              // in the order of `order_`
+  std::vector<Record> last_;                 // of each rank, by rank
+  static constexpr std::size_t kSlots = 3;   // chunks in flight
+  std::array<Buffer, kSlots> own_, parts_, results_;
+  Buffer packed_, unpacked_;
+};
+
+}  // namespace fastdist::net

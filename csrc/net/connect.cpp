@@ -1,0 +1,293 @@
+#include "net/connect.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "core/error.h"
+
+namespace fastdist::net {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::array<char, 8> kMagic{'f', 'a', 's', 't', 'd', 'i', 's', 't'};
+constexpr std::chrono::milliseconds kPollInterval{50};
+// How long a stranger may stay silent before its connection is closed.
+constexpr std::chrono::seconds kSilence{10};
+constexpr std::byte kWelcome{1};
+
+enum class Purpose : std::uint32_t { kStream, kOut, kIn };  // of the rank that connects
+constexpr int kPurposes = 3;
+
+struct Hello {
+  std::array<char, 8> magic;
+  std::uint32_t rank;
+  Purpose purpose;
+  Token token;
+};
+
+struct Address {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  [[nodiscard]] const sockaddr* get() const noexcept {
+    return reinterpret_cast<const sockaddr*>(&storage);
+  }
+};
+
+Address resolve(const std::string& ip, std::uint16_t port) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(ip.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
+    throw Error(ErrorCode::kValue, "expected a numeric IP address, got \"" + ip + "\"");
+  }
+  Address address;
+  std::memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
+  address.length = found->ai_addrlen;
+  ::freeaddrinfo(found);
+  return address;
+}
+
+FileDescriptor open_socket(const Address& address) {
+  FileDescriptor fd(
+      ::socket(address.get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (fd.get() < 0) throw system_error("cannot open a connection to another rank; see ulimit -n");
+  return fd;
+}
+
+// Sends at once, and probes an idle peer every second, so that a cut cable is noticed. The number
+// of probes is not a limit: the connection survives an outage of ten minutes.
+void set_options(int fd, bool probes) {
+  const auto set = [fd](int level, int name, int value) {
+    (void)::setsockopt(fd, level, name, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  if (!probes) return;
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 600'000);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+}
+
+std::string endpoint(const Place& place) {
+  return place.ip + " port " + std::to_string(place.port);
+}
+
+class Meeting {
+ public:
+  Meeting(const Listener& listener, int rank, const std::vector<Place>& places, const Token& token)
+      : listener_(listener), rank_(rank), places_(places), token_(token), found_(places.size()) {
+    for (int p = 0; p < static_cast<int>(places.size()); ++p) {
+      if (!is_remote(p)) continue;
+      missing_ += kPurposes;
+      if (p > rank) continue;
+      for (int purpose = 0; purpose < kPurposes; ++purpose) {
+        pending_.push_back({.rank = p, .purpose = static_cast<Purpose>(purpose)});
+        begin(pending_.back());
+      }
+    }
+  }
+
+  std::vector<Connections> run(std::chrono::nanoseconds timeout, const Caller& caller) {
+    const auto start = Clock::now();
+    while (missing_ > 0) {
+      if (Clock::now() - start > timeout) throw_late();
+      wait();
+      caller.check_interrupt();
+      accept_all();
+      for (Pending& one : pending_) advance(one);
+      std::erase_if(pending_, [](const Pending& one) { return one.is_done; });
+    }
+    return std::move(found_);
+  }
+
+ private:
+  enum class Step { kConnect, kHello, kWelcome, kRead };
+  // A connection that is being made: to a lower rank, or from a process that has not said its rank.
+  struct Pending {
+    int rank = -1;
+    Purpose purpose = Purpose::kStream;
+    FileDescriptor fd{};
+    Step step = Step::kConnect;
+    std::size_t at = 0;  // bytes of the hello that were read
+    Hello hello{};
+    Clock::time_point since = Clock::now();
+    bool is_done = false;
+  };
+
+  [[nodiscard]] bool is_remote(int p) const {
+    return places_[static_cast<std::size_t>(p)].machine !=
+           places_[static_cast<std::size_t>(rank_)].machine;
+  }
+
+  void begin(Pending& one) {
+    const Place& place = places_[static_cast<std::size_t>(one.rank)];
+    const Address address = resolve(place.ip, place.port);
+    one.fd = open_socket(address);
+    set_options(one.fd.get(), one.purpose == Purpose::kStream);
+    if (::connect(one.fd.get(), address.get(), address.length) == 0 || errno == EINPROGRESS) return;
+    throw_unreachable(one, errno);
+  }
+
+  [[noreturn]] void throw_unreachable(const Pending& one, int error) const {
+    throw Error(ErrorCode::kPeerFailure,
+                "rank " + std::to_string(rank_) + " cannot connect to rank " +
+                    std::to_string(one.rank) + " at " +
+                    endpoint(places_[static_cast<std::size_t>(one.rank)]) + ": " +
+                    std::strerror(error),
+                {one.rank});
+  }
+
+  [[noreturn]] void throw_late() const {
+    std::vector<int> ranks;
+    std::string names;
+    for (int p = 0; p < static_cast<int>(places_.size()); ++p) {
+      if (!is_remote(p)) continue;
+      const Connections& c = found_[static_cast<std::size_t>(p)];
+      if (c.stream.get() >= 0 && c.out.get() >= 0 && c.in.get() >= 0) continue;
+      names += (names.empty() ? "" : ", ") + std::to_string(p) + " (" +
+               places_[static_cast<std::size_t>(p)].ip + ")";
+      ranks.push_back(p);
+    }
+    throw Error(ErrorCode::kTimeout,
+                "rank " + std::to_string(rank_) + " at " +
+                    places_[static_cast<std::size_t>(rank_)].ip +
+                    " could not connect in time to rank " + names +
+                    "; is a firewall between the machines?",
+                std::move(ranks));
+  }
+
+  void wait() {
+    std::vector<pollfd> fds{{listener_.fd(), POLLIN, 0}};
+    for (const Pending& one : pending_) {
+      fds.push_back({one.fd.get(),
+                     static_cast<short>(one.step == Step::kConnect ? POLLOUT : POLLIN), 0});
+    }
+    (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
+  }
+
+  void accept_all() {
+    for (;;) {
+      FileDescriptor fd(
+          ::accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (fd.get() < 0) {
+        if (errno == EMFILE || errno == ENFILE) {
+          throw system_error("cannot accept another rank; see ulimit -n");
+        }
+        return;
+      }
+      pending_.push_back({.fd = std::move(fd), .step = Step::kRead});
+    }
+  }
+
+  void advance(Pending& one) {
+    if (one.step == Step::kConnect) {
+      pollfd state{one.fd.get(), POLLOUT, 0};
+      if (::poll(&state, 1, 0) == 0) return;
+      int error = 0;
+      socklen_t length = sizeof(error);
+      (void)::getsockopt(one.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (error != 0) throw_unreachable(one, error);
+      const Hello hello{kMagic, static_cast<std::uint32_t>(rank_), one.purpose, token_};
+      // An empty send buffer takes so few bytes whole.
+      if (::send(one.fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
+          static_cast<ssize_t>(sizeof(hello))) {
+        throw_unreachable(one, errno);
+      }
+      one.step = Step::kWelcome;
+    }
+    if (one.step == Step::kWelcome) {
+      std::byte answer{};
+      const ssize_t got = ::recv(one.fd.get(), &answer, 1, 0);
+      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+      if (got != 1 || answer != kWelcome) throw_unreachable(one, got < 0 ? errno : ECONNRESET);
+      keep(one, one.rank, one.purpose);
+    }
+    if (one.step == Step::kRead) read_hello(one);
+  }
+
+  void read_hello(Pending& one) {
+    auto* bytes = reinterpret_cast<std::byte*>(&one.hello);
+    const ssize_t got = ::recv(one.fd.get(), bytes + one.at, sizeof(Hello) - one.at, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+      one.is_done = Clock::now() - one.since > kSilence;
+      return;
+    }
+    one.at += static_cast<std::size_t>(std::max<ssize_t>(got, 0));
+    if (got > 0 && one.at < sizeof(Hello)) return;
+    const Hello& hello = one.hello;
+    const auto rank = static_cast<int>(hello.rank);
+    if (got <= 0 || hello.magic != kMagic || hello.token != token_ || rank <= rank_ ||
+        rank >= static_cast<int>(places_.size()) || !is_remote(rank) ||
+        static_cast<std::uint32_t>(hello.purpose) >= kPurposes) {
+      one.is_done = true;
+      return;
+    }
+    set_options(one.fd.get(), hello.purpose == Purpose::kStream);
+    (void)::send(one.fd.get(), &kWelcome, 1, MSG_NOSIGNAL);
+    const Purpose mirrored = hello.purpose == Purpose::kOut  ? Purpose::kIn
+                             : hello.purpose == Purpose::kIn ? Purpose::kOut
+                                                             : Purpose::kStream;
+    keep(one, rank, mirrored);
+  }
+
+  void keep(Pending& one, int rank, Purpose purpose) {
+    Connections& c = found_[static_cast<std::size_t>(rank)];
+    FileDescriptor& kept = purpose == Purpose::kStream ? c.stream
+                           : purpose == Purpose::kOut  ? c.out
+                                                       : c.in;
+    one.is_done = true;
+    if (kept.get() >= 0) return;
+    kept = std::move(one.fd);
+    --missing_;
+  }
+
+  const Listener& listener_;
+  int rank_;
+  const std::vector<Place>& places_;
+  const Token& token_;
+  std::vector<Connections> found_;
+  std::vector<Pending> pending_;
+  int missing_ = 0;
+};
+
+}  // namespace
+
+Listener::Listener(const std::string& ip) {
+  const Address address = resolve(ip, 0);
+  socket_ = open_socket(address);
+  if (::bind(socket_.get(), address.get(), address.length) != 0 ||
+      ::listen(socket_.get(), SOMAXCONN) != 0) {
+    throw system_error("cannot listen at " + ip);
+  }
+}
+
+std::uint16_t Listener::port() const {
+  Address address;
+  address.length = sizeof(address.storage);
+  if (::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&address.storage),
+                    &address.length) != 0) {
+    throw system_error("getsockname");
+  }
+  return ntohs(address.storage.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_port);
+}
+
+std::vector<Connections> connect_ranks(const Listener& listener, int rank,
+                                       const std::vector<Place>& places, const Token& token,
+                                       std::chrono::nanoseconds timeout, const Caller& caller) {
+  return Meeting(listener, rank, places, token).run(timeout, caller);
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,54 @@
+// Connects the ranks of several machines by TCP.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/communicator.h"
+#include "core/file_descriptor.h"
+
+namespace fastdist::net {
+
+// Where a rank runs: ranks of one machine share memory.
+struct Place {
+  int machine;
+  std::string ip;
+  std::uint16_t port;
+};
+
+// Accepts connections of other ranks at one address of this machine.
+class Listener {
+ public:
+  // Listens at a free port of the numeric address `ip`.
+  explicit Listener(const std::string& ip);
+  [[nodiscard]] std::uint16_t port() const;
+  [[nodiscard]] int fd() const noexcept { return socket_.get(); }
+
+ private:
+  FileDescriptor socket_;
+};
+
+// The connections between two ranks. `stream` carries collectives. `out` carries what this rank
+// sends, and the peer's answers; `in` carries what the peer sends, and this rank's answers.
+struct Connections {
+  FileDescriptor stream;
+  FileDescriptor out;
+  FileDescriptor in;
+};
+
+// Shared by the ranks of one communicator, and unknown to strangers.
+using Token = std::array<std::byte, 16>;
+
+// Connects this rank to every rank of another machine, and returns the connections by rank. Every
+// rank must call. Throws kTimeout if ranks have not connected within `timeout`.
+[[nodiscard]] std::vector<Connections> connect_ranks(const Listener& listener, int rank,
+                                                     const std::vector<Place>& places,
+                                                     const Token& token,
+                                                     std::chrono::nanoseconds timeout,
+                                                     const Caller& caller);
+
+}  // namespace fastdist::net

@@ -1,0 +1,22 @@
+// A step of a collective between the ranks of this machine.
+#pragma once
+
+#include "net/communicator.h"
+
+namespace fastdist::net {
+
+// Ranks wait longer for the second step than for the first, and so on, so that the rank that knows
+// who is late raises first.
+inline constexpr std::chrono::milliseconds kGrace{300};
+
+template <class Call>
+void NetCommunicator::inside(int grace, const Call& call) {
+  const CallOptions options{options_->timeout + grace * kGrace, watcher_};
+  try {
+    call(options);
+  } catch (const Error& error) {
+    throw_inner(error, signature_);
+  }
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,205 @@
+// send and recv between machines.
+//
+// A transfer is a header and the bytes of the array, on the sender's connection. The receiver
+// compares the header with its own call and answers; a send returns when the answer has come. If the
+// two do not match, the receiver drops the bytes and answers with what it expected, the sender tells
+// its line of source, and both throw.
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <vector>
+
+#include "core/mismatch.h"
+#include "net/communicator.h"
+#include "net/inside.h"
+
+namespace fastdist::net {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{50};
+
+struct TransferHead {
+  std::uint64_t number;
+  std::uint64_t signature;
+  std::uint64_t count;
+};
+
+using Site = std::array<char, 512>;
+
+Site site_of(const Caller& caller) {
+  Site site{};
+  const std::string text = caller.location();
+  std::copy_n(text.data(), std::min(text.size(), site.size() - 1), site.data());
+  return site;
+}
+
+template <class T>
+std::byte* bytes_of(T& object) {
+  return reinterpret_cast<std::byte*>(&object);
+}
+
+}  // namespace
+
+template <class Body>
+void NetCommunicator::transfer(const Signature& signature, const CallOptions& options,
+                               const Body& body) {
+  check_usable();
+  options.caller->may_block();
+  try {
+    body(signature);
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    abandon(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(rank_) + " was interrupted",
+                  {rank_}));
+    throw;
+  }
+}
+
+void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
+  const Signature signature{.op = Op::kSend,
+                            .dtype = in.dtype,
+                            .root = static_cast<std::int16_t>(dst),
+                            .order = static_cast<std::uint16_t>(in.order),
+                            .count = in.count};
+  transfer(signature, options, [&](const Signature& own) {
+    if (!is_here(dst)) return send_across(in, dst, own, options);
+    const Watcher watcher(*this, own, *options.caller);
+    try {
+      inner_->send(in, local_of(dst), {options.timeout, &watcher});
+    } catch (const Error& error) {
+      throw_inner(error, own);
+    }
+  });
+}
+
+void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) {
+  const Signature signature{.op = Op::kRecv,
+                            .dtype = out.dtype,
+                            .root = static_cast<std::int16_t>(src),
+                            .order = static_cast<std::uint16_t>(out.order),
+                            .count = out.count};
+  transfer(signature, options, [&](const Signature& own) {
+    if (!is_here(src)) return recv_across(out, src, own, options);
+    const Watcher watcher(*this, own, *options.caller);
+    try {
+      inner_->recv(out, local_of(src), {options.timeout, &watcher});
+    } catch (const Error& error) {
+      throw_inner(error, own);
+    }
+  });
+}
+
+// Waits until `fd`, a connection to rank p, is ready, or a while.
+void NetCommunicator::await_lane(int p, int fd, short events, const Signature& signature,
+                                 const CallOptions& options, Clock::time_point& last_check) {
+  pollfd state{fd, events, 0};
+  (void)::poll(&state, 1, static_cast<int>(kPollInterval.count()));
+  const auto now = Clock::now();
+  if (now - last_check < kPollInterval) return;
+  last_check = now;
+  options.caller->check_interrupt();
+  check_failures(signature);
+  if (peer(p).sends.load()) peer(p).answers.poll();
+}
+
+void NetCommunicator::send_across(TensorView in, int dst, const Signature& signature,
+                                  const CallOptions& options) {
+  Peer& them = peer(dst);
+  struct Sending {
+    explicit Sending(std::atomic<bool>& f) : flag(f) { flag.store(true); }
+    Sending(const Sending&) = delete;
+    Sending& operator=(const Sending&) = delete;
+    ~Sending() { flag.store(false); }
+    std::atomic<bool>& flag;
+  } const sending(them.sends);
+  const auto start = Clock::now();
+  auto last_check = start;
+  const auto pause = [&](int fd, short events) {
+    await_lane(dst, fd, events, signature, options, last_check);
+    if (them.answers.last().number == them.sent) return;
+    if (them.answers.has_closed() || them.answers.has_ended()) throw_ended(dst, signature);
+    const auto waited = Clock::now() - start;
+    if (waited > options.timeout) throw_late(dst, signature, waited);
+  };
+  const auto write = [&](const std::byte* data, std::size_t bytes) {
+    while (bytes > 0) {
+      const ssize_t n = ::send(them.out.get(), data, bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n >= 0) {
+        data += n;
+        bytes -= static_cast<std::size_t>(n);
+        continue;
+      }
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) throw_ended(dst, signature);
+      pause(them.out.get(), POLLOUT);
+    }
+  };
+  TransferHead head{++them.sent, signature.packed(), signature.count};
+  write(bytes_of(head), sizeof(head));
+  write(in.data, in.bytes());
+  for (;;) {
+    them.answers.poll();
+    const Acknowledgement answer = them.answers.last();
+    if (answer.number == head.number) {
+      if (!answer.is_mismatch) return;
+      Site site = site_of(*options.caller);
+      write(bytes_of(site), sizeof(site));
+      throw transfer_mismatch_of(head.number, rank_, {signature, site.data()}, dst,
+                                 {answer.signature, answer.site});
+    }
+    pause(them.out.get(), POLLIN);
+  }
+}
+
+void NetCommunicator::recv_across(TensorView out, int src, const Signature& signature,
+                                  const CallOptions& options) {
+  Peer& them = peer(src);
+  const auto start = Clock::now();
+  auto last_check = start;
+  const auto read = [&](std::byte* data, std::size_t bytes) {
+    while (bytes > 0) {
+      const ssize_t n = ::recv(them.in.get(), data, bytes, MSG_DONTWAIT);
+      if (n > 0) {
+        data += n;
+        bytes -= static_cast<std::size_t>(n);
+        continue;
+      }
+      if (n < 0 && errno == EINTR) continue;
+      if (n == 0 || errno != EAGAIN) throw_ended(src, signature);
+      await_lane(src, them.in.get(), POLLIN, signature, options, last_check);
+      if (them.answers.has_closed()) throw_ended(src, signature);
+      const auto waited = Clock::now() - start;
+      if (waited > options.timeout) throw_late(src, signature, waited);
+    }
+  };
+  TransferHead head{};
+  read(bytes_of(head), sizeof(head));
+  ++them.received;
+  const Signature theirs = unpack_signature(head.signature, head.count, 0);
+  if (theirs.dtype == signature.dtype && theirs.count == signature.count &&
+      theirs.order == signature.order) {
+    read(out.data, out.bytes());
+    return them.writer.acknowledge({head.number, false, {}, ""});
+  }
+  std::vector<std::byte> dropped(std::size_t{64} << 10);
+  if (static_cast<int>(theirs.dtype) >= kDTypeCount) throw_ended(src, signature);
+  for (std::size_t left = theirs.count * size_of(theirs.dtype); left > 0;) {
+    const std::size_t part = std::min(left, dropped.size());
+    read(dropped.data(), part);
+    left -= part;
+  }
+  Site own = site_of(*options.caller);
+  them.writer.acknowledge({head.number, true, signature, own.data()});
+  Site site{};
+  read(bytes_of(site), sizeof(site));
+  site.back() = '\0';
+  throw transfer_mismatch_of(head.number, rank_, {signature, own.data()}, src,
+                             {theirs, site.data()});
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,334 @@
+// broadcast, all_gather, gather, scatter, all_to_all and barrier between machines.
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "host/kernels.h"
+#include "net/communicator.h"
+#include "net/inside.h"
+
+namespace fastdist::net {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
+// Larger arrays go from machine to machine, so that no link carries them twice.
+constexpr std::size_t kChainBytes = std::size_t{64} << 10;
+constexpr std::size_t kLine = 64;
+
+TensorView bytes_at(std::byte* data, std::size_t bytes) {
+  return {data, bytes, DType::kUInt8, 0};
+}
+
+}  // namespace
+
+void NetCommunicator::barrier(const CallOptions& options) {
+  run(Signature{.op = Op::kBarrier}, options, {}, [] {}, nullptr);
+}
+
+// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners on
+// other machines, which share the slices.
+void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
+  const ArrayList whole(inout);
+  const bool one = inout.size() == 1;
+  const Signature signature{
+      .op = Op::kBroadcast,
+      .dtype = one ? inout[0].dtype : DType::kUInt8,
+      .root = static_cast<std::int16_t>(root),
+      .order = one ? static_cast<std::uint16_t>(inout[0].order) : std::uint16_t{0},
+      .count = one ? inout[0].count : whole.bytes(),
+      .list = one ? 0 : list_hash(inout)};
+  const auto copy_payload = [&] {
+    if (rank_ == root) return;
+    const auto at = std::find(order_.begin(), order_.end(), root) - order_.begin();
+    const std::byte* payload = records_[static_cast<std::size_t>(at)].payload.data();
+    for (const TensorView& view : inout) {
+      if (view.bytes() != 0) std::memcpy(view.data, payload, view.bytes());
+      payload += view.bytes();
+    }
+  };
+  run(signature, options, inout, copy_payload, [&] {
+    const int n = machines();
+    const int here = machine_of(rank_);
+    const int place = (here - machine_of(root) + n) % n;  // in the chain
+    const bool chain = n > 2 && whole.bytes() > kChainBytes;
+    const auto shares = static_cast<std::size_t>(is_even_ ? width() : 1);
+    const auto share = static_cast<std::size_t>(local_of(rank_));
+    const std::size_t chunks = (whole.bytes() + kChunkBytes - 1) / kChunkBytes;
+    // Returns where slice `s` of chunk `k` begins.
+    const auto start = [&](std::size_t k, std::size_t s) {
+      const std::size_t begin = k * kChunkBytes;
+      const std::size_t end = std::min(whole.bytes(), begin + kChunkBytes);
+      const std::size_t slice = ((end - begin) / shares + kLine) / kLine * kLine;
+      return std::min(end, begin + s * slice);
+    };
+    const auto views = [&](std::size_t begin, std::size_t end) {
+      std::vector<TensorView> found;
+      whole.for_each_piece(begin, end,
+                           [&](std::size_t i, std::size_t at, std::size_t, std::size_t bytes) {
+                             found.push_back(bytes_at(inout[i].data + at, bytes));
+                           });
+      return found;
+    };
+    const auto share_here = [&](std::size_t begin, std::size_t end, int from) {
+      if (width() == 1 || begin == end) return;
+      const std::vector<TensorView> pieces = views(begin, end);
+      inside(2, [&](const CallOptions& o) { inner_->broadcast(pieces, from, o); });
+    };
+    const auto send_on = [&](std::size_t k) {
+      if (share >= shares) return;
+      for (int next = 1; next < n; ++next) {
+        const int m = (here + next) % n;
+        if (m == machine_of(root) || (chain && next > 1) || (!chain && place != 0)) continue;
+        for (const TensorView& piece : views(start(k, share), start(k, share + 1))) {
+          post_send(partner(m), piece.data, piece.bytes());
+        }
+      }
+      progress();
+    };
+    if (place == 0) {
+      for (std::size_t k = 0; k < chunks; ++k) {
+        share_here(start(k, 0), start(k, shares), local_of(root));
+        send_on(k);
+      }
+    } else {
+      const int source = partner(chain ? (here - 1 + n) % n : machine_of(root));
+      std::vector<std::uint64_t> arrived;
+      for (std::size_t k = 0; k < chunks && share < shares; ++k) {
+        for (const TensorView& piece : views(start(k, share), start(k, share + 1))) {
+          post_receive(source, piece.data, piece.bytes());
+        }
+        arrived.push_back(peer(source).stream.to_receive());
+      }
+      for (std::size_t k = 0; k < chunks; ++k) {
+        if (share < shares) await_received(source, arrived[k]);
+        send_on(k);
+        for (std::size_t s = 0; s < shares; ++s) {
+          share_here(start(k, s), start(k, s + 1), static_cast<int>(s));
+        }
+      }
+    }
+    await_all_sent();
+  });
+}
+
+// Gathers the arrays of this machine's ranks, on `root` or, if it is -1, on all of them. `out` has
+// room for every rank's array, and receives those of this machine.
+void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
+  const std::size_t bytes = in.bytes();
+  const std::vector<int>& here = ranks_of(machine_of(rank_));
+  const bool has_result = root < 0 || rank_ == root;
+  if (width() == 1) {
+    std::byte* const own = out + static_cast<std::size_t>(rank_) * bytes;
+    if (own != in.data && bytes != 0) host::copy(own, in.data, bytes, false);
+    return;
+  }
+  std::byte* target = nullptr;
+  if (has_result) {
+    target = is_contiguous() ? out + static_cast<std::size_t>(here.front()) * bytes
+                             : unpacked_.of(*inner_, here.size() * bytes);
+  }
+  const TensorView own = bytes_at(in.data, bytes);
+  const TensorView joined = bytes_at(target, has_result ? here.size() * bytes : 0);
+  inside(2, [&](const CallOptions& o) {
+    if (root < 0) {
+      inner_->all_gather(own, joined, o);
+    } else {
+      inner_->gather(own, joined, local_of(root), o);
+    }
+  });
+  if (!has_result || is_contiguous()) return;
+  for (std::size_t i = 0; i < here.size(); ++i) {
+    host::copy(out + static_cast<std::size_t>(here[i]) * bytes, target + i * bytes, bytes, false);
+  }
+}
+
+// Every array crosses to each other machine once, to one rank, which shares it there.
+void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
+  const Signature signature{.op = Op::kAllGather, .dtype = in.dtype, .count = in.count};
+  const std::size_t bytes = in.bytes();
+  const auto copy_payloads = [&] {
+    for (std::size_t i = 0; bytes != 0 && i < order_.size(); ++i) {
+      std::memcpy(out.data + static_cast<std::size_t>(order_[i]) * bytes,
+                  records_[i].payload.data(), bytes);
+    }
+  };
+  run(signature, options, {&in, 1}, copy_payloads, [&] {
+    const int here = machine_of(rank_);
+    std::vector<std::uint64_t> from(places_.size());
+    for (int q = 0; q < size(); ++q) {
+      if (is_here(q) || local_of(q) % width() != local_of(rank_)) continue;
+      from[static_cast<std::size_t>(q)] = peer(q).stream.to_receive();
+      post_receive(q, out.data + static_cast<std::size_t>(q) * bytes, bytes);
+    }
+    for (int step = 1; step < machines(); ++step) {
+      post_send(partner((here + step) % machines()), in.data, bytes);
+    }
+    progress();
+    gather_here(in, out.data, -1);
+    for (std::size_t begin = 0; begin < bytes; begin += kChunkBytes) {
+      const std::size_t end = std::min(bytes, begin + kChunkBytes);
+      for (const int q : order_) {
+        if (is_here(q)) continue;
+        const int reader = local_of(q) % width();
+        if (reader == local_of(rank_)) await_received(q, from[static_cast<std::size_t>(q)] + end);
+        if (width() == 1) continue;
+        const TensorView piece =
+            bytes_at(out.data + static_cast<std::size_t>(q) * bytes + begin, end - begin);
+        inside(2, [&](const CallOptions& o) { inner_->broadcast({&piece, 1}, reader, o); });
+      }
+    }
+    await_all_sent();
+  });
+}
+
+void NetCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
+  const Signature signature{.op = Op::kGather,
+                            .dtype = in.dtype,
+                            .root = static_cast<std::int16_t>(root),
+                            .count = in.count};
+  const std::size_t bytes = in.bytes();
+  const auto copy_payloads = [&] {
+    for (std::size_t i = 0; rank_ == root && bytes != 0 && i < order_.size(); ++i) {
+      std::memcpy(out.data + static_cast<std::size_t>(order_[i]) * bytes,
+                  records_[i].payload.data(), bytes);
+    }
+  };
+  run(signature, options, {&in, 1}, copy_payloads, [&] {
+    if (rank_ == root) {
+      for (int q = 0; q < size(); ++q) {
+        if (!is_here(q)) post_receive(q, out.data + static_cast<std::size_t>(q) * bytes, bytes);
+      }
+    } else if (!is_here(root)) {
+      post_send(root, in.data, bytes);
+    }
+    progress();
+    if (is_here(root)) gather_here(in, out.data, root);
+    for (int q = 0; q < size(); ++q) {
+      if (!is_here(q)) await_received(q);
+    }
+    await_all_sent();
+  });
+}
+
+// Cuts the root's array for the ranks of this machine, of which the root is one.
+void NetCommunicator::scatter_here(const std::byte* in, TensorView out, int root) {
+  const std::size_t bytes = out.bytes();
+  const std::vector<int>& here = ranks_of(machine_of(rank_));
+  if (width() == 1) {
+    const std::byte* const own = in + static_cast<std::size_t>(rank_) * bytes;
+    if (own != out.data && bytes != 0) host::copy(out.data, own, bytes, false);
+    return;
+  }
+  const std::byte* source = nullptr;
+  if (rank_ == root && is_contiguous()) {
+    source = in + static_cast<std::size_t>(here.front()) * bytes;
+  } else if (rank_ == root) {
+    std::byte* const packed = packed_.of(*inner_, here.size() * bytes);
+    for (std::size_t i = 0; i < here.size(); ++i) {
+      host::copy(packed + i * bytes, in + static_cast<std::size_t>(here[i]) * bytes, bytes, false);
+    }
+    source = packed;
+  }
+  const TensorView whole =
+      bytes_at(const_cast<std::byte*>(source), source == nullptr ? 0 : here.size() * bytes);
+  const TensorView own = bytes_at(out.data, bytes);
+  inside(2, [&](const CallOptions& o) { inner_->scatter(whole, own, local_of(root), o); });
+}
+
+void NetCommunicator::scatter(TensorView in, TensorView out, int root, const CallOptions& options) {
+  const Signature signature{.op = Op::kScatter,
+                            .dtype = out.dtype,
+                            .root = static_cast<std::int16_t>(root),
+                            .count = out.count};
+  const std::size_t bytes = out.bytes();
+  run(signature, options, {}, nullptr, [&] {
+    if (rank_ == root) {
+      for (int q = 0; q < size(); ++q) {
+        if (!is_here(q)) post_send(q, in.data + static_cast<std::size_t>(q) * bytes, bytes);
+      }
+    } else if (!is_here(root)) {
+      post_receive(root, out.data, bytes);
+    }
+    progress();
+    if (is_here(root)) scatter_here(in.data, out, root);
+    if (!is_here(root)) await_received(root);
+    await_all_sent();
+  });
+}
+
+void NetCommunicator::all_to_all(TensorView in, TensorView out,
+                                 std::span<const std::size_t> counts, const CallOptions& options) {
+  Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
+  const std::size_t n = places_.size();
+  const auto r = static_cast<std::size_t>(rank_);
+  const std::size_t item = size_of(in.dtype);
+  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
+    signature.count = 0;
+    signature.list = table_hash(counts, {&in, 1});
+  }
+  const auto bytes_between = [&](std::size_t from, std::size_t to) {
+    return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;
+  };
+  run(signature, options, {}, nullptr, [&] {
+    std::vector<std::size_t> give_at(n + 1), take_at(n + 1);
+    for (std::size_t q = 0; q < n; ++q) {
+      give_at[q + 1] = give_at[q] + bytes_between(r, q);
+      take_at[q + 1] = take_at[q] + bytes_between(q, r);
+    }
+    for (std::size_t step = 1; step < n; ++step) {  // not all send to the same rank at a time
+      const std::size_t to = (r + step) % n;
+      const std::size_t from = (r + n - step) % n;
+      if (!is_here(static_cast<int>(from))) {
+        post_receive(static_cast<int>(from), out.data + take_at[from], bytes_between(from, r));
+      }
+      if (!is_here(static_cast<int>(to))) {
+        post_send(static_cast<int>(to), in.data + give_at[to], bytes_between(r, to));
+      }
+    }
+    progress();
+    const std::vector<int>& here = ranks_of(machine_of(rank_));
+    std::vector<std::size_t> table;
+    std::vector<std::byte> give, take;
+    for (const int from : here) {
+      for (const int to : here) {
+        table.push_back(bytes_between(static_cast<std::size_t>(from), static_cast<std::size_t>(to)));
+      }
+    }
+    std::size_t give_bytes = 0;
+    std::size_t take_bytes = 0;
+    for (const int q : here) {
+      give_bytes += bytes_between(r, static_cast<std::size_t>(q));
+      take_bytes += bytes_between(static_cast<std::size_t>(q), r);
+    }
+    std::byte* source = in.data + give_at[static_cast<std::size_t>(here.front())];
+    std::byte* target = out.data + take_at[static_cast<std::size_t>(here.front())];
+    if (!is_contiguous()) {
+      source = packed_.of(*inner_, give_bytes);
+      target = unpacked_.of(*inner_, take_bytes);
+      std::size_t at = 0;
+      for (const int q : here) {
+        const std::size_t bytes = bytes_between(r, static_cast<std::size_t>(q));
+        host::copy(source + at, in.data + give_at[static_cast<std::size_t>(q)], bytes, false);
+        at += bytes;
+      }
+    }
+    const TensorView from = bytes_at(source, give_bytes);
+    const TensorView to = bytes_at(target, take_bytes);
+    inside(2, [&](const CallOptions& o) { inner_->all_to_all(from, to, table, o); });
+    if (!is_contiguous()) {
+      std::size_t at = 0;
+      for (const int q : here) {
+        const std::size_t bytes = bytes_between(static_cast<std::size_t>(q), r);
+        host::copy(out.data + take_at[static_cast<std::size_t>(q)], target + at, bytes, false);
+        at += bytes;
+      }
+    }
+    for (int q = 0; q < size(); ++q) {
+      if (!is_here(q)) await_received(q);
+    }
+    await_all_sent();
+  });
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,464 @@
+// all_reduce, reduce and reduce_scatter between machines.
+//
+// A run of arrays goes through three steps, chunk by chunk, so that the steps of successive chunks
+// overlap:
+// - load: the ranks of each machine reduce the chunk, and each rank gets the sum of its share;
+// - cross: partners exchange their shares. Between two machines, and for small arrays, each sends its
+//   share to all partners and adds what it receives. Otherwise each machine adds one part of the
+//   share and sends the result to the others, so that no byte crosses a link twice;
+// - finish: the ranks of each machine gather the shares.
+//
+// Machines of different sizes leave the crossing to their first ranks.
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "host/kernels.h"
+#include "net/communicator.h"
+#include "net/inside.h"
+
+namespace fastdist::net {
+namespace {
+
+// The bytes of all shares of a chunk: enough to keep a link busy while the machine's ranks work.
+constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
+constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
+// Larger arrays between more than two machines cross in two steps.
+constexpr std::size_t kDirectBytes = std::size_t{32} << 10;
+
+constexpr std::size_t divide_up(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+bool is_small_float(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat8E4M3FN ||
+         dtype == DType::kFloat8E5M2;
+}
+
+ReduceOp summed(ReduceOp op) { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
+
+template <class T>
+void divide(std::byte* data, std::size_t count, std::size_t n) {
+  auto* values = reinterpret_cast<T*>(data);
+  for (std::size_t i = 0; i < count; ++i) values[i] /= static_cast<T>(n);
+}
+
+void divide(DType dtype, std::byte* data, std::size_t count, std::size_t n) {
+  if (dtype == DType::kFloat32) return divide<float>(data, count, n);
+  if (dtype == DType::kFloat64) return divide<double>(data, count, n);
+  if (dtype == DType::kComplex64) return divide<float>(data, 2 * count, n);
+  return divide<double>(data, 2 * count, n);
+}
+
+TensorView view_of(std::byte* data, std::size_t count, DType dtype) { return {data, count, dtype, 0}; }
+
+}  // namespace
+
+struct NetCommunicator::Reduction {
+  ArrayList in;
+  ArrayList out;  // empty if this rank gets no result
+  DType dtype;
+  ReduceOp op;
+  Op name;
+  int root;
+  DType wide;     // in which sums are computed
+  DType wire;     // in which sums cross
+  std::size_t count;     // elements of the run
+  std::size_t chunk;     // elements per chunk
+  std::size_t chunks;
+  std::size_t shares;    // ranks of a machine that carry a share
+  bool direct;           // one crossing instead of two
+  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, what crosses in `wire`, and the
+  // positions in each partner's stream at which the chunk has arrived.
+  std::array<std::byte*, kSlots> own = {};
+  std::array<std::vector<std::uint64_t>, kSlots> first = {}, second = {}, sent = {};
+
+  [[nodiscard]] std::size_t begin(std::size_t k) const { return k * chunk; }
+  [[nodiscard]] std::size_t length(std::size_t k) const {
+    return std::min(count, begin(k) + chunk) - begin(k);
+  }
+  // Elements of each rank's share of chunk k: a multiple of the parts into which it is divided.
+  [[nodiscard]] std::size_t share(std::size_t k, std::size_t parts) const {
+    return divide_up(length(k), shares * parts) * parts;
+  }
+  // Returns the memory of elements [begin, begin + count) if they lie in one array, else null.
+  static std::byte* contiguous(const ArrayList& run, std::size_t begin, std::size_t bytes) {
+    std::byte* found = nullptr;
+    int pieces = 0;
+    run.for_each_piece(begin, begin + bytes,
+                       [&](std::size_t i, std::size_t at, std::size_t, std::size_t) {
+                         found = run.arrays()[i].data + at;
+                         ++pieces;
+                       });
+    return pieces == 1 ? found : nullptr;
+  }
+};
+
+void NetCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
+                                 const CallOptions& options) {
+  reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
+}
+
+void NetCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
+                             const CallOptions& options) {
+  reduce_arrays(in, out, op, Op::kReduce, root, options);
+}
+
+// Splits a list into runs of one dtype; every run's record has the hash of the whole list.
+void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
+                                    const CallOptions& options) {
+  Signature signature{.op = name, .reduce_op = op, .root = static_cast<std::int16_t>(root)};
+  signature = signature_of(signature, in);
+  const bool is_compressed = options.whole != nullptr && options.whole->compress.has_value();
+  const auto run_of = [&](TensorViews run_in, TensorViews run_out) {
+    ArrayList inputs(run_in);
+    const DType dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
+    const DType wide = is_small_float(dtype) ? DType::kFloat32 : dtype;
+    const std::size_t count = inputs.bytes() / size_of(dtype);
+    Reduction call{.in = std::move(inputs),
+                   .out = ArrayList(run_out),
+                   .dtype = dtype,
+                   .op = op,
+                   .name = name,
+                   .root = root,
+                   .wide = wide,
+                   .wire = is_compressed ? dtype : wide,
+                   .count = count,
+                   .chunk = 0,
+                   .chunks = 0,
+                   .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
+                   .direct = machines() == 2 || count * size_of(dtype) <= kDirectBytes};
+    signature.dtype = dtype;
+    signature.count = count;
+    run(signature, options, run_in, [&] { reduce_payloads(call); },
+        [&] { reduce_chunks(call); });
+  };
+  const bool one_dtype = std::all_of(in.begin(), in.end(),
+                                     [&](const TensorView& a) { return a.dtype == in[0].dtype; });
+  if (one_dtype) return run_of(in, out);
+  for (int d = 0; d < kDTypeCount; ++d) {
+    std::vector<TensorView> run_in, run_out;
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      if (in[i].dtype != static_cast<DType>(d)) continue;
+      run_in.push_back(in[i]);
+      if (!out.empty()) run_out.push_back(out[i]);
+    }
+    if (!run_in.empty()) run_of(run_in, run_out);
+  }
+}
+
+// Reduces the inputs that came with the records, in the same order as larger ones.
+void NetCommunicator::reduce_payloads(const Reduction& call) {
+  const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
+  if (!has_result || call.count == 0) return;
+  const std::size_t item = size_of(call.wide);
+  const std::size_t bytes = call.count * item;
+  std::vector<std::byte> wide(call.wide == call.dtype ? 0 : places_.size() * bytes);
+  std::vector<const std::byte*> inputs;
+  for (std::size_t i = 0; i < order_.size(); ++i) {
+    const std::byte* payload = records_[i].payload.data();
+    if (!wide.empty()) {
+      host::convert(call.wide, wide.data() + i * bytes, call.dtype, payload, call.count, 1.0F);
+      payload = wide.data() + i * bytes;
+    }
+    inputs.push_back(payload);
+  }
+  std::vector<std::byte> sums(machines_.size() * bytes);
+  std::vector<const std::byte*> by_machine;
+  std::size_t at = 0;
+  for (std::size_t m = 0; m < machines_.size(); ++m) {
+    by_machine.push_back(sums.data() + m * bytes);
+    host::reduce(call.wide, summed(call.op), sums.data() + m * bytes, nullptr,
+                 std::span(inputs).subspan(at, machines_[m].size()), call.count);
+    at += machines_[m].size();
+  }
+  host::reduce(call.wide, summed(call.op), sums.data(), nullptr, by_machine, call.count);
+  std::vector<std::byte> result(call.count * size_of(call.dtype));
+  finish_values(call.wide, call.op, sums.data(), call.dtype, result.data(), call.count);
+  call.out.for_each_piece(
+      0, result.size(), [&](std::size_t i, std::size_t to, std::size_t from, std::size_t length) {
+        std::memcpy(call.out.arrays()[i].data + to, result.data() + from, length);
+      });
+}
+
+// Divides sums for a mean, and rounds them to the arrays' dtype.
+void NetCommunicator::finish_values(DType wide, ReduceOp op, std::byte* sums, DType dtype,
+                                    std::byte* to, std::size_t count) const {
+  if (op == ReduceOp::kMean) divide(wide, sums, count, places_.size());
+  if (wide != dtype) {
+    host::convert(dtype, to, wide, sums, count, 1.0F);
+  } else if (to != sums) {
+    host::copy(to, sums, count * size_of(dtype), false);
+  }
+}
+
+void NetCommunicator::reduce_chunks(Reduction& call) {
+  const std::size_t item = size_of(call.dtype);
+  const std::size_t wanted =
+      std::clamp(divide_up(call.count * item, 4), kLeastChunkBytes, kChunkBytes);
+  call.chunk = std::max<std::size_t>(1, wanted / item);
+  call.chunks = divide_up(call.count, call.chunk);
+  for (auto* positions : {&call.first, &call.second, &call.sent}) {
+    for (auto& slot : *positions) slot.resize(machines_.size());
+  }
+  for (std::size_t k = 0; k < call.chunks + 2; ++k) {
+    if (k < call.chunks) load(call, k);
+    if (k >= 1 && k - 1 < call.chunks) combine(call, k - 1);
+    if (k >= 2) finish(call, k - 2);
+  }
+  await_all_sent();
+}
+
+// Reduces chunk k within the machine, and starts to send this rank's share.
+void NetCommunicator::load(Reduction& call, std::size_t k) {
+  const std::size_t slot = k % kSlots;
+  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
+  const std::size_t share = call.share(k, parts);
+  const std::size_t length = call.length(k);
+  const std::size_t item = size_of(call.dtype);
+  const std::size_t wide_item = size_of(call.wide);
+  const std::size_t padded = share * (width() == 1 ? 1 : call.shares);
+  // What was sent from the slot must have left.
+  for (int m = 0; m < machines(); ++m) {
+    if (m != machine_of(rank_) && call.sent[slot][static_cast<std::size_t>(m)] != 0) {
+      await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
+    }
+  }
+  std::byte* source = Reduction::contiguous(call.in, call.begin(k) * item, length * item);
+  if (source == nullptr || call.wide != call.dtype || padded != length) {
+    std::byte* packed = width() == 1 ? own_[slot].of(*inner_, padded * wide_item)
+                                     : packed_.of(*inner_, padded * wide_item);
+    call.in.for_each_piece(
+        call.begin(k) * item, (call.begin(k) + length) * item,
+        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
+          const std::size_t to = (run_at / item - call.begin(k)) * wide_item;
+          const std::byte* from = call.in.arrays()[i].data + at;
+          if (call.wide == call.dtype) {
+            host::copy(packed + to, from, bytes, false);
+          } else {
+            host::convert(call.wide, packed + to, call.dtype, from, bytes / item, 1.0F);
+          }
+        });
+    std::memset(packed + length * wide_item, 0, (padded - length) * wide_item);
+    source = packed;
+  }
+  if (width() == 1) {
+    call.own[slot] = source;
+  } else {
+    call.own[slot] = own_[slot].of(*inner_, share * wide_item);
+    const TensorView in = view_of(source, padded, call.wide);
+    const TensorView out = view_of(call.own[slot], share, call.wide);
+    inside(2, [&](const CallOptions& o) {
+      if (is_even_) {
+        inner_->reduce_scatter(in, out, summed(call.op), o);
+      } else {
+        inner_->reduce({&in, 1}, local_of(rank_) == 0 ? TensorViews{&out, 1} : TensorViews{},
+                       summed(call.op), 0, o);
+      }
+    });
+  }
+  if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
+
+  // Layout of the slot's buffer: in direct calls a share of each machine, else one part of each;
+  // this rank's own in `wire` are among them if they differ from `wide`.
+  const std::size_t wire_item = size_of(call.wire);
+  const std::size_t part = share / parts;
+  const int here = machine_of(rank_);
+  std::byte* const buffer = parts_[slot].of(
+      *inner_, (machines_.size() * part + (call.wire != call.wide ? share : 0)) * wire_item);
+  const std::byte* outgoing = call.own[slot];
+  if (call.wire != call.wide) {
+    std::byte* const narrow = buffer + machines_.size() * part * wire_item;
+    host::convert(call.wire, narrow, call.wide, call.own[slot], share, 1.0F);
+    host::convert(call.wide, call.own[slot], call.wire, narrow, share, 1.0F);  // as others see it
+    outgoing = narrow;
+  }
+  const bool to_all = call.name == Op::kAllReduce || !call.direct;
+  for (int m = 0; m < machines(); ++m) {
+    if (m == here) continue;
+    const auto i = static_cast<std::size_t>(m);
+    const int p = partner(m);
+    if (to_all || m == machine_of(call.root)) {
+      post_send(p, outgoing + (call.direct ? 0 : i * part) * wire_item, part * wire_item);
+    }
+    if (to_all || here == machine_of(call.root)) {
+      post_receive(p, buffer + i * part * wire_item, part * wire_item);
+    }
+    call.first[slot][i] = peer(p).stream.to_receive();
+    call.sent[slot][i] = peer(p).stream.to_send();
+  }
+  progress();
+}
+
+// Adds what the machines have sent of chunk k; in two-step calls, sends this machine's part on.
+void NetCommunicator::combine(Reduction& call, std::size_t k) {
+  if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
+  const std::size_t slot = k % kSlots;
+  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
+  const std::size_t share = call.share(k, parts);
+  const std::size_t part = share / parts;
+  const int here = machine_of(rank_);
+  const std::size_t own_at = call.direct ? 0 : static_cast<std::size_t>(here) * part;
+  std::byte* const result = results_[slot].of(*inner_, share * size_of(call.dtype));
+  if (call.direct && call.name == Op::kReduce && here != machine_of(call.root)) return;
+
+  const std::size_t wire_item = size_of(call.wire);
+  std::byte* const buffer = parts_[slot].of(*inner_, 0);
+  std::vector<std::byte> widened;
+  if (call.wire != call.wide) widened.resize(machines_.size() * part * size_of(call.wide));
+  std::vector<const std::byte*> sources(machines_.size());
+  for (int m = 0; m < machines(); ++m) {
+    const auto i = static_cast<std::size_t>(m);
+    if (m == here) {
+      sources[i] = call.own[slot] + own_at * size_of(call.wide);
+      continue;
+    }
+    await_received(partner(m), call.first[slot][i]);
+    sources[i] = buffer + i * part * wire_item;
+    if (call.wire != call.wide) {
+      std::byte* const to = widened.data() + i * part * size_of(call.wide);
+      host::convert(call.wide, to, call.wire, sources[i], part, 1.0F);
+      sources[i] = to;
+    }
+  }
+  // Sums go to memory that nothing is sent from: the result, or one of the inputs.
+  std::byte* const sums =
+      call.wide == call.dtype
+          ? result + own_at * size_of(call.dtype)
+          : const_cast<std::byte*>(sources[static_cast<std::size_t>(here == 0 ? 1 : 0)]);
+  host::reduce(call.wide, summed(call.op), sums, nullptr, sources, part);
+  finish_values(call.wide, call.op, sums, call.dtype, result + own_at * size_of(call.dtype), part);
+  if (call.direct) return;
+
+  const bool to_all = call.name == Op::kAllReduce;
+  const std::size_t item = size_of(call.dtype);
+  for (int m = 0; m < machines(); ++m) {
+    if (m == here) continue;
+    const auto i = static_cast<std::size_t>(m);
+    const int p = partner(m);
+    if (to_all || m == machine_of(call.root)) {
+      post_send(p, result + own_at * item, part * item);
+    }
+    if (to_all || here == machine_of(call.root)) {
+      post_receive(p, result + i * part * item, part * item);
+    }
+    call.second[slot][i] = peer(p).stream.to_receive();
+    call.sent[slot][i] = peer(p).stream.to_send();
+  }
+  progress();
+}
+
+// Gathers the shares of chunk k within the machine.
+void NetCommunicator::finish(Reduction& call, std::size_t k) {
+  const std::size_t slot = k % kSlots;
+  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
+  const std::size_t share = call.share(k, parts);
+  const std::size_t item = size_of(call.dtype);
+  const std::size_t length = call.length(k);
+  const bool carries = static_cast<std::size_t>(local_of(rank_)) < call.shares;
+  if (call.name == Op::kReduce && machine_of(rank_) != machine_of(call.root)) return;
+  if (carries && !call.direct) {
+    for (int m = 0; m < machines(); ++m) {
+      if (m == machine_of(rank_)) continue;
+      await_received(partner(m), call.second[slot][static_cast<std::size_t>(m)]);
+    }
+  }
+  std::byte* const result = results_[slot].of(*inner_, share * item);
+  const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
+  std::byte* gathered = result;
+  if (width() > 1) {
+    const std::size_t all = share * static_cast<std::size_t>(width());
+    std::byte* const direct = has_result && all == length
+                                  ? Reduction::contiguous(call.out, call.begin(k) * item, all * item)
+                                  : nullptr;
+    gathered = direct != nullptr ? direct : unpacked_.of(*inner_, all * item);
+    const TensorView in = view_of(result, share, call.dtype);
+    const TensorView out = view_of(gathered, all, call.dtype);
+    inside(2, [&](const CallOptions& o) {
+      if (call.name == Op::kReduce) {
+        inner_->gather(in, out, local_of(call.root), o);
+      } else if (is_even_) {
+        inner_->all_gather(in, out, o);
+      } else {
+        const TensorView whole = view_of(carries ? result : gathered, share, call.dtype);
+        inner_->broadcast({&whole, 1}, 0, o);
+      }
+    });
+    if (direct != nullptr) return;
+    if (call.name == Op::kAllReduce && !is_even_ && carries) gathered = result;
+  }
+  if (!has_result) return;
+  for (int m = 0; width() == 1 && m < machines(); ++m) {  // sent from the arrays themselves
+    if (m != machine_of(rank_)) await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
+  }
+  call.out.for_each_piece(
+      call.begin(k) * item, (call.begin(k) + length) * item,
+      [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
+        host::copy(call.out.arrays()[i].data + at, gathered + (run_at - call.begin(k) * item),
+                   bytes, false);
+      });
+}
+
+// Each destination's part is reduced within every machine by the rank that sends it there.
+void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
+                                     const CallOptions& options) {
+  Signature signature{.op = Op::kReduceScatter, .reduce_op = op};
+  signature.dtype = in.dtype;
+  signature.count = in.count;
+  run(signature, options, {}, nullptr, [&] {
+    const DType wide = is_small_float(in.dtype) ? DType::kFloat32 : in.dtype;
+    const std::size_t item = size_of(in.dtype);
+    const std::size_t wide_item = size_of(wide);
+    const std::size_t chunk = kChunkBytes / places_.size() / item + 1;
+    const int here = machine_of(rank_);
+    for (std::size_t begin = 0; begin < out.count; begin += chunk) {
+      const std::size_t count = std::min(chunk, out.count - begin);
+      std::byte* const partial = own_[0].of(*inner_, places_.size() * count * wide_item);
+      std::byte* const received = parts_[0].of(*inner_, machines_.size() * count * wide_item);
+      for (int m = 0; m < machines(); ++m) {
+        if (m != here) {
+          post_receive(partner(m), received + static_cast<std::size_t>(m) * count * wide_item,
+                       count * wide_item);
+        }
+      }
+      std::byte* mine = nullptr;
+      // Begin with the next machine, so that not all send to the same one at a time.
+      std::size_t next = 0;
+      for (int m = 0; m <= here; ++m) next += ranks_of(m).size();
+      for (std::size_t j = 0; j < order_.size(); ++j) {
+        const std::size_t i = (next + j) % order_.size();
+        const int q = order_[i];
+        const int worker = local_of(q) % width();
+        std::byte* source = in.data + (static_cast<std::size_t>(q) * out.count + begin) * item;
+        if (wide != in.dtype) {
+          std::byte* const packed = packed_.of(*inner_, count * wide_item);
+          host::convert(wide, packed, in.dtype, source, count, 1.0F);
+          source = packed;
+        }
+        std::byte* const target = partial + i * count * wide_item;
+        const TensorView from = view_of(source, count, wide);
+        const TensorView to = view_of(target, count, wide);
+        inside(2, [&](const CallOptions& o) {
+          inner_->reduce({&from, 1}, worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
+                         summed(op), worker, o);
+        });
+        if (q == rank_) mine = target;
+        if (worker != local_of(rank_) || is_here(q)) continue;
+        post_send(q, target, count * wide_item);
+        progress();
+      }
+      std::vector<const std::byte*> sources;
+      for (int m = 0; m < machines(); ++m) {
+        if (m != here) await_received(partner(m));
+        sources.push_back(m == here ? mine
+                                    : received + static_cast<std::size_t>(m) * count * wide_item);
+      }
+      std::byte* const sums = results_[0].of(*inner_, count * wide_item);
+      host::reduce(wide, summed(op), sums, nullptr, sources, count);
+      finish_values(wide, op, sums, in.dtype, out.data + begin * item, count);
+      await_all_sent();
+    }
+  });
+}
+
+}  // namespace fastdist::net

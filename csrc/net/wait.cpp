@@ -1,0 +1,88 @@
+// Moves the bytes of collectives between machines, and waits for them.
+
+#include <poll.h>
+
+#include <algorithm>
+
+#include "net/communicator.h"
+#include "net/inside.h"
+
+namespace fastdist::net {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{50};
+
+}  // namespace
+
+void NetCommunicator::post_send(int p, const std::byte* data, std::size_t bytes) {
+  peer(p).stream.send(data, bytes);
+  busy_.push_back(p);
+}
+
+void NetCommunicator::post_receive(int p, std::byte* data, std::size_t bytes) {
+  peer(p).stream.receive(data, bytes);
+  busy_.push_back(p);
+}
+
+void NetCommunicator::await_received(int p, std::uint64_t bytes) {
+  await(p, [&stream = peer(p).stream, bytes] { return stream.received() >= bytes; });
+}
+
+void NetCommunicator::await_sent(int p) { await_sent(p, peer(p).stream.to_send()); }
+
+void NetCommunicator::await_sent(int p, std::uint64_t bytes) {
+  await(p, [&stream = peer(p).stream, bytes] { return stream.sent() >= bytes; });
+}
+
+void NetCommunicator::await_all_sent() {
+  for (int p = 0; p < size(); ++p) {
+    if (!is_here(p)) await_sent(p);
+  }
+}
+
+bool NetCommunicator::progress() {
+  bool moved = false;
+  std::size_t kept = 0;
+  std::sort(busy_.begin(), busy_.end());
+  busy_.erase(std::unique(busy_.begin(), busy_.end()), busy_.end());
+  for (const int p : busy_) {
+    Stream& stream = peer(p).stream;
+    moved |= stream.progress();
+    if ((stream.sends() || stream.receives()) && !stream.has_ended()) busy_[kept++] = p;
+  }
+  busy_.resize(kept);
+  return moved;
+}
+
+// Waits until `ready`, which depends on the stream of rank p.
+void NetCommunicator::await(int p, const std::function<bool()>& ready) {
+  if (ready()) return;
+  const auto start = Clock::now();
+  auto last_check = start;
+  for (;;) {
+    const bool moved = progress();
+    if (ready()) return;
+    if (peer(p).stream.has_ended()) throw_ended(p, signature_);
+    if (!moved) {
+      std::vector<pollfd> fds;
+      for (const int q : busy_) {
+        const Stream& stream = peer(q).stream;
+        const int events = (stream.sends() ? POLLOUT : 0) | (stream.receives() ? POLLIN : 0);
+        fds.push_back({stream.fd(), static_cast<short>(events), 0});
+      }
+      (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
+    }
+    const auto now = Clock::now();
+    if (now - last_check < kPollInterval) continue;
+    last_check = now;
+    options_->caller->check_interrupt();
+    progress();
+    if (ready()) return;
+    check_failures(signature_);
+    peer(p).answers.poll();
+    if (peer(p).answers.has_closed()) throw_ended(p, signature_);
+    if (now - start > options_->timeout + grace_ * kGrace) throw_late(p, signature_, now - start);
+  }
+}
+
+}  // namespace fastdist::net

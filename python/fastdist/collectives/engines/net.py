@@ -1,0 +1,115 @@
+"""The engine for ranks on several machines: the compiled engine over TCP connections."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+import fastdist._core as _core
+from fastdist.collectives.engines.engine import Bytes, Calls, Engine
+from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.layout import Layout
+from fastdist.errors import ClusterConfigError, CollectiveTimeoutError, UnsupportedError
+
+_TOKEN_BYTES = 16
+
+
+@final
+class NetEngine(Engine):
+    """Ranks on several machines. Every rank must make the engine.
+
+    Args:
+        layout: the ranks of each machine.
+        rank: this rank.
+        inner: the engine between the ranks of this machine, in the layout's order.
+        listener: accepts the other ranks' connections.
+        addresses: IP address and port of each rank's listener.
+        key: equal on all ranks, and secret to processes that are not of the job.
+        timeout_s: seconds to wait for other ranks to connect.
+
+    Raises:
+        ClusterConfigError: ranks cannot connect.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        inner: HostEngine,
+        listener: _core.Listener,
+        addresses: Sequence[tuple[str, int]],
+        key: str,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.size = layout.size
+        self._layout = layout
+        self._inner = inner
+        self._ips = [ip for ip, _ in addresses]
+        self._key = key
+        self._groups = 0  # how many groups were made from this engine
+        places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
+        token = hashlib.sha256(key.encode()).digest()[:_TOKEN_BYTES]
+        try:
+            self._compiled = _core.connect_machines(
+                inner.compiled, listener, rank, places, token, timeout_s
+            )
+        except CollectiveTimeoutError as error:
+            raise ClusterConfigError(f"rendezvous: {error}", error.ranks) from None
+
+    @property
+    def compiled(self) -> _core.Communicator:
+        """The compiled engine."""
+        return self._compiled
+
+    def calls(self) -> Calls:
+        """Return the builtins of the compiled engine."""
+        calls: Calls = self._compiled.calls()  # type: ignore[assignment]
+        return calls
+
+    def empty(self, nbytes: int) -> Bytes:
+        """Allocate memory that the ranks of this machine share."""
+        return self._compiled.empty(nbytes)
+
+    def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
+        """Make an inner engine for a group within one machine, else connect the group anew."""
+        self._groups += 1
+        local = [
+            [self._layout.place_of(rank)[1] for rank in group if self._is_here(rank)]
+            for group in groups
+        ]
+        # The ranks of each machine are in the order of the new layout.
+        inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
+        listener = _core.Listener(self._ips[self.rank])
+        ports = np.empty(self.size, np.int64)
+        self.calls()["all_gather"](np.array([listener.port]), ports, timeout_s, False)
+        for group in groups:
+            if self.rank not in group:
+                continue
+            assert inner is not None
+            layout = self._layout.subset(group)
+            if len(layout.places) == 1:
+                return inner
+            addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
+            key = f"{self._key}/{self._groups}:{','.join(map(str, group))}"
+            number = list(group).index(self.rank)
+            return NetEngine(layout, number, inner, listener, addresses, key, timeout_s)
+        return None
+
+    def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
+        """Raise UnsupportedError: the excluded ranks may be those that connect the machines."""
+        del ranks, timeout_s
+        raise UnsupportedError(
+            "shrink works between the ranks of one machine only; restart the job without the "
+            "excluded ranks"
+        )
+
+    def close(self) -> None:
+        """Leave; peers that wait for this rank get `PeerFailureError`."""
+        self._compiled.close()
+
+    def _is_here(self, rank: int) -> bool:
+        return self._layout.place_of(rank)[0] == self._layout.place_of(self.rank)[0]

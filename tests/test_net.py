@@ -1,0 +1,228 @@
+"""The contract of communicators, for ranks on several machines; the machines are simulated."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import contract
+import fastdist._core as _core
+import numpy as np
+import pytest
+from contract import CommunicatorContract
+from fastdist import Communicator
+from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.net import NetEngine
+from fastdist.errors import CollectiveMismatchError
+from ranks import RankError
+from reference import SMALL_FLOATS, reduced
+
+TIMEOUT_S = 60.0
+LOCAL = "127.0.0.1"
+_names = itertools.count()
+Places = tuple[tuple[int, ...], ...]
+
+
+class MachineThreads:
+    """Ranks as threads that share memory within their machine alone; made anew for every call."""
+
+    def __init__(self, places: Places) -> None:
+        self.layout = Layout(places)
+        self.size = self.layout.size
+
+    def makers(self) -> list[Callable[[], NetEngine]]:
+        """Return functions that make each rank's engine, to be called in the rank's thread."""
+        inner = {
+            rank: engine
+            for place in self.layout.places
+            for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
+        }
+        listeners = [_core.Listener(LOCAL) for _ in range(self.size)]
+        addresses = [(LOCAL, listener.port) for listener in listeners]
+        key = f"test{next(_names)}"
+
+        def make(rank: int) -> NetEngine:
+            mine = inner[rank], listeners[rank]
+            return NetEngine(self.layout, rank, *mine, addresses, key, TIMEOUT_S)
+
+        return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: dict[int, BaseException | str] = {}
+        communicators: list[Communicator] = []
+
+        def body(rank: int, make: Callable[[], NetEngine]) -> None:
+            try:
+                comm = Communicator(make(), TIMEOUT_S)
+                communicators.append(comm)
+                results[rank] = function(comm, *args)
+            except BaseException:
+                errors[rank] = traceback.format_exc()
+
+        threads = [
+            threading.Thread(target=body, args=(rank, make), daemon=True)
+            for rank, make in enumerate(self.makers())
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + limit_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            errors[-1] = f"still running after {limit_s} s"
+        if errors:
+            raise RankError(errors)
+        for comm in communicators:
+            comm.close()
+        return results
+
+    def close(self) -> None:
+        pass
+
+
+def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
+    """Reduce like a hierarchy: each place in order, then the places; a mean divides last."""
+
+    def in_two_levels(inputs: list[np.ndarray], op: str) -> np.ndarray:
+        dtype = inputs[0].dtype
+        small = dtype.name in SMALL_FLOATS
+        wide = [x.astype(np.float32) for x in inputs] if small else inputs
+        summed = "sum" if op == "mean" else op
+        result = reduced([reduced([wide[r] for r in ranks], summed) for ranks in places], summed)
+        if op == "mean":
+            parts = result.view(result.real.dtype)
+            result = (parts / np.array(len(inputs), parts.dtype)).view(result.dtype)
+        with np.errstate(all="ignore"):
+            return result.astype(dtype)
+
+    return in_two_levels
+
+
+class MachineContract(CommunicatorContract):
+    """The contract, with the sums of machines, which add floats in another order."""
+
+    @pytest.fixture(autouse=True)
+    def _two_levels(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        fixture = "ranks" if "ranks" in request.fixturenames else "doomed_ranks"
+        places = request.getfixturevalue(fixture).layout.places
+        monkeypatch.setattr(contract, "reduced", reduced_by_place(places))
+
+    def test_compression(self, ranks: Any) -> None:
+        """Totals are compressed between machines, so that bits differ from the contract's."""
+        ranks.run(check_compression_roughly)
+
+
+def check_compression_roughly(comm: Communicator) -> None:
+    n = comm.world_size
+    for dtype in ("float32", "float64"):
+        for size in (0, 3, 5_000):
+            inputs = [
+                np.random.default_rng([r, size]).standard_normal(size).astype(dtype)
+                for r in range(n)
+            ]
+            for op, exact in (("sum", sum(inputs)), ("mean", sum(inputs) / n)):
+                for name, error in (("bf16", 0.02), ("fp16", 0.002), ("fp8", 0.07)):
+                    x = [inputs[comm.rank].copy(), inputs[comm.rank].copy() / 1000]
+                    comm.all_reduce(x, op, compress=name)
+                    largest = max([np.abs(v).max() for v in inputs if v.size] or [1]) * n
+                    assert np.abs(x[0] - exact).max(initial=0) <= error * largest
+                    assert np.abs(x[1] * 1000 - exact).max(initial=0) <= error * largest
+                    everyone = comm.all_gather(x[0]).reshape(n, -1)
+                    assert (everyone == everyone[0]).all()
+
+
+def machines_of(sizes: dict[int, Places]) -> Callable[[int], MachineThreads]:
+    """Make a class of ranks whose machines depend on the number of ranks."""
+    return lambda size: MachineThreads(sizes[size])
+
+
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One size per way: empty, with the record, one chunk, several chunks, two crossings."""
+    monkeypatch.setattr(contract, "SIZES", [0, 1, 17, 1_000, 5_003, 90_001, 300_007])
+
+
+class TestOneRankEach(MachineContract):
+    ranks_class = staticmethod(machines_of({2: ((0,), (1,)), 3: ((0,), (1,), (2,))}))
+    worlds = doomed_worlds = (3,)
+    slow_worlds = slow_doomed_worlds = (2,)
+
+
+class TestUnevenMachines(MachineContract):
+    ranks_class = staticmethod(machines_of({3: ((0, 2), (1,))}))
+    worlds = doomed_worlds = (3,)
+
+
+class TestEvenMachines(MachineContract):
+    ranks_class = staticmethod(machines_of({4: ((0, 3), (1, 2)), 6: ((0, 1), (2, 3), (4, 5))}))
+    worlds = doomed_worlds = (4,)
+    slow_worlds = slow_doomed_worlds = (6,)
+
+
+EVERY_KIND = [((0,), (1,), (2,)), ((0, 2), (1,)), ((0, 3), (1, 2))]
+
+
+def round_once(comm: Communicator) -> None:
+    x = np.full(3, 2048.0 if comm.rank == 0 else 1.0, np.float16)
+    comm.all_reduce(x)
+    assert (x == np.float16(2048.0 + comm.world_size - 1)).all()
+
+
+@pytest.mark.parametrize("places", EVERY_KIND, ids=str)
+def test_small_floats_are_rounded_once(places: Places) -> None:
+    MachineThreads(places).run(round_once)
+
+
+def mean_of_many(comm: Communicator) -> bytes:
+    arrays = [np.full(size, comm.rank + 0.1, np.float32) for size in (3, 70_000, 9)]
+    comm.all_reduce(arrays, "mean")
+    comm.all_reduce(arrays[0], "mean")
+    one = np.full(3, comm.rank + 0.1, np.float32)
+    comm.all_reduce(one, "mean")  # by another path than a list
+    assert (one == arrays[1][:3]).all()
+    return b"".join(x.tobytes() for x in arrays)
+
+
+@pytest.mark.parametrize("places", EVERY_KIND, ids=str)
+def test_every_path_gives_the_same_bits(places: Places) -> None:
+    assert len(set(MachineThreads(places).run(mean_of_many))) == 1
+
+
+def other_compression(comm: Communicator) -> None:
+    with pytest.raises(CollectiveMismatchError, match='compress="bf16"'):
+        comm.all_reduce(np.ones(4, np.float32), compress="bf16" if comm.rank else "fp16")
+    comm.barrier()
+
+
+def test_ranks_must_agree_on_compression() -> None:
+    MachineThreads(((0,), (1,))).run(other_compression)
+
+
+def check_compared_with_others(comm: Communicator) -> int:
+    """Compare a call of another engine, as for arrays on GPUs."""
+
+    def compare(count: int) -> None:
+        assert comm.engine.compiled is not None
+        comm.engine.compiled.compare("all_reduce", "float32", "sum", 0, count, 0, TIMEOUT_S)
+
+    compare(5)
+    with pytest.raises(CollectiveMismatchError) as error:
+        compare(6 + comm.rank)
+    for rank in range(comm.world_size):
+        line = f'rank {rank}: all_reduce(float32 × {6 + rank}, op="sum") at {__file__}:'
+        assert line in str(error.value)
+    with pytest.raises(CollectiveMismatchError, match="rank 1: barrier"):
+        compare(5) if comm.rank == 0 else comm.barrier()
+    return int(comm.all_reduce(np.ones(1))[0])
+
+
+@pytest.mark.parametrize("places", EVERY_KIND, ids=str)
+def test_calls_of_other_engines_are_compared_in_order(places: Places) -> None:
+    ranks = MachineThreads(places)
+    assert ranks.run(check_compared_with_others) == [ranks.size] * ranks.size

@@ -76,7 +76,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
       const PythonCaller caller;
       caller.may_block();  // never wait for another thread's call while holding the GIL
       const std::lock_guard lock(mutex_);
-      CallOptions options{timeout, &caller, nullptr, stream.handle};
+      CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
       if (async) {
         options.stream = communicator_->own_stream();
         communicator_->follow(stream.handle);

@@ -36,6 +36,8 @@ struct CallOptions {
   // The signature of the enclosing call if this call is one step of it. The ranks compare it, and
   // messages show it, instead of the step's own signature.
   const Signature* whole = nullptr;
+  // The call that messages show instead, if the ranks must not compare it.
+  const Signature* shown = nullptr;
   // GPU engines: the CUDA stream that the call is enqueued on; null is the default stream.
   void* stream = nullptr;
 };

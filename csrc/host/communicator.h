@@ -56,6 +56,8 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
   // Returns another rank whose process has died in use of the communicator. Thread-safe.
   [[nodiscard]] std::optional<int> find_dead() const noexcept;
+  // Sets the numbers of the ranks in errors, for ranks that are part of a larger job.
+  void set_labels(std::vector<int> labels) { labels_ = std::move(labels); }
   // Gives up for a cause beyond this machine, which all ranks then throw. Thread-safe.
   void abandon(const Error& cause) noexcept;
   // Returns the cause for which a rank has called `abandon`. Thread-safe.
@@ -100,6 +102,10 @@ class HostCommunicator final : public BlockingCommunicator {
     bool needs_all;  // until all ranks have announced a collective
     std::chrono::steady_clock::time_point start;
     bool is_published = false;  // in `Control::blocked`
+    // The call for messages.
+    [[nodiscard]] const Signature& shown() const noexcept {
+      return options->shown != nullptr ? *options->shown : signature;
+    }
   };
   // A rank's published wait, if it has not ended.
   struct Blocked {
@@ -133,6 +139,10 @@ class HostCommunicator final : public BlockingCommunicator {
   void await_access_end(int p, const Counter& accessing, std::uint64_t call);
   void publish_window_and_cores() noexcept;
   void choose_spin() noexcept;
+  [[nodiscard]] int label(int p) const noexcept {
+    return labels_.empty() ? p : labels_[static_cast<std::size_t>(p)];
+  }
+  [[nodiscard]] std::string name(int p) const { return std::to_string(label(p)); }
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
   [[nodiscard]] Peer& peer(int p) noexcept { return peers_[static_cast<std::size_t>(p)]; }
   [[nodiscard]] Header& header_of(int p) noexcept { return *peer(p).slots[sequence_ & 1]; }
@@ -206,6 +216,7 @@ class HostCommunicator final : public BlockingCommunicator {
 
   std::shared_ptr<Machine> machine_;
   std::vector<int> members_;
+  std::vector<int> labels_;
   int rank_;
   std::shared_ptr<SharedBlock> block_;
   Tuning tuning_;

@@ -39,32 +39,32 @@ void HostCommunicator::check_usable() const {
   if (state == RankState::kActive) return;
   const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
   const std::string unusable = "the communicator cannot be used any more on rank " +
-                               std::to_string(rank_) + ", make a new one: in an earlier call, ";
+                               name(rank_) + ", make a new one: in an earlier call, ";
   switch (state) {
     case RankState::kActive:
     case RankState::kClosed:
       break;
     case RankState::kTimeout:
       throw Error(ErrorCode::kTimeout,
-                  unusable + "rank " + std::to_string(failed_rank) + " did not come in time",
-                  {failed_rank});
+                  unusable + "rank " + name(failed_rank) + " did not come in time",
+                  {label(failed_rank)});
     case RankState::kPeerFailure:
       throw Error(ErrorCode::kPeerFailure,
-                  unusable + "rank " + std::to_string(failed_rank) + describe_exit(failed_rank),
-                  {failed_rank});
+                  unusable + "rank " + name(failed_rank) + describe_exit(failed_rank),
+                  {label(failed_rank)});
     case RankState::kInterrupted:
       throw Error(ErrorCode::kState, unusable + "this rank was interrupted");
     case RankState::kDeadlock:
       throw Error(ErrorCode::kMismatch,
-                  unusable + "it waited for rank " + std::to_string(failed_rank) +
+                  unusable + "it waited for rank " + name(failed_rank) +
                       ", which waited for other ranks",
-                  {failed_rank});
+                  {label(failed_rank)});
     case RankState::kCause: {
       const Error cause = cause_of(control.cause);
       throw Error(cause.code(), unusable + cause.what(), cause.ranks());
     }
   }
-  throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
+  throw Error(ErrorCode::kState, "the communicator is closed on rank " + name(rank_));
 }
 
 // Throws if any rank has failed: the call cannot finish, whichever rank this rank waits for.
@@ -75,7 +75,7 @@ void HostCommunicator::check_failures(const Wait& wait) {
     const auto state = control.state.load(std::memory_order_acquire);
     if (state == static_cast<std::uint32_t>(RankState::kActive)) continue;
     const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
-    const std::string who = describe(wait.signature) + " on rank " + std::to_string(rank_) + ": ";
+    const std::string who = describe(wait.shown()) + " on rank " + name(rank_) + ": ";
     switch (static_cast<RankState>(state)) {
       case RankState::kActive:
       case RankState::kClosed:
@@ -83,21 +83,21 @@ void HostCommunicator::check_failures(const Wait& wait) {
       case RankState::kTimeout:
         fail(RankState::kTimeout, failed_rank,
              Error(ErrorCode::kTimeout,
-                   who + "rank " + std::to_string(p) + " gave up waiting for rank " +
-                       std::to_string(failed_rank) + last_calls(),
-                   {failed_rank}));
+                   who + "rank " + name(p) + " gave up waiting for rank " +
+                       name(failed_rank) + last_calls(),
+                   {label(failed_rank)}));
       case RankState::kPeerFailure:
         fail(RankState::kPeerFailure, failed_rank,
              Error(ErrorCode::kPeerFailure,
-                   who + "rank " + std::to_string(failed_rank) + describe_exit(failed_rank) +
-                       " (noticed by rank " + std::to_string(p) + ")" + last_calls(),
-                   {failed_rank}));
+                   who + "rank " + name(failed_rank) + describe_exit(failed_rank) +
+                       " (noticed by rank " + name(p) + ")" + last_calls(),
+                   {label(failed_rank)}));
       case RankState::kInterrupted:
         fail(RankState::kPeerFailure, p,
              Error(ErrorCode::kPeerFailure,
-                   who + "rank " + std::to_string(p) + " was interrupted" + last_calls(), {p}));
+                   who + "rank " + name(p) + " was interrupted" + last_calls(), {label(p)}));
       case RankState::kDeadlock:
-        fail(RankState::kDeadlock, p, Error(ErrorCode::kMismatch, describe_deadlock(), {p}));
+        fail(RankState::kDeadlock, p, Error(ErrorCode::kMismatch, describe_deadlock(), {label(p)}));
       case RankState::kCause: {
         const Error cause = cause_of(control.cause);
         abandon(cause);
@@ -158,9 +158,9 @@ void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
   check_failures(wait);
   fail(RankState::kPeerFailure, p,
        Error(ErrorCode::kPeerFailure,
-             describe(wait.signature) + " on rank " + std::to_string(rank_) + ": rank " +
-                 std::to_string(p) + describe_exit(p) + last_calls(),
-             {p}));
+             describe(wait.shown()) + " on rank " + name(rank_) + ": rank " +
+                 name(p) + describe_exit(p) + last_calls(),
+             {label(p)}));
 }
 
 void HostCommunicator::check_interrupt(const Wait& wait) {
@@ -185,10 +185,13 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   }
   if (missing.empty()) missing.push_back(p);
   std::string names;
-  for (const int q : missing) names += (names.empty() ? "" : ", ") + std::to_string(q);
+  for (int& q : missing) {
+    names += (names.empty() ? "" : ", ") + name(q);
+    q = label(q);
+  }
   fail(RankState::kTimeout, p,
        Error(ErrorCode::kTimeout,
-             describe(wait.signature) + " on rank " + std::to_string(rank_) + " timed out after " +
+             describe(wait.shown()) + " on rank " + name(rank_) + " timed out after " +
                  seconds(waited) + " waiting for rank " + names + last_calls(),
              std::move(missing)));
 }
@@ -259,7 +262,7 @@ std::string HostCommunicator::last_calls() const {
   for (int p = 0; p < size(); ++p) {
     const std::uint64_t sequence = last_sequence(p);
     const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
-    text += "\n  rank " + std::to_string(p) + ": ";
+    text += "\n  rank " + name(p) + ": ";
     text += sequence == 0
                 ? "none"
                 : "call " + std::to_string(sequence) + ", " +

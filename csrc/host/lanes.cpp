@@ -106,8 +106,11 @@ void HostCommunicator::compare(Transfer& transfer) {
   transfer.own->site.write(transfer.wait.options->caller->location());
   publish(transfer, transfer.own->site.call, transfer.number);
   await(transfer, transfer.theirs->site.call, transfer.number);
-  throw transfer_mismatch_of(transfer.number, rank_, {own, transfer.own->site.text.data()},
-                             transfer.other, {other, transfer.theirs->site.text.data()});
+  Signature shown = other;
+  if (!labels_.empty()) shown.root = static_cast<std::int16_t>(label(rank_));
+  throw transfer_mismatch_of(
+      transfer.number, label(rank_), {transfer.wait.shown(), transfer.own->site.text.data()},
+      label(transfer.other), {shown, transfer.theirs->site.text.data()});
 }
 
 void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {

@@ -29,6 +29,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
       for (const int fd : peer(p).fds()) guard_from_forks(fd);
     }
   }
+  inner_->set_labels(ranks_of(machine_of(rank_)));
   for (const std::vector<int>& ranks : machines_) {
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();

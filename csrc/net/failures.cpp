@@ -129,7 +129,7 @@ bool NetCommunicator::is_unreachable(int p) const {
   return info.tcpi_probes >= 1 || info.tcpi_backoff >= 2;
 }
 
-// Throws for an error of a call between the ranks of this machine, which number themselves.
+// Throws for an error of a call between the ranks of this machine.
 void NetCommunicator::throw_inner(const Error& error, const Signature& signature) {
   {
     const std::lock_guard lock(failure_mutex_);
@@ -137,24 +137,30 @@ void NetCommunicator::throw_inner(const Error& error, const Signature& signature
   }
   if (const auto cause = inner_->find_cause()) throw_noticed(*cause, -1, signature);
   check_usable();
-  std::vector<int> ranks;
-  for (const int p : error.ranks()) {
-    ranks.push_back(ranks_of(machine_of(rank_))[static_cast<std::size_t>(p)]);
-  }
+  const std::vector<int>& ranks = error.ranks();
   const std::string who = "rank " + names(ranks);
-  const std::string_view text = error.what();
-  if (error.code() == ErrorCode::kTimeout) {
-    abandon(Error(error.code(), "rank " + std::to_string(rank_) + " gave up waiting for " + who,
-                  ranks));
-    throw Error(error.code(),
-                prefix(signature) + " timed out waiting for " + who + last_calls(), ranks);
+  const std::string text = error.what();
+  switch (error.code()) {
+    case ErrorCode::kTimeout:
+      abandon(Error(error.code(), "rank " + std::to_string(rank_) + " gave up waiting for " + who,
+                    ranks));
+      throw Error(error.code(), text.substr(0, text.find(';')) + last_calls(), ranks);
+    case ErrorCode::kPeerFailure: {
+      const bool closed = text.find("has closed") != std::string::npos;
+      fail(
+          Error(error.code(), who + (closed ? " has closed the communicator" : " has died"), ranks),
+          signature);
+    }
+    case ErrorCode::kMismatch:
+      try {
+        inner_->check_usable();
+      } catch (const Error&) {  // ranks wait for each other
+        abandon(error);
+      }
+      throw error;
+    default:
+      fail(error, signature);
   }
-  if (error.code() == ErrorCode::kPeerFailure) {
-    const bool closed = text.find("has closed") != std::string_view::npos;
-    fail(Error(error.code(), who + (closed ? " has closed the communicator" : " has died"), ranks),
-         signature);
-  }
-  fail(Error(error.code(), error.what(), ranks), signature);
 }
 
 // Throws for the cause that rank `noticed_by` has told; -1 for a rank of this machine.

@@ -11,7 +11,7 @@ inline constexpr std::chrono::milliseconds kGrace{300};
 
 template <class Call>
 void NetCommunicator::inside(int grace, const Call& call) {
-  const CallOptions options{options_->timeout + grace * kGrace, watcher_};
+  const CallOptions options{options_->timeout + grace * kGrace, watcher_, nullptr, &signature_};
   try {
     call(options);
   } catch (const Error& error) {

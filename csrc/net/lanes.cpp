@@ -70,7 +70,7 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
     if (!is_here(dst)) return send_across(in, dst, own, options);
     const Watcher watcher(*this, own, *options.caller);
     try {
-      inner_->send(in, local_of(dst), {options.timeout, &watcher});
+      inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &own});
     } catch (const Error& error) {
       throw_inner(error, own);
     }
@@ -87,7 +87,7 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
     if (!is_here(src)) return recv_across(out, src, own, options);
     const Watcher watcher(*this, own, *options.caller);
     try {
-      inner_->recv(out, local_of(src), {options.timeout, &watcher});
+      inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &own});
     } catch (const Error& error) {
       throw_inner(error, own);
     }

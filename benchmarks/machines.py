@@ -126,6 +126,7 @@ def _measure(setting: Setting, sizes: list[str]) -> Iterator[Result]:
                 "LOCAL_WORLD_SIZE": str(setting.ranks),
                 "MASTER_ADDR": _address(0),
                 "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": "eth0",
                 "OMP_NUM_THREADS": "1",
             }
             command = [sys.executable, __file__, "--worker", plan]
@@ -145,9 +146,12 @@ def _measure(setting: Setting, sizes: list[str]) -> Iterator[Result]:
                 crossing = 2 * (setting.machines - 1) / setting.machines
                 limit = crossing * parse_size(row["size"]) * 8 / setting.mbit if setting.mbit else 0
                 yield Result(setting, limit_us=limit, **row)
+            if any(worker.wait(60) for worker in workers):
+                sys.exit("a rank has failed")
         finally:
             for worker in workers:
-                worker.wait(60)
+                worker.kill()
+                worker.wait()
 
 
 def _address(machine: int) -> str:
@@ -173,7 +177,7 @@ def _network(setting: Setting) -> Iterator[list[str]]:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             if setting.mbit:
-                shape = ("rate", f"{setting.mbit}mbit", "burst", "256k", "latency", "50ms")
+                shape = ("rate", f"{setting.mbit}mbit", "burst", "64k", "latency", "50ms")
                 for where, device in ((name, "eth0"), (hub, far)):
                     _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *shape)
         yield names

@@ -51,9 +51,10 @@ PS_PLACE = {name: place for place, name in enumerate(PS_CHAIN)}
 
 # Folders of csrc/ that each one may include from, besides itself.
 INCLUDES = {
-    "bindings": {"core", "host", "table", "cuda", "nccl"},
+    "bindings": {"core", "host", "net", "table", "cuda", "nccl"},
     "nccl": {"core", "cuda"},
     "cuda": {"core"},
+    "net": {"core", "host"},
     "host": {"core"},
     "table": {"core"},
     "core": set(),

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -73,6 +74,27 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
       {patience, &caller});
 }
 
+// A rank of several machines, as an Endpoint whose links are known.
+class NetEndpoint : public Endpoint {
+ public:
+  explicit NetEndpoint(std::shared_ptr<net::NetCommunicator> net)
+      : Endpoint(net), net_(std::move(net)) {}
+  [[nodiscard]] std::tuple<double, double> links() const {
+    return {net_->links().latency_s, net_->links().bytes_per_s};
+  }
+
+ private:
+  std::shared_ptr<net::NetCommunicator> net_;
+};
+
+std::tuple<std::string, std::string, int, int, double> route(Endpoint& self, const std::string& op,
+                                                             std::size_t bytes) {
+  const auto known = op_from_name(op);
+  if (!known) throw Error(ErrorCode::kValue, "unknown collective: " + op);
+  const Route found = self.communicator().route(*known, bytes);
+  return {found.way, found.why, found.exchanges, found.crossings, found.link_bytes};
+}
+
 Token to_token(const py::bytes& bytes) {
   const std::string text = bytes;
   Token token;
@@ -81,9 +103,12 @@ Token to_token(const py::bytes& bytes) {
   return token;
 }
 
-std::unique_ptr<Endpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
+// `links` are those of a communicator of more ranks, or None to measure them.
+std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
                                   const std::vector<std::tuple<int, std::string, int>>& places,
-                                  const py::bytes& token, py::handle timeout) {
+                                  const py::bytes& token,
+                                  std::optional<std::tuple<double, double>> links,
+                                  py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
@@ -93,8 +118,14 @@ std::unique_ptr<Endpoint> connect(const HostEndpoint& inner, const Listener& lis
   const PythonCaller caller;
   caller.may_block();
   auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller);
-  return std::make_unique<Endpoint>(std::make_shared<net::NetCommunicator>(
-      inner.host(), rank, std::move(known), std::move(connections)));
+  const auto made = std::make_shared<net::NetCommunicator>(inner.host(), rank, std::move(known),
+                                                           std::move(connections));
+  if (links) {
+    made->set_links({std::get<0>(*links), std::get<1>(*links)});
+  } else {
+    made->measure_links({patience, &caller});
+  }
+  return std::make_unique<NetEndpoint>(made);
 }
 
 }  // namespace
@@ -133,6 +164,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("size", [](Endpoint& e) { return e.communicator().size(); })
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("compare", &compare)
+      .def("route", &route)
       .def("empty", &empty)
       .def("calls", &endpoint_calls);
 
@@ -147,6 +179,8 @@ void bind_host(py::module_& m) {
       .def_property_readonly("members", [](HostEndpoint& e) { return e.host()->members(); })
       .def_property_readonly("tuning", [](HostEndpoint& e) { return e.host()->tuning(); });
 
+  py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
+      .def_property_readonly("links", &NetEndpoint::links);
   py::class_<Listener>(m, "Listener")
       .def(py::init<const std::string&>())
       .def_property_readonly("port", &Listener::port);

@@ -32,7 +32,7 @@ class Endpoint {
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
   // The queues end before the communicator. Closing it makes their pending calls fail at once.
-  ~Endpoint() {
+  virtual ~Endpoint() {
     communicator_.close();
     const GilRelease release;
     lanes_.clear();

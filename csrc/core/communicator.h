@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 
+#include "core/route.h"
 #include "core/signature.h"
 #include "core/types.h"
 
@@ -78,6 +79,8 @@ class Communicator {
 // A communicator on host memory, whose calls return when they have ended.
 class BlockingCommunicator : public Communicator {
  public:
+  // Returns the way that a call on `bytes` bytes of ordinary memory would take.
+  [[nodiscard]] virtual Route route(Op op, std::size_t bytes) const = 0;
   // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   virtual void check_usable() const = 0;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's

@@ -91,6 +91,21 @@ void HostCommunicator::close() noexcept {
   wake_everyone();
 }
 
+Route HostCommunicator::route(Op op, std::size_t bytes) const {
+  if (op == Op::kBarrier || bytes <= tuning_.slot_bytes) {
+    return {.way = "with the headers",
+            .why = "up to " + std::to_string(tuning_.slot_bytes) + " bytes",
+            .exchanges = 1};
+  }
+  if (machine_->one_process()) {
+    return {.way = "in place", .why = "the ranks are threads of one process", .exchanges = 3};
+  }
+  return {.way = "through the staging area, in chunks",
+          .why = "above " + std::to_string(tuning_.slot_bytes) +
+                 " bytes; arrays of comm.empty are used in place",
+          .exchanges = 3};
+}
+
 std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
   check_usable();
   auto block = std::make_shared<SharedBlock>(machine_, me().machine_rank, bytes);

@@ -32,6 +32,7 @@
 #include "host/communicator.h"
 #include "net/answers.h"
 #include "net/connect.h"
+#include "net/link_model.h"
 #include "net/stream.h"
 
 namespace fastdist::net {
@@ -47,6 +48,12 @@ class NetCommunicator final : public BlockingCommunicator {
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
   [[nodiscard]] int size() const noexcept override { return static_cast<int>(places_.size()); }
+  // Measures the links between the machines. Every rank must call.
+  void measure_links(const CallOptions& options);
+  [[nodiscard]] const LinkModel& links() const noexcept { return links_; }
+  void set_links(const LinkModel& links) noexcept { links_ = links; }
+
+  [[nodiscard]] Route route(Op op, std::size_t bytes) const override;
   void check_usable() const override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { inner_->count_submitted(change); }
@@ -224,6 +231,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::vector<std::vector<int>> machines_;  // the ranks of each machine, ascending
   std::vector<int> local_;                  // each rank's number in its machine
   std::vector<int> order_;                  // all ranks, machine by machine
+  LinkModel links_;
   bool is_even_ = true;                     // all machines have as many ranks
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<int> busy_;  // peers whose streams have something to do

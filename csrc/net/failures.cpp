@@ -146,10 +146,11 @@ void NetCommunicator::throw_inner(const Error& error, const Signature& signature
                     ranks));
       throw Error(error.code(), text.substr(0, text.find(';')) + last_calls(), ranks);
     case ErrorCode::kPeerFailure: {
-      const bool closed = text.find("has closed") != std::string::npos;
-      fail(
-          Error(error.code(), who + (closed ? " has closed the communicator" : " has died"), ranks),
-          signature);
+      std::string what = " has died";
+      for (const char* known : {" has closed the communicator", " was interrupted"}) {
+        if (text.find(known) != std::string::npos) what = known;
+      }
+      fail(Error(error.code(), who + what, ranks), signature);
     }
     case ErrorCode::kMismatch:
       try {

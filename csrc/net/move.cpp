@@ -12,8 +12,6 @@ namespace fastdist::net {
 namespace {
 
 constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
-// Larger arrays go from machine to machine, so that no link carries them twice.
-constexpr std::size_t kChainBytes = std::size_t{64} << 10;
 constexpr std::size_t kLine = 64;
 
 TensorView bytes_at(std::byte* data, std::size_t bytes) {
@@ -51,7 +49,7 @@ void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& 
     const int n = machines();
     const int here = machine_of(rank_);
     const int place = (here - machine_of(root) + n) % n;  // in the chain
-    const bool chain = n > 2 && whole.bytes() > kChainBytes;
+    const bool chain = links_.broadcasts_in_chain(n, static_cast<double>(whole.bytes()));
     const auto shares = static_cast<std::size_t>(is_even_ ? width() : 1);
     const auto share = static_cast<std::size_t>(local_of(rank_));
     const std::size_t chunks = (whole.bytes() + kChunkBytes - 1) / kChunkBytes;

@@ -22,11 +22,11 @@
 namespace fastdist::net {
 namespace {
 
-// The bytes of all shares of a chunk: enough to keep a link busy while the machine's ranks work.
-constexpr std::size_t kChunkBytes = std::size_t{512} << 10;
+// Bytes that cross a connection at a time: enough to keep a link busy while the machine's ranks work
+// on the next chunk, and few enough to stay in the caches.
+constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
+constexpr std::size_t kMostChunkBytes = std::size_t{2} << 20;
 constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
-// Larger arrays between more than two machines cross in two steps.
-constexpr std::size_t kDirectBytes = std::size_t{32} << 10;
 
 constexpr std::size_t divide_up(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
@@ -68,9 +68,9 @@ struct NetCommunicator::Reduction {
   std::size_t chunks;
   std::size_t shares;    // ranks of a machine that carry a share
   bool direct;           // one crossing instead of two
-  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, what crosses in `wire`, and the
-  // positions in each partner's stream at which the chunk has arrived.
-  std::array<std::byte*, kSlots> own = {};
+  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, its result, and the positions in
+  // each partner's stream at which the first and second crossing have arrived, and all was sent.
+  std::array<std::byte*, kSlots> own = {}, result = {};
   std::array<std::vector<std::uint64_t>, kSlots> first = {}, second = {}, sent = {};
 
   [[nodiscard]] std::size_t begin(std::size_t k) const { return k * chunk; }
@@ -127,7 +127,8 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
                    .chunk = 0,
                    .chunks = 0,
                    .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
-                   .direct = machines() == 2 || count * size_of(dtype) <= kDirectBytes};
+                   .direct = links_.reduces_directly(
+                       machines(), static_cast<double>(count * size_of(dtype)))};
     signature.dtype = dtype;
     signature.count = count;
     run(signature, options, run_in, [&] { reduce_payloads(call); },
@@ -194,9 +195,12 @@ void NetCommunicator::finish_values(DType wide, ReduceOp op, std::byte* sums, DT
 
 void NetCommunicator::reduce_chunks(Reduction& call) {
   const std::size_t item = size_of(call.dtype);
-  const std::size_t wanted =
-      std::clamp(divide_up(call.count * item, 4), kLeastChunkBytes, kChunkBytes);
-  call.chunk = std::max<std::size_t>(1, wanted / item);
+  const std::size_t pieces = call.shares * (call.direct ? 1 : machines_.size());
+  const std::size_t most = std::min(kMostChunkBytes, pieces * kPieceBytes);
+  const std::size_t wanted = std::clamp(divide_up(call.count * item, 4), kLeastChunkBytes, most);
+  // A multiple of the parts of a chunk, so that only the last chunk is padded.
+  const std::size_t unit = call.shares * machines_.size() * 16;
+  call.chunk = divide_up(wanted / item, unit) * unit;
   call.chunks = divide_up(call.count, call.chunk);
   for (auto* positions : {&call.first, &call.second, &call.sent}) {
     for (auto& slot : *positions) slot.resize(machines_.size());
@@ -274,6 +278,12 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
     outgoing = narrow;
   }
   const bool to_all = call.name == Op::kAllReduce || !call.direct;
+  // A machine's only rank computes into the output, if its share is the whole chunk.
+  call.result[slot] = width() == 1 && share == length && call.wide == call.dtype &&
+                              !call.out.arrays().empty()
+                          ? Reduction::contiguous(call.out, call.begin(k) * item, length * item)
+                          : nullptr;
+  if (call.result[slot] == nullptr) call.result[slot] = results_[slot].of(*inner_, share * item);
   for (int m = 0; m < machines(); ++m) {
     if (m == here) continue;
     const auto i = static_cast<std::size_t>(m);
@@ -299,7 +309,7 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   const std::size_t part = share / parts;
   const int here = machine_of(rank_);
   const std::size_t own_at = call.direct ? 0 : static_cast<std::size_t>(here) * part;
-  std::byte* const result = results_[slot].of(*inner_, share * size_of(call.dtype));
+  std::byte* const result = call.result[slot];
   if (call.direct && call.name == Op::kReduce && here != machine_of(call.root)) return;
 
   const std::size_t wire_item = size_of(call.wire);
@@ -320,6 +330,10 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
       host::convert(call.wide, to, call.wire, sources[i], part, 1.0F);
       sources[i] = to;
     }
+  }
+  for (int m = 0; call.direct && width() == 1 && m < machines(); ++m) {
+    // The output may be the input, from which the share is sent.
+    if (m != here) await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
   }
   // Sums go to memory that nothing is sent from: the result, or one of the inputs.
   std::byte* const sums =
@@ -363,7 +377,7 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
       await_received(partner(m), call.second[slot][static_cast<std::size_t>(m)]);
     }
   }
-  std::byte* const result = results_[slot].of(*inner_, share * item);
+  std::byte* const result = carries ? call.result[slot] : results_[slot].of(*inner_, share * item);
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   std::byte* gathered = result;
   if (width() > 1) {
@@ -387,7 +401,7 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
     if (direct != nullptr) return;
     if (call.name == Op::kAllReduce && !is_even_ && carries) gathered = result;
   }
-  if (!has_result) return;
+  if (!has_result || (width() == 1 && result != results_[slot].of(*inner_, 0))) return;
   for (int m = 0; width() == 1 && m < machines(); ++m) {  // sent from the arrays themselves
     if (m != machine_of(rank_)) await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
   }
@@ -409,7 +423,7 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
     const DType wide = is_small_float(in.dtype) ? DType::kFloat32 : in.dtype;
     const std::size_t item = size_of(in.dtype);
     const std::size_t wide_item = size_of(wide);
-    const std::size_t chunk = kChunkBytes / places_.size() / item + 1;
+    const std::size_t chunk = kMostChunkBytes / places_.size() / item + 1;
     const int here = machine_of(rank_);
     for (std::size_t begin = 0; begin < out.count; begin += chunk) {
       const std::size_t count = std::min(chunk, out.count - begin);

@@ -86,6 +86,9 @@ class Communicator:
         timeout_s: float,
         /,
     ) -> None: ...
+    # Way, reason, exchanges between ranks of a machine, crossings between machines, bytes on the
+    # busiest link.
+    def route(self, op: str, nbytes: int, /) -> tuple[str, str, int, int, float]: ...
     def close(self, /) -> None: ...
     def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8]: ...
     def calls(self, /) -> _Calls: ...
@@ -108,6 +111,11 @@ class HostCommunicator(Communicator):
     @property
     def tuning(self) -> Tuning: ...
 
+class NetCommunicator(Communicator):
+    # Seconds of a few bytes between machines, one way, and bytes per second.
+    @property
+    def links(self) -> tuple[float, float]: ...
+
 # Accepts connections of other machines' ranks at a free port of an IP address.
 class Listener:
     def __init__(self, ip: str, /) -> None: ...
@@ -121,9 +129,11 @@ def connect_machines(
     # of each rank: number of its machine, IP address and port of its listener
     places: Sequence[tuple[int, str, int]],
     token: bytes,
+    # the links of a communicator of more ranks, or None to measure them
+    links: tuple[float, float] | None,
     timeout_s: float,
     /,
-) -> Communicator: ...
+) -> NetCommunicator: ...
 
 # bind_table.cpp
 #

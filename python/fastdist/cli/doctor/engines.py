@@ -28,7 +28,7 @@ def engines_section() -> Section:
             _available("local", "any array, world of one"),
             _available("host", "CPU arrays, ranks of one machine"),
             _nccl(why_unusable()),
-            _if_there("gloo", "CPU arrays across machines", "torch"),
+            _available("net", "CPU arrays across machines, by TCP"),
             _if_there("xla", "XLA tensors in TPUStrategy", "torch_xla"),
         ),
     )

@@ -29,6 +29,7 @@ class NetEngine(Engine):
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.
+        links: latency and bandwidth of the links, measured if None.
 
     Raises:
         ClusterConfigError: ranks cannot connect.
@@ -43,6 +44,7 @@ class NetEngine(Engine):
         addresses: Sequence[tuple[str, int]],
         key: str,
         timeout_s: float,
+        links: tuple[float, float] | None = None,
     ) -> None:
         self.rank = rank
         self.size = layout.size
@@ -55,13 +57,13 @@ class NetEngine(Engine):
         token = hashlib.sha256(key.encode()).digest()[:_TOKEN_BYTES]
         try:
             self._compiled = _core.connect_machines(
-                inner.compiled, listener, rank, places, token, timeout_s
+                inner.compiled, listener, rank, places, token, links, timeout_s
             )
         except CollectiveTimeoutError as error:
             raise ClusterConfigError(f"rendezvous: {error}", error.ranks) from None
 
     @property
-    def compiled(self) -> _core.Communicator:
+    def compiled(self) -> _core.NetCommunicator:
         """The compiled engine."""
         return self._compiled
 
@@ -96,7 +98,8 @@ class NetEngine(Engine):
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
             key = f"{self._key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
-            return NetEngine(layout, number, inner, listener, addresses, key, timeout_s)
+            own = layout, number, inner, listener, addresses, key
+            return NetEngine(*own, timeout_s, self._compiled.links)
         return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:

@@ -1,0 +1,26 @@
+// The time that bytes take between machines, and the choices that follow from it.
+#pragma once
+
+#include <cstddef>
+
+namespace fastdist::net {
+
+// Equal on all ranks. Measured between the machines that are there; the slowest link counts.
+struct LinkModel {
+  double latency_s = 50e-6;     // of a few bytes, one way
+  double bytes_per_s = 1e9;     // in one direction, while the other is in use too
+
+  // Reductions: true if each machine sends its sums to all others, instead of one part of them to
+  // each and then the result of a part to all.
+  [[nodiscard]] bool reduces_directly(int machines, double bytes) const noexcept {
+    const double m = machines;
+    const double more_bytes = bytes * ((m - 1) - 2 * (m - 1) / m);
+    return more_bytes / bytes_per_s <= latency_s;
+  }
+  // Broadcasts: true if bytes go from machine to machine, instead of from the root to all.
+  [[nodiscard]] bool broadcasts_in_chain(int machines, double bytes) const noexcept {
+    return machines > 2 && bytes / bytes_per_s > latency_s;
+  }
+};
+
+}  // namespace fastdist::net

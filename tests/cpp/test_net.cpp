@@ -1,0 +1,366 @@
+// Ranks on several machines, as threads that share memory within their machine alone.
+
+#include <arpa/inet.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "net/communicator.h"
+#include "net/connect.h"
+#include "world.h"
+
+namespace fastdist::test {
+namespace {
+
+using net::Connections;
+using net::Listener;
+using net::NetCommunicator;
+using net::Place;
+using Machines = std::vector<std::vector<int>>;
+using NetRanks = std::vector<std::unique_ptr<NetCommunicator>>;
+
+const std::vector<Machines> kWorldsOfMachines = {
+    {{0}, {1}}, {{0}, {1}, {2}}, {{0, 2}, {1}}, {{0, 3}, {1, 2}}, {{0, 1}, {2, 3}, {4, 5}}};
+
+// Around the limits of payloads, chunks and steps, and not divisible by the ranks.
+constexpr std::size_t kNetCounts[] = {0, 1, 17, 58, 59, 1003, 9001, 70001};
+
+int size_of_world(const Machines& machines) {
+  int n = 0;
+  for (const auto& ranks : machines) n += static_cast<int>(ranks.size());
+  return n;
+}
+
+struct World {
+  std::vector<Place> places;
+  std::vector<std::unique_ptr<Listener>> listeners;
+  std::vector<std::shared_ptr<HostCommunicator>> inner;
+};
+
+World make_world(const Machines& machines) {
+  const auto n = static_cast<std::size_t>(size_of_world(machines));
+  World world;
+  world.places.resize(n);
+  world.inner.resize(n);
+  for (std::size_t r = 0; r < n; ++r) {
+    world.listeners.push_back(std::make_unique<Listener>("127.0.0.1"));
+  }
+  for (std::size_t m = 0; m < machines.size(); ++m) {
+    Ranks inner = make_thread_ranks(static_cast<int>(machines[m].size()), Tuning{});
+    for (std::size_t i = 0; i < inner.size(); ++i) {
+      const auto rank = static_cast<std::size_t>(machines[m][i]);
+      world.inner[rank] = std::move(inner[i]);
+      world.places[rank] = {static_cast<int>(m), "127.0.0.1", world.listeners[rank]->port()};
+    }
+  }
+  return world;
+}
+
+NetRanks connect(const Machines& machines) {
+  const World world = make_world(machines);
+  NetRanks ranks(world.places.size());
+  in_threads(static_cast<int>(ranks.size()), [&](int r) {
+    const auto i = static_cast<std::size_t>(r);
+    auto connections = net::connect_ranks(*world.listeners[i], r, world.places, {},
+                                          std::chrono::seconds(20), *patient().caller);
+    ranks[i] = std::make_unique<NetCommunicator>(world.inner[i], r, world.places,
+                                                 std::move(connections));
+  });
+  return ranks;
+}
+
+template <class Body>
+void with_machines(const Machines& machines, Body&& body) {
+  NetRanks ranks = connect(machines);
+  const auto of = [&](int r) -> NetCommunicator& { return *ranks[static_cast<std::size_t>(r)]; };
+  in_threads(
+      static_cast<int>(ranks.size()), [&](int r) { body(of(r)); }, [&](int r) { of(r).close(); });
+}
+
+using Values = std::vector<std::int64_t>;
+
+TensorView view(Values& values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size(), DType::kInt64, 0};
+}
+
+// Element i of rank r's array.
+std::int64_t value(int r, std::size_t i) { return static_cast<std::int64_t>(i % 97) * 8 + r; }
+
+Values values_of(int r, std::size_t count) {
+  Values values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = value(r, i);
+  return values;
+}
+
+Values sums(int n, std::size_t count) {
+  Values result(count);
+  for (int r = 0; r < n; ++r) {
+    for (std::size_t i = 0; i < count; ++i) result[i] += value(r, i);
+  }
+  return result;
+}
+
+void check_reductions(NetCommunicator& c, std::size_t count) {
+  const int n = c.size();
+  Values x = values_of(c.rank(), count);
+  TensorView v = view(x);
+  c.all_reduce({&v, 1}, {&v, 1}, ReduceOp::kSum, patient());
+  CHECK(x == sums(n, count));
+
+  Values in = values_of(c.rank(), count);
+  Values out(count, -1);
+  const TensorView from = view(in);
+  const TensorView to = view(out);
+  const int root = n - 1;
+  const bool is_root = c.rank() == root;
+  c.reduce({&from, 1}, is_root ? TensorViews{&to, 1} : TensorViews{}, ReduceOp::kSum, root,
+           patient());
+  CHECK(in == values_of(c.rank(), count));
+  CHECK(out == (is_root ? sums(n, count) : Values(count, -1)));
+
+  Values wide = values_of(c.rank(), count * static_cast<std::size_t>(n));
+  Values part(count, -1);
+  c.reduce_scatter(view(wide), view(part), ReduceOp::kSum, patient());
+  const Values all = sums(n, wide.size());
+  const auto first = all.begin() + static_cast<std::ptrdiff_t>(count) * c.rank();
+  CHECK(part == Values(first, first + static_cast<std::ptrdiff_t>(count)));
+}
+
+void check_movement(NetCommunicator& c, std::size_t count) {
+  const auto n = static_cast<std::size_t>(c.size());
+  Values own = values_of(c.rank(), count);
+  Values everyone;
+  for (int r = 0; r < c.size(); ++r) {
+    const Values theirs = values_of(r, count);
+    everyone.insert(everyone.end(), theirs.begin(), theirs.end());
+  }
+  Values joined(n * count, -1);
+  c.all_gather(view(own), view(joined), patient());
+  CHECK(joined == everyone);
+
+  const int root = 1;
+  Values gathered(c.rank() == root ? n * count : 0, -1);
+  c.gather(view(own), view(gathered), root, patient());
+  CHECK(gathered == (c.rank() == root ? everyone : Values{}));
+
+  Values whole = c.rank() == root ? everyone : Values{};
+  Values part(count, -1);
+  c.scatter(view(whole), view(part), root, patient());
+  CHECK(part == own);
+
+  Values x = values_of(c.rank(), count);
+  const TensorView v = view(x);
+  c.broadcast({&v, 1}, root, patient());
+  CHECK(x == values_of(root, count));
+
+  Values give(n * count);
+  Values take(n * count, -1);
+  for (std::size_t q = 0; q < n; ++q) {
+    for (std::size_t i = 0; i < count; ++i) {
+      give[q * count + i] = value(c.rank(), i) * 10 + static_cast<std::int64_t>(q);
+    }
+  }
+  c.all_to_all(view(give), view(take), {}, patient());
+  for (std::size_t q = 0; q < n; ++q) {
+    for (std::size_t i = 0; i < count; ++i) {
+      CHECK(take[q * count + i] == value(static_cast<int>(q), i) * 10 + c.rank());
+    }
+  }
+}
+
+CASE(every_collective_on_every_layout) {
+  for (const Machines& machines : kWorldsOfMachines) {
+    with_machines(machines, [](NetCommunicator& c) {
+      for (const std::size_t count : kNetCounts) {
+        check_reductions(c, count);
+        check_movement(c, count);
+        c.barrier(patient());
+      }
+    });
+  }
+}
+
+CASE(lists_and_results_elsewhere) {
+  with_machines({{0, 3}, {1, 2}}, [](NetCommunicator& c) {
+    Values a = values_of(c.rank(), 300), b = values_of(c.rank(), 20'000), d = values_of(c.rank(), 7);
+    Values out_a(300), out_b(20'000), out_d(7);
+    const std::vector<TensorView> in{view(a), view(b), view(d)};
+    const std::vector<TensorView> out{view(out_a), view(out_b), view(out_d)};
+    c.all_reduce(in, out, ReduceOp::kSum, patient());
+    CHECK(out_a == sums(4, 300) && out_b == sums(4, 20'000) && out_d == sums(4, 7));
+    CHECK(b == values_of(c.rank(), 20'000));
+    c.broadcast(in, 2, patient());
+    CHECK(a == values_of(2, 300) && b == values_of(2, 20'000) && d == values_of(2, 7));
+  });
+}
+
+CASE(transfers_between_all_ranks) {
+  with_machines({{0, 1}, {2}}, [](NetCommunicator& c) {
+    const int n = c.size();
+    for (const std::size_t count : {std::size_t{0}, std::size_t{5}, std::size_t{200'000}}) {
+      std::vector<std::thread> threads;  // both directions of every lane at once
+      std::atomic<int> wrong{0};
+      for (int q = 0; q < n; ++q) {
+        if (q == c.rank()) continue;
+        threads.emplace_back([&, q] {
+          Values own = values_of(c.rank(), count);
+          c.send(view(own), q, patient());
+        });
+        threads.emplace_back([&, q] {
+          Values got(count, -1);
+          c.recv(view(got), q, patient());
+          wrong += got != values_of(q, count);
+        });
+      }
+      c.barrier(patient());  // beside them
+      for (std::thread& t : threads) t.join();
+      CHECK(wrong == 0);
+    }
+  });
+}
+
+CASE(mismatches_leave_the_communicator_usable) {
+  with_machines({{0, 1}, {2}}, [](NetCommunicator& c) {
+    for (int round = 0; round < 3; ++round) {
+      const TestCaller caller("train.py:" + std::to_string(c.rank()));
+      Values x = values_of(c.rank(), c.rank() == 1 ? 4 : 70'000);
+      const TensorView v = view(x);
+      try {
+        c.all_reduce({&v, 1}, {&v, 1}, ReduceOp::kSum, {std::chrono::seconds(20), &caller});
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code() == ErrorCode::kMismatch);
+        const std::string text = error.what();
+        CHECK(text.find("rank 1: all_reduce(int64 × 4, op=\"sum\") at train.py:1") !=
+              std::string::npos);
+        CHECK(text.find("rank 2: all_reduce(int64 × 70000, op=\"sum\") at train.py:2") !=
+              std::string::npos);
+      }
+      CHECK(x == values_of(c.rank(), x.size()));
+      check_reductions(c, 100);
+      if (c.rank() == 1) continue;
+      Values y(c.rank() == 0 ? 30'000 : 5);
+      try {
+        const CallOptions options{std::chrono::seconds(20), &caller};
+        c.rank() == 0 ? c.send(view(y), 2, options) : c.recv(view(y), 0, options);
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code() == ErrorCode::kMismatch);
+        CHECK(std::string(error.what()).find("rank 2: recv(int64 × 5, src=0) at train.py:2") !=
+              std::string::npos);
+      }
+    }
+  });
+}
+
+// Returns the code of the error that `call` throws.
+template <class Call>
+ErrorCode code_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  throw Failure("no error");
+}
+
+CASE(a_rank_that_leaves_ends_the_calls_of_all) {
+  for (const int gone : {0, 1, 2, 3}) {
+    with_machines({{0, 1}, {2, 3}}, [gone](NetCommunicator& c) {
+      Values x = values_of(c.rank(), 1000);
+      const TensorView v = view(x);
+      const auto call = [&] { c.all_reduce({&v, 1}, {&v, 1}, ReduceOp::kSum, patient()); };
+      call();
+      if (c.rank() == gone) return c.close();
+      CHECK(code_of(call) == ErrorCode::kPeerFailure);
+      CHECK(code_of(call) == ErrorCode::kPeerFailure);
+    });
+  }
+}
+
+CASE(an_interrupted_rank_ends_the_calls_of_all) {
+  for (const int interrupted : {0, 1, 2}) {
+    with_machines({{0, 1}, {2}}, [interrupted](NetCommunicator& c) {
+      if (c.rank() == interrupted) {
+        TestCaller caller;
+        caller.interrupted = true;
+        // Another rank is late, so that this rank waits.
+        try {
+          c.barrier({std::chrono::seconds(20), &caller});
+          CHECK(false);
+        } catch (const Failure&) {
+        }
+        CHECK(code_of([&] { c.barrier(patient()); }) == ErrorCode::kPeerFailure);
+        return;
+      }
+      if (c.rank() == (interrupted + 1) % 3) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      }
+      CHECK(code_of([&] {
+              c.barrier(patient());  // may end, since the interrupted rank has arrived
+              c.barrier(patient());
+            }) == ErrorCode::kPeerFailure);
+    });
+  }
+}
+
+CASE(a_late_rank_is_named) {
+  for (const int late : {0, 1, 2}) {
+    with_machines({{0, 1}, {2}}, [late](NetCommunicator& c) {
+      if (c.rank() == late) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      try {
+        c.barrier(impatient(std::chrono::milliseconds(200)));
+        CHECK(c.rank() == late);
+        c.barrier(patient());  // the late rank learns it here at the latest
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.code() == ErrorCode::kTimeout);
+        if (c.rank() != late) CHECK(error.ranks() == std::vector<int>{late});
+      }
+    });
+  }
+}
+
+CASE(strangers_do_not_disturb_the_meeting) {
+  const Machines machines{{0}, {1}};
+  const World world = make_world(machines);
+  std::vector<FileDescriptor> strangers;
+  for (const std::string text : {"", "GET / HTTP/1.1\r\n\r\n and so on, more than a greeting"}) {
+    FileDescriptor fd(::socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(world.places[0].port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0);
+    CHECK(::send(fd.get(), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()));
+    strangers.push_back(std::move(fd));
+  }
+  in_threads(2, [&](int r) {
+    const auto found = net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r,
+                                          world.places, {}, std::chrono::seconds(20),
+                                          *patient().caller);
+    CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
+  });
+}
+
+CASE(other_jobs_are_refused) {
+  const Machines machines{{0}, {1}};
+  const World world = make_world(machines);
+  in_threads(2, [&](int r) {
+    net::Token token{};
+    token[0] = static_cast<std::byte>(r);
+    const auto code = code_of([&] {
+      (void)net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places,
+                               token, std::chrono::seconds(1), *patient().caller);
+    });
+    CHECK(code == (r == 0 ? ErrorCode::kTimeout : ErrorCode::kPeerFailure));
+  });
+}
+
+}  // namespace
+}  // namespace fastdist::test

@@ -139,7 +139,7 @@ def test_workers_with_two_devices_start_their_second_replica(network: Network) -
     apart = trained(
         [start(network.command(i), {"worker": addresses}, "worker", i, devices=2) for i in range(2)]
     )
-    assert apart.startswith("4 HierarchicalEngine")
+    assert apart.startswith("4 NetEngine")
     assert apart.split(" ", 2)[2] == here.split(" ", 2)[2]
 
 

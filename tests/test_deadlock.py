@@ -11,11 +11,19 @@ import pytest
 from fastdist import Communicator
 from fastdist.errors import CollectiveMismatchError
 from ranks import ProcessRanks, ThreadRanks
+from test_net import MachineThreads
 
 Call = Callable[[Communicator], Any]
 
 
-@pytest.fixture(params=[ThreadRanks, ProcessRanks], ids=["threads", "processes"])
+def machines(size: int) -> MachineThreads:
+    """Ranks on two machines."""
+    return MachineThreads(((0,), (1,)) if size == 2 else ((0, 2), (1,)))
+
+
+@pytest.fixture(
+    params=[ThreadRanks, ProcessRanks, machines], ids=["threads", "processes", "machines"]
+)
 def ranks_of(request: pytest.FixtureRequest) -> Iterator[Any]:
     made: list[Any] = []
 

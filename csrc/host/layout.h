@@ -69,7 +69,7 @@ struct FailureCause {
   std::uint32_t code;  // an ErrorCode
   std::uint32_t ranks;
   std::array<std::int32_t, 16> failed;  // the first `ranks` are set
-  std::array<char, 440> text;
+  std::array<char, 4000> text;
 };
 
 // The wait of a rank that makes no other call until it ends. Published by long waits. `number` is

@@ -7,11 +7,12 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace fastdist::net {
 namespace {
 
-enum class Kind : std::uint32_t { kReceived, kMismatch, kClosed, kFailure };
+enum class Kind : std::uint32_t { kReceived, kMismatch, kClosed, kFailure, kQuestion, kState };
 
 // Precedes each answer; `bytes` of text follow.
 struct Head {
@@ -83,6 +84,13 @@ void AnswerReader::parse() {
                            std::vector<int>(head.failed.begin(), head.failed.begin() + head.ranks));
         }
         break;
+      case Kind::kQuestion:
+        question_ = head.number;
+        break;
+      case Kind::kState:
+        state_number_ = head.number;
+        state_ = text;
+        break;
     }
   }
   buffer_.erase(buffer_.begin(), buffer_.begin() + static_cast<std::ptrdiff_t>(at));
@@ -108,6 +116,17 @@ std::optional<Error> AnswerReader::failure() const {
   return failure_;
 }
 
+std::optional<std::uint64_t> AnswerReader::take_question() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(question_, std::nullopt);
+}
+
+std::optional<std::string> AnswerReader::state(std::uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  if (state_number_ != number) return std::nullopt;
+  return state_;
+}
+
 void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
   Head head{};
   head.kind = answer.is_mismatch ? Kind::kMismatch : Kind::kReceived;
@@ -130,6 +149,20 @@ void AnswerWriter::tell_failure(const Error& error) noexcept {
   head.ranks = static_cast<std::uint32_t>(std::min(error.ranks().size(), head.failed.size()));
   std::copy_n(error.ranks().begin(), head.ranks, head.failed.begin());
   write(compose(head, error.what()));
+}
+
+void AnswerWriter::ask(std::uint64_t number) noexcept {
+  Head head{};
+  head.kind = Kind::kQuestion;
+  head.number = number;
+  write(compose(head, ""));
+}
+
+void AnswerWriter::tell_state(std::uint64_t number, const std::string& state) noexcept {
+  Head head{};
+  head.kind = Kind::kState;
+  head.number = number;
+  write(compose(head, state));
 }
 
 // A peer reads its answers whenever it waits, so the kernel's buffer has room for them.

@@ -1,5 +1,5 @@
-// The answers that travel against a lane: acknowledgements of its transfers, and notices that a rank
-// leaves the communicator. Thread-safe.
+// The answers that travel against a lane: acknowledgements of its transfers, notices that a rank
+// leaves the communicator, and questions by which ranks find deadlocks. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +37,10 @@ class AnswerReader {
   [[nodiscard]] bool has_ended() const;
   // Why the peer gave up.
   [[nodiscard]] std::optional<Error> failure() const;
+  // Returns the number of a question for this rank's state, once.
+  [[nodiscard]] std::optional<std::uint64_t> take_question();
+  // Returns the peer's answer to question `number`, if it has come.
+  [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
 
  private:
   void parse();
@@ -48,6 +52,9 @@ class AnswerReader {
   bool closed_ = false;
   bool ended_ = false;
   std::optional<Error> failure_;
+  std::optional<std::uint64_t> question_;
+  std::uint64_t state_number_ = 0;
+  std::string state_;
 };
 
 // Writes answers to one peer.
@@ -58,6 +65,8 @@ class AnswerWriter {
   void acknowledge(const Acknowledgement& answer) noexcept;
   void tell_closed() noexcept;
   void tell_failure(const Error& error) noexcept;
+  void ask(std::uint64_t number) noexcept;
+  void tell_state(std::uint64_t number, const std::string& state) noexcept;
 
  private:
   void write(const std::vector<std::byte>& message) noexcept;

@@ -24,8 +24,8 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     local_[static_cast<std::size_t>(p)] = static_cast<int>(machines_[machine].size());
     machines_[machine].push_back(p);
     Connections& c = connections[static_cast<std::size_t>(p)];
-    peers_.push_back(is_here(p) ? nullptr : std::make_unique<Peer>(std::move(c)));
-    if (!is_here(p)) {
+    peers_.push_back(p == rank_ ? nullptr : std::make_unique<Peer>(std::move(c)));
+    if (p != rank_) {
       for (const int fd : peer(p).fds()) guard_from_forks(fd);
     }
   }
@@ -67,7 +67,9 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   ++sequence_;
   signature_ = options.whole != nullptr ? *options.whole : signature;
   options_ = &options;
-  const Watcher watcher(*this, signature_, *options.caller);
+  Wait wait(calls_, signature_, options.caller);
+  wait_ = &wait;
+  const Watcher watcher(*this, wait, *options.caller);
   watcher_ = &watcher;
   Record own{sequence_, signature_.packed(), signature_.count, signature_.list, {}};
   last_[static_cast<std::size_t>(rank_)] = own;

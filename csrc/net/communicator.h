@@ -39,8 +39,7 @@ namespace fastdist::net {
 
 class NetCommunicator final : public BlockingCommunicator {
  public:
-  // `inner` connects the ranks of this machine, in ascending order; `connections[p]` is unset for
-  // them. Ranks with equal `places[p].machine` share memory.
+  // `inner` connects the ranks of this machine, in ascending order. Ranks with equal `places[p].machine` share memory.
   NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, int rank,
                   std::vector<Place> places, std::vector<Connections> connections);
   // Closes the communicator. All calls must have ended.
@@ -56,7 +55,10 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] Route route(Op op, std::size_t bytes) const override;
   void check_usable() const override;
   void close() noexcept override;
-  void count_submitted(int change) noexcept override { inner_->count_submitted(change); }
+  void count_submitted(int change) noexcept override {
+    submitted_.fetch_add(change);
+    inner_->count_submitted(change);
+  }
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
 
@@ -76,7 +78,7 @@ class NetCommunicator final : public BlockingCommunicator {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // A rank of another machine.
+  // Another rank. The stream of a rank of this machine is not connected.
   struct Peer {
     explicit Peer(Connections connections)
         : stream(std::move(connections.stream)),
@@ -90,8 +92,8 @@ class NetCommunicator final : public BlockingCommunicator {
     FileDescriptor in;   // the peer's sends
     AnswerReader answers;
     AnswerWriter writer;
-    std::uint64_t sent = 0;      // number of transfers
-    std::uint64_t received = 0;  // number of transfers
+    std::atomic<std::uint32_t> sent{0};      // number of transfers
+    std::atomic<std::uint32_t> received{0};  // number of transfers
     std::atomic<bool> sends{false};         // a thread waits for an answer
     std::atomic<std::int64_t> ended_at{0};  // when the end of the connection was noticed
   };
@@ -109,21 +111,42 @@ class NetCommunicator final : public BlockingCommunicator {
     }
   };
 
+  // The call in which a thread of this rank waits: a collective, or transfer `number` of a lane.
+  struct Wait {
+    Wait(std::atomic<int>& calls, const Signature& call, const Caller* who,
+         std::uint32_t transfer = 0)
+        : signature(call), caller(who), number(transfer), calls_(calls) {
+      calls_.fetch_add(1);
+    }
+    Wait(const Wait&) = delete;
+    Wait& operator=(const Wait&) = delete;
+    ~Wait() { calls_.fetch_sub(1); }
+    Signature signature;
+    const Caller* caller;
+    std::uint32_t number;
+    Clock::time_point since = Clock::now();
+    Clock::time_point asked_at = Clock::now();
+    std::uint64_t question = 0;
+
+   private:
+    std::atomic<int>& calls_;
+  };
+
   // Makes waits within the machine notice what happens beyond it.
   class Watcher final : public Caller {
    public:
-    Watcher(NetCommunicator& communicator, const Signature& signature, const Caller& caller)
-        : communicator_(communicator), signature_(signature), caller_(caller) {}
+    Watcher(NetCommunicator& communicator, Wait& wait, const Caller& caller)
+        : communicator_(communicator), wait_(wait), caller_(caller) {}
     [[nodiscard]] std::string location() const override { return caller_.location(); }
     void check_interrupt() const override {
       caller_.check_interrupt();
-      communicator_.check_failures(signature_);
+      communicator_.check_failures(wait_);
     }
     void may_block() const override { caller_.may_block(); }
 
    private:
     NetCommunicator& communicator_;
-    const Signature& signature_;
+    Wait& wait_;
     const Caller& caller_;
   };
 
@@ -169,7 +192,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void await(int p, const std::function<bool()>& ready);
 
   // failures.cpp
-  void check_failures(const Signature& signature);
+  void check_failures(Wait& wait);
   [[noreturn]] void throw_ended(int p, const Signature& signature);
   [[noreturn]] void throw_late(int p, const Signature& signature, Clock::duration waited);
   [[noreturn]] void throw_inner(const Error& error, const Signature& signature);
@@ -179,6 +202,10 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] bool is_unreachable(int p) const;
   [[nodiscard]] std::string prefix(const Signature& signature) const;
   [[nodiscard]] std::string last_calls() const;
+
+  // deadlock.cpp
+  void check_deadlock(Wait& wait);
+  [[nodiscard]] std::string state_of(const Wait& wait) const;
 
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
@@ -197,12 +224,12 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // lanes.cpp
   template <class Body>
-  void transfer(const Signature& signature, const CallOptions& options, const Body& body);
-  void await_lane(int p, int fd, short events, const Signature& signature,
-                  const CallOptions& options, Clock::time_point& start);
-  void send_across(TensorView in, int dst, const Signature& signature, const CallOptions& options);
-  void recv_across(TensorView out, int src, const Signature& signature,
-                   const CallOptions& options);
+  void transfer(const Signature& signature, std::uint32_t number, const CallOptions& options,
+                const Body& body);
+  void await_lane(int p, int fd, short events, Wait& wait, const CallOptions& options,
+                  Clock::time_point& last_check);
+  void send_across(TensorView in, int dst, Wait& wait, const CallOptions& options);
+  void recv_across(TensorView out, int src, Wait& wait, const CallOptions& options);
 
   [[nodiscard]] Peer& peer(int p) { return *peers_[static_cast<std::size_t>(p)]; }
   [[nodiscard]] const Peer& peer(int p) const { return *peers_[static_cast<std::size_t>(p)]; }
@@ -238,6 +265,9 @@ class NetCommunicator final : public BlockingCommunicator {
   int generation_ = process_generation();
 
   std::atomic<bool> is_closed_{false};
+  std::atomic<int> submitted_{0};
+  std::atomic<int> calls_{0};  // threads in a call
+  std::uint64_t questions_ = 0;
   mutable std::mutex failure_mutex_;
   std::atomic<std::int64_t> dead_at_{0};  // when the death of a rank of this machine was noticed
   std::optional<Error> failure_;  // the reason, without the call that noticed it
@@ -246,6 +276,7 @@ class NetCommunicator final : public BlockingCommunicator {
   // Of the current collective.
   const CallOptions* options_ = nullptr;
   const Watcher* watcher_ = nullptr;
+  Wait* wait_ = nullptr;
   Signature signature_{};
   int grace_ = 0;
   std::vector<Record> records_;              // in the order of `order_`

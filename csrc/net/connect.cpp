@@ -25,7 +25,7 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::seconds kSilence{10};
 constexpr std::byte kWelcome{1};
 
-enum class Purpose : std::uint32_t { kStream, kOut, kIn };  // of the rank that connects
+enum class Purpose : std::uint32_t { kOut, kIn, kStream };  // of the rank that connects
 constexpr int kPurposes = 3;
 
 struct Hello {
@@ -88,10 +88,10 @@ class Meeting {
   Meeting(const Listener& listener, int rank, const std::vector<Place>& places, const Token& token)
       : listener_(listener), rank_(rank), places_(places), token_(token), found_(places.size()) {
     for (int p = 0; p < static_cast<int>(places.size()); ++p) {
-      if (!is_remote(p)) continue;
-      missing_ += kPurposes;
+      if (p == rank) continue;
+      missing_ += purposes(p);
       if (p > rank) continue;
-      for (int purpose = 0; purpose < kPurposes; ++purpose) {
+      for (int purpose = 0; purpose < purposes(p); ++purpose) {
         pending_.push_back({.rank = p, .purpose = static_cast<Purpose>(purpose)});
         begin(pending_.back());
       }
@@ -125,9 +125,11 @@ class Meeting {
     bool is_done = false;
   };
 
-  [[nodiscard]] bool is_remote(int p) const {
-    return places_[static_cast<std::size_t>(p)].machine !=
-           places_[static_cast<std::size_t>(rank_)].machine;
+  // Ranks of one machine have no streams.
+  [[nodiscard]] int purposes(int p) const {
+    const bool is_here = places_[static_cast<std::size_t>(p)].machine ==
+                         places_[static_cast<std::size_t>(rank_)].machine;
+    return is_here ? kPurposes - 1 : kPurposes;
   }
 
   void begin(Pending& one) {
@@ -152,9 +154,9 @@ class Meeting {
     std::vector<int> ranks;
     std::string names;
     for (int p = 0; p < static_cast<int>(places_.size()); ++p) {
-      if (!is_remote(p)) continue;
       const Connections& c = found_[static_cast<std::size_t>(p)];
-      if (c.stream.get() >= 0 && c.out.get() >= 0 && c.in.get() >= 0) continue;
+      const bool streams = c.stream.get() >= 0 || purposes(p) < kPurposes;
+      if (p == rank_ || (streams && c.out.get() >= 0 && c.in.get() >= 0)) continue;
       names += (names.empty() ? "" : ", ") + std::to_string(p) + " (" +
                places_[static_cast<std::size_t>(p)].ip + ")";
       ranks.push_back(p);
@@ -228,8 +230,8 @@ class Meeting {
     const Hello& hello = one.hello;
     const auto rank = static_cast<int>(hello.rank);
     if (got <= 0 || hello.magic != kMagic || hello.token != token_ || rank <= rank_ ||
-        rank >= static_cast<int>(places_.size()) || !is_remote(rank) ||
-        static_cast<std::uint32_t>(hello.purpose) >= kPurposes) {
+        rank >= static_cast<int>(places_.size()) ||
+        static_cast<int>(hello.purpose) >= purposes(rank)) {
       one.is_done = true;
       return;
     }

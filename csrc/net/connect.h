@@ -32,8 +32,9 @@ class Listener {
   FileDescriptor socket_;
 };
 
-// The connections between two ranks. `stream` carries collectives. `out` carries what this rank
-// sends, and the peer's answers; `in` carries what the peer sends, and this rank's answers.
+// The connections between two ranks. `stream` carries collectives, and is unset between ranks of one
+// machine. `out` carries what this rank sends, and the peer's answers; `in` carries what the peer
+// sends, and this rank's answers.
 struct Connections {
   FileDescriptor stream;
   FileDescriptor out;
@@ -43,7 +44,7 @@ struct Connections {
 // Shared by the ranks of one communicator, and unknown to strangers.
 using Token = std::array<std::byte, 16>;
 
-// Connects this rank to every rank of another machine, and returns the connections by rank. Every
+// Connects this rank to all others, and returns the connections by rank. Every
 // rank must call. Throws kTimeout if ranks have not connected within `timeout`.
 [[nodiscard]] std::vector<Connections> connect_ranks(const Listener& listener, int rank,
                                                      const std::vector<Place>& places,

@@ -63,7 +63,8 @@ std::optional<int> NetCommunicator::find_lost() const noexcept {
 }
 
 // Throws if a rank has given up or died: the call cannot finish, whoever this rank waits for.
-void NetCommunicator::check_failures(const Signature& signature) {
+void NetCommunicator::check_failures(Wait& wait) {
+  const Signature& signature = wait.signature;
   check_usable();
   if (const auto cause = inner_->find_cause()) throw_noticed(*cause, -1, signature);
   const std::int64_t now = Clock::now().time_since_epoch().count();
@@ -77,13 +78,14 @@ void NetCommunicator::check_failures(const Signature& signature) {
     fail(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(p) + " has died", {p}), signature);
   }
   for (int p = 0; p < size(); ++p) {
-    if (is_here(p)) continue;
+    if (p == rank_) continue;
     Peer& them = peer(p);
     if (!them.sends.load(std::memory_order_acquire)) them.answers.poll();
     if (const auto cause = them.answers.failure()) throw_noticed(*cause, p, signature);
-    if (!them.answers.has_ended() || them.answers.has_closed()) continue;
+    if (is_here(p) || !them.answers.has_ended() || them.answers.has_closed()) continue;
     if (lasts(them.ended_at)) throw_ended(p, signature);
   }
+  check_deadlock(wait);
 }
 
 // Throws since rank p has closed the communicator, died or given up.

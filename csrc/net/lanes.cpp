@@ -44,13 +44,15 @@ std::byte* bytes_of(T& object) {
 
 }  // namespace
 
+// Runs transfer `number` of a lane.
 template <class Body>
-void NetCommunicator::transfer(const Signature& signature, const CallOptions& options,
-                               const Body& body) {
+void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
+                               const CallOptions& options, const Body& body) {
   check_usable();
   options.caller->may_block();
+  Wait wait(calls_, signature, options.caller, number);
   try {
-    body(signature);
+    body(wait);
   } catch (const Error&) {
     throw;
   } catch (...) {
@@ -66,13 +68,13 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
                             .root = static_cast<std::int16_t>(dst),
                             .order = static_cast<std::uint16_t>(in.order),
                             .count = in.count};
-  transfer(signature, options, [&](const Signature& own) {
-    if (!is_here(dst)) return send_across(in, dst, own, options);
-    const Watcher watcher(*this, own, *options.caller);
+  transfer(signature, ++peer(dst).sent, options, [&](Wait& wait) {
+    if (!is_here(dst)) return send_across(in, dst, wait, options);
+    const Watcher watcher(*this, wait, *options.caller);
     try {
-      inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &own});
+      inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
-      throw_inner(error, own);
+      throw_inner(error, signature);
     }
   });
 }
@@ -83,19 +85,19 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
                             .root = static_cast<std::int16_t>(src),
                             .order = static_cast<std::uint16_t>(out.order),
                             .count = out.count};
-  transfer(signature, options, [&](const Signature& own) {
-    if (!is_here(src)) return recv_across(out, src, own, options);
-    const Watcher watcher(*this, own, *options.caller);
+  transfer(signature, ++peer(src).received, options, [&](Wait& wait) {
+    if (!is_here(src)) return recv_across(out, src, wait, options);
+    const Watcher watcher(*this, wait, *options.caller);
     try {
-      inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &own});
+      inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
-      throw_inner(error, own);
+      throw_inner(error, signature);
     }
   });
 }
 
 // Waits until `fd`, a connection to rank p, is ready, or a while.
-void NetCommunicator::await_lane(int p, int fd, short events, const Signature& signature,
+void NetCommunicator::await_lane(int p, int fd, short events, Wait& wait,
                                  const CallOptions& options, Clock::time_point& last_check) {
   pollfd state{fd, events, 0};
   (void)::poll(&state, 1, static_cast<int>(kPollInterval.count()));
@@ -103,13 +105,13 @@ void NetCommunicator::await_lane(int p, int fd, short events, const Signature& s
   if (now - last_check < kPollInterval) return;
   last_check = now;
   options.caller->check_interrupt();
-  check_failures(signature);
+  check_failures(wait);
   if (peer(p).sends.load()) peer(p).answers.poll();
 }
 
-void NetCommunicator::send_across(TensorView in, int dst, const Signature& signature,
-                                  const CallOptions& options) {
+void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const CallOptions& options) {
   Peer& them = peer(dst);
+  const Signature& signature = wait.signature;
   struct Sending {
     explicit Sending(std::atomic<bool>& f) : flag(f) { flag.store(true); }
     Sending(const Sending&) = delete;
@@ -120,8 +122,8 @@ void NetCommunicator::send_across(TensorView in, int dst, const Signature& signa
   const auto start = Clock::now();
   auto last_check = start;
   const auto pause = [&](int fd, short events) {
-    await_lane(dst, fd, events, signature, options, last_check);
-    if (them.answers.last().number == them.sent) return;
+    await_lane(dst, fd, events, wait, options, last_check);
+    if (them.answers.last().number == wait.number) return;
     if (them.answers.has_closed() || them.answers.has_ended()) throw_ended(dst, signature);
     const auto waited = Clock::now() - start;
     if (waited > options.timeout) throw_late(dst, signature, waited);
@@ -139,7 +141,7 @@ void NetCommunicator::send_across(TensorView in, int dst, const Signature& signa
       pause(them.out.get(), POLLOUT);
     }
   };
-  TransferHead head{++them.sent, signature.packed(), signature.count};
+  TransferHead head{wait.number, signature.packed(), signature.count};
   write(bytes_of(head), sizeof(head));
   write(in.data, in.bytes());
   for (;;) {
@@ -156,9 +158,9 @@ void NetCommunicator::send_across(TensorView in, int dst, const Signature& signa
   }
 }
 
-void NetCommunicator::recv_across(TensorView out, int src, const Signature& signature,
-                                  const CallOptions& options) {
+void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const CallOptions& options) {
   Peer& them = peer(src);
+  const Signature& signature = wait.signature;
   const auto start = Clock::now();
   auto last_check = start;
   const auto read = [&](std::byte* data, std::size_t bytes) {
@@ -171,7 +173,7 @@ void NetCommunicator::recv_across(TensorView out, int src, const Signature& sign
       }
       if (n < 0 && errno == EINTR) continue;
       if (n == 0 || errno != EAGAIN) throw_ended(src, signature);
-      await_lane(src, them.in.get(), POLLIN, signature, options, last_check);
+      await_lane(src, them.in.get(), POLLIN, wait, options, last_check);
       if (them.answers.has_closed()) throw_ended(src, signature);
       const auto waited = Clock::now() - start;
       if (waited > options.timeout) throw_late(src, signature, waited);
@@ -179,7 +181,6 @@ void NetCommunicator::recv_across(TensorView out, int src, const Signature& sign
   };
   TransferHead head{};
   read(bytes_of(head), sizeof(head));
-  ++them.received;
   const Signature theirs = unpack_signature(head.signature, head.count, 0);
   if (theirs.dtype == signature.dtype && theirs.count == signature.count &&
       theirs.order == signature.order) {

@@ -78,7 +78,7 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
     options_->caller->check_interrupt();
     progress();
     if (ready()) return;
-    check_failures(signature_);
+    check_failures(*wait_);
     peer(p).answers.poll();
     if (peer(p).answers.has_closed()) throw_ended(p, signature_);
     if (now - start > options_->timeout + grace_ * kGrace) throw_late(p, signature_, now - start);

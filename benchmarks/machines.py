@@ -1,4 +1,4 @@
-"""Measures all_reduce between machines next to Gloo, against bars. Needs Linux, root, `ip` and `tc`.
+"""Measures all_reduce between machines next to Gloo, against bars. Needs root, `ip` and `tc`.
 
     python benchmarks/machines.py [--json FILE] [--sizes 64K 1M 16M 64M]
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from bars import Bar
-
 from fastdist.cli.bench.cases import format_size, parse_size
 from fastdist.cli.bench.machine import machine_facts
 
@@ -193,10 +192,9 @@ def _run(*command: str) -> None:
 
 
 def _work(plan: dict[str, Any]) -> None:
+    import fastdist as fd
     import torch
     import torch.distributed as dist
-
-    import fastdist as fd
 
     torch.set_num_threads(1)
     comm = fd.init()

@@ -105,10 +105,10 @@ Token to_token(const py::bytes& bytes) {
 
 // `links` are those of a communicator of more ranks, or None to measure them.
 std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
-                                  const std::vector<std::tuple<int, std::string, int>>& places,
-                                  const py::bytes& token,
-                                  std::optional<std::tuple<double, double>> links,
-                                  py::handle timeout) {
+                                     const std::vector<std::tuple<int, std::string, int>>& places,
+                                     const py::bytes& token,
+                                     std::optional<std::tuple<double, double>> links,
+                                     py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});

@@ -13,7 +13,8 @@ namespace {
 
 class HostChecker final : public nccl::Checker {
  public:
-  explicit HostChecker(py::object host) : owner_(std::move(host)), host_(owner_.cast<Endpoint&>()) {}
+  explicit HostChecker(py::object host)
+      : owner_(std::move(host)), host_(owner_.cast<Endpoint&>()) {}
   [[nodiscard]] int size() const override { return host_.communicator().size(); }
 
   bool agree(const Signature& signature, bool flag, const CallOptions& options) override {

@@ -14,8 +14,8 @@
 #include "bindings/arguments.h"
 #include "bindings/array.h"
 #include "bindings/call_arguments.h"
-#include "bindings/fast_call.h"
 #include "bindings/endpoint.h"
+#include "bindings/fast_call.h"
 #include "core/error.h"
 #include "core/signature.h"
 #include "host/compress.h"
@@ -117,7 +117,8 @@ py::object broadcast(Endpoint& self, py::handle array, py::handle root_rank, py:
       in_place ? array : out, timeout, async);
 }
 
-py::object all_gather(Endpoint& self, py::handle array, py::handle out, Timeout timeout, bool async) {
+py::object all_gather(Endpoint& self, py::handle array, py::handle out, Timeout timeout,
+                      bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
   check_sizes("all_gather", *in, *to, self.communicator().size());
@@ -196,8 +197,8 @@ py::object reduce_scatter(Endpoint& self, py::handle array, py::handle op_name, 
 }
 
 // `counts` has, for each array, the elements from each rank to each rank; empty means equal parts.
-py::object all_to_all(Endpoint& self, py::handle array, py::handle out, std::vector<std::size_t> counts,
-                      Timeout timeout, bool async) {
+py::object all_to_all(Endpoint& self, py::handle array, py::handle out,
+                      std::vector<std::size_t> counts, Timeout timeout, bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
   const auto n = static_cast<std::size_t>(self.communicator().size());
@@ -219,7 +220,8 @@ py::object all_to_all(Endpoint& self, py::handle array, py::handle out, std::vec
       keep(array, out, in->take_holder(), to->take_holder()), out, timeout, async);
 }
 
-py::object send(Endpoint& self, py::handle array, py::handle dst_rank, Timeout timeout, bool async) {
+py::object send(Endpoint& self, py::handle array, py::handle dst_rank, Timeout timeout,
+                bool async) {
   const int dst = self.peer(dst_rank, "dst");
   const auto in = make_arrays(array, Access::kRead, "array");
   return self.run_in_lane(
@@ -230,7 +232,8 @@ py::object send(Endpoint& self, py::handle array, py::handle dst_rank, Timeout t
       keep(array, in->take_holder()), array, timeout, async);
 }
 
-py::object recv(Endpoint& self, py::handle array, py::handle src_rank, Timeout timeout, bool async) {
+py::object recv(Endpoint& self, py::handle array, py::handle src_rank, Timeout timeout,
+                bool async) {
   const int src = self.peer(src_rank, "src");
   const auto to = make_arrays(array, Access::kWrite, "array");
   return self.run_in_lane(

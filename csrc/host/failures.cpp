@@ -38,8 +38,8 @@ void HostCommunicator::check_usable() const {
   const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
   if (state == RankState::kActive) return;
   const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
-  const std::string unusable = "the communicator cannot be used any more on rank " +
-                               name(rank_) + ", make a new one: in an earlier call, ";
+  const std::string unusable = "the communicator cannot be used any more on rank " + name(rank_) +
+                               ", make a new one: in an earlier call, ";
   switch (state) {
     case RankState::kActive:
     case RankState::kClosed:
@@ -55,10 +55,10 @@ void HostCommunicator::check_usable() const {
     case RankState::kInterrupted:
       throw Error(ErrorCode::kState, unusable + "this rank was interrupted");
     case RankState::kDeadlock:
-      throw Error(ErrorCode::kMismatch,
-                  unusable + "it waited for rank " + name(failed_rank) +
-                      ", which waited for other ranks",
-                  {label(failed_rank)});
+      throw Error(
+          ErrorCode::kMismatch,
+          unusable + "it waited for rank " + name(failed_rank) + ", which waited for other ranks",
+          {label(failed_rank)});
     case RankState::kCause: {
       const Error cause = cause_of(control.cause);
       throw Error(cause.code(), unusable + cause.what(), cause.ranks());
@@ -83,8 +83,8 @@ void HostCommunicator::check_failures(const Wait& wait) {
       case RankState::kTimeout:
         fail(RankState::kTimeout, failed_rank,
              Error(ErrorCode::kTimeout,
-                   who + "rank " + name(p) + " gave up waiting for rank " +
-                       name(failed_rank) + last_calls(),
+                   who + "rank " + name(p) + " gave up waiting for rank " + name(failed_rank) +
+                       last_calls(),
                    {label(failed_rank)}));
       case RankState::kPeerFailure:
         fail(RankState::kPeerFailure, failed_rank,
@@ -158,8 +158,8 @@ void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
   check_failures(wait);
   fail(RankState::kPeerFailure, p,
        Error(ErrorCode::kPeerFailure,
-             describe(wait.shown()) + " on rank " + name(rank_) + ": rank " +
-                 name(p) + describe_exit(p) + last_calls(),
+             describe(wait.shown()) + " on rank " + name(rank_) + ": rank " + name(p) +
+                 describe_exit(p) + last_calls(),
              {label(p)}));
 }
 
@@ -207,8 +207,7 @@ void HostCommunicator::abandon(const Error& cause) noexcept {
   const std::string_view text = cause.what();
   const std::size_t length = std::min(text.size(), shared.text.size() - 1);
   shared.code = static_cast<std::uint32_t>(cause.code());
-  shared.ranks =
-      static_cast<std::uint32_t>(std::min(cause.ranks().size(), shared.failed.size()));
+  shared.ranks = static_cast<std::uint32_t>(std::min(cause.ranks().size(), shared.failed.size()));
   std::copy_n(cause.ranks().begin(), shared.ranks, shared.failed.begin());
   std::copy_n(text.data(), length, shared.text.data());
   shared.text[length] = '\0';

@@ -108,9 +108,9 @@ void HostCommunicator::compare(Transfer& transfer) {
   await(transfer, transfer.theirs->site.call, transfer.number);
   Signature shown = other;
   if (!labels_.empty()) shown.root = static_cast<std::int16_t>(label(rank_));
-  throw transfer_mismatch_of(
-      transfer.number, label(rank_), {transfer.wait.shown(), transfer.own->site.text.data()},
-      label(transfer.other), {shown, transfer.theirs->site.text.data()});
+  throw transfer_mismatch_of(transfer.number, label(rank_),
+                             {transfer.wait.shown(), transfer.own->site.text.data()},
+                             label(transfer.other), {shown, transfer.theirs->site.text.data()});
 }
 
 void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {

@@ -57,8 +57,8 @@ std::byte* NetCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& o
   return inner_->allocate(bytes, owner);
 }
 
-// Runs a collective. If `payload` is small it travels with the record, and `finish_payload` ends the
-// call; otherwise `body` does.
+// Runs a collective. If `payload` is small it travels with the record, and `finish_payload` ends
+// the call; otherwise `body` does.
 void NetCommunicator::run(const Signature& signature, const CallOptions& options,
                           TensorViews payload, const std::function<void()>& finish_payload,
                           const std::function<void()>& body) {
@@ -144,7 +144,8 @@ void NetCommunicator::compare() {
   if (!matches) throw_mismatch();
 }
 
-// Called by every rank when signatures differ, so that one more crossing carries the callers' lines.
+// Called by every rank when signatures differ, so that one more crossing carries the callers'
+// lines.
 void NetCommunicator::throw_mismatch() {
   std::array<char, 512> own{};
   const std::string site = options_->caller->location();

@@ -2,13 +2,13 @@
 //
 // Every collective starts with one crossing in which all ranks' records meet: number and signature
 // of the call, and an input of a few hundred bytes. If signatures differ, every rank knows, no data
-// has moved, and all ranks throw. A small collective ends there. In a large one each rank carries its
-// share of the bytes over its own connections, in chunks: while one chunk crosses, the ranks of a
-// machine reduce the next one and distribute the one before.
+// has moved, and all ranks throw. A small collective ends there. In a large one each rank carries
+// its share of the bytes over its own connections, in chunks: while one chunk crosses, the ranks of
+// a machine reduce the next one and distribute the one before.
 //
 // A reduction goes through the ranks of each machine in order, and then through the machines in
-// order, whatever the size. So the bits are the same on every rank and in every run, but differ from
-// those of one machine. 16-bit and 8-bit floats stay float32 until the end.
+// order, whatever the size. So the bits are the same on every rank and in every run, but differ
+// from those of one machine. 16-bit and 8-bit floats stay float32 until the end.
 #pragma once
 
 #include <array>
@@ -39,7 +39,8 @@ namespace fastdist::net {
 
 class NetCommunicator final : public BlockingCommunicator {
  public:
-  // `inner` connects the ranks of this machine, in ascending order. Ranks with equal `places[p].machine` share memory.
+  // `inner` connects the ranks of this machine, in ascending order. Ranks with equal
+  // `places[p].machine` share memory.
   NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, int rank,
                   std::vector<Place> places, std::vector<Connections> connections);
   // Closes the communicator. All calls must have ended.
@@ -94,8 +95,8 @@ class NetCommunicator final : public BlockingCommunicator {
     AnswerWriter writer;
     std::atomic<std::uint32_t> sent{0};      // number of transfers
     std::atomic<std::uint32_t> received{0};  // number of transfers
-    std::atomic<bool> sends{false};         // a thread waits for an answer
-    std::atomic<std::int64_t> ended_at{0};  // when the end of the connection was noticed
+    std::atomic<bool> sends{false};          // a thread waits for an answer
+    std::atomic<std::int64_t> ended_at{0};   // when the end of the connection was noticed
   };
 
   // What a rank tells all others of its call.
@@ -259,7 +260,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::vector<int> local_;                  // each rank's number in its machine
   std::vector<int> order_;                  // all ranks, machine by machine
   LinkModel links_;
-  bool is_even_ = true;                     // all machines have as many ranks
+  bool is_even_ = true;  // all machines have as many ranks
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<int> busy_;  // peers whose streams have something to do
   int generation_ = process_generation();
@@ -270,7 +271,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::uint64_t questions_ = 0;
   mutable std::mutex failure_mutex_;
   std::atomic<std::int64_t> dead_at_{0};  // when the death of a rank of this machine was noticed
-  std::optional<Error> failure_;  // the reason, without the call that noticed it
+  std::optional<Error> failure_;          // the reason, without the call that noticed it
 
   std::uint64_t sequence_ = 0;
   // Of the current collective.
@@ -279,9 +280,9 @@ class NetCommunicator final : public BlockingCommunicator {
   Wait* wait_ = nullptr;
   Signature signature_{};
   int grace_ = 0;
-  std::vector<Record> records_;              // in the order of `order_`
-  std::vector<Record> last_;                 // of each rank, by rank
-  static constexpr std::size_t kSlots = 3;   // chunks in flight
+  std::vector<Record> records_;             // in the order of `order_`
+  std::vector<Record> last_;                // of each rank, by rank
+  static constexpr std::size_t kSlots = 3;  // chunks in flight
   std::array<Buffer, kSlots> own_, parts_, results_;
   Buffer packed_, unpacked_;
 };

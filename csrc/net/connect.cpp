@@ -161,27 +161,25 @@ class Meeting {
                places_[static_cast<std::size_t>(p)].ip + ")";
       ranks.push_back(p);
     }
-    throw Error(ErrorCode::kTimeout,
-                "rank " + std::to_string(rank_) + " at " +
-                    places_[static_cast<std::size_t>(rank_)].ip +
-                    " could not connect in time to rank " + names +
-                    "; is a firewall between the machines?",
-                std::move(ranks));
+    throw Error(
+        ErrorCode::kTimeout,
+        "rank " + std::to_string(rank_) + " at " + places_[static_cast<std::size_t>(rank_)].ip +
+            " could not connect in time to rank " + names + "; is a firewall between the machines?",
+        std::move(ranks));
   }
 
   void wait() {
     std::vector<pollfd> fds{{listener_.fd(), POLLIN, 0}};
     for (const Pending& one : pending_) {
-      fds.push_back({one.fd.get(),
-                     static_cast<short>(one.step == Step::kConnect ? POLLOUT : POLLIN), 0});
+      fds.push_back(
+          {one.fd.get(), static_cast<short>(one.step == Step::kConnect ? POLLOUT : POLLIN), 0});
     }
     (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
   }
 
   void accept_all() {
     for (;;) {
-      FileDescriptor fd(
-          ::accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      FileDescriptor fd(::accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
       if (fd.get() < 0) {
         if (errno == EMFILE || errno == ENFILE) {
           throw system_error("cannot accept another rank; see ulimit -n");

@@ -32,9 +32,9 @@ class Listener {
   FileDescriptor socket_;
 };
 
-// The connections between two ranks. `stream` carries collectives, and is unset between ranks of one
-// machine. `out` carries what this rank sends, and the peer's answers; `in` carries what the peer
-// sends, and this rank's answers.
+// The connections between two ranks. `stream` carries collectives, and is unset between ranks of
+// one machine. `out` carries what this rank sends, and the peer's answers; `in` carries what the
+// peer sends, and this rank's answers.
 struct Connections {
   FileDescriptor stream;
   FileDescriptor out;

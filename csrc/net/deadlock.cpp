@@ -1,10 +1,10 @@
 // Detects ranks that wait for each other for ever, such as one in `barrier` and one in `send`.
 //
-// A rank that has waited for a second asks all others for their state. A rank answers while it waits
-// too, and makes no other call until its wait ends: with the call in which it waits, and how many
-// calls of each kind it has begun. A rank that has not answered may still act. A rank can go on if
-// all ranks can that have not begun what it waits for. The others, if any, wait for ever: to act
-// after its answer, one of them would have had to be the first, but each waits for another one.
+// A rank that has waited for a second asks all others for their state. A rank answers while it
+// waits too, and makes no other call until its wait ends: with the call in which it waits, and how
+// many calls of each kind it has begun. A rank that has not answered may still act. A rank can go
+// on if all ranks can that have not begun what it waits for. The others, if any, wait for ever: to
+// act after its answer, one of them would have had to be the first, but each waits for another one.
 
 #include <algorithm>
 #include <cstring>
@@ -52,8 +52,7 @@ std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
     at += ranks * sizeof(std::uint32_t);
   }
   waiting.site.assign(at, text.data() + text.size());
-  waiting.call =
-      unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
+  waiting.call = unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
   return waiting;
 }
 
@@ -88,9 +87,8 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       if (goes_on[r]) continue;
       const std::vector<int> missing = missing_for(static_cast<int>(r), ranks);
-      goes_on[r] = std::all_of(missing.begin(), missing.end(), [&](int p) {
-        return goes_on[static_cast<std::size_t>(p)];
-      });
+      goes_on[r] = std::all_of(missing.begin(), missing.end(),
+                               [&](int p) { return goes_on[static_cast<std::size_t>(p)]; });
       changes |= goes_on[r];
     }
   }
@@ -104,17 +102,15 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
 }  // namespace
 
 std::string NetCommunicator::state_of(const Wait& wait) const {
-  const State state{sequence_,
-                    wait.signature.packed(),
-                    wait.signature.count,
-                    wait.signature.list,
-                    wait.number,
-                    static_cast<std::uint32_t>(size())};
+  const State state{
+      sequence_,   wait.signature.packed(),           wait.signature.count, wait.signature.list,
+      wait.number, static_cast<std::uint32_t>(size())};
   std::string text(reinterpret_cast<const char*>(&state), sizeof(state));
   for (const bool sends : {true, false}) {
     for (int p = 0; p < size(); ++p) {
-      const std::uint32_t count =
-          p == rank_ ? 0 : sends ? peer(p).sent.load() : peer(p).received.load();
+      const std::uint32_t count = p == rank_ ? 0
+                                  : sends    ? peer(p).sent.load()
+                                             : peer(p).received.load();
       text.append(reinterpret_cast<const char*>(&count), sizeof(count));
     }
   }

@@ -44,8 +44,7 @@ void NetCommunicator::check_usable() const {
                 failure_->ranks());
   }
   if (is_closed_) {
-    throw Error(ErrorCode::kState,
-                "the communicator is closed on rank " + std::to_string(rank_));
+    throw Error(ErrorCode::kState, "the communicator is closed on rank " + std::to_string(rank_));
   }
 }
 
@@ -110,8 +109,8 @@ void NetCommunicator::throw_ended(int p, const Signature& signature) {
 void NetCommunicator::throw_late(int p, const Signature& signature, Clock::duration waited) {
   if (is_unreachable(p)) {
     std::vector<int> ranks = ranks_of(machine_of(p));
-    const std::string text = "the machine " + places_[static_cast<std::size_t>(p)].ip + " of rank " +
-                             names(ranks) + " cannot be reached";
+    const std::string text = "the machine " + places_[static_cast<std::size_t>(p)].ip +
+                             " of rank " + names(ranks) + " cannot be reached";
     fail(Error(ErrorCode::kPeerFailure, text, std::move(ranks)), signature);
   }
   const std::string who = std::to_string(p);

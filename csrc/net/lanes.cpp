@@ -1,9 +1,9 @@
 // send and recv between machines.
 //
 // A transfer is a header and the bytes of the array, on the sender's connection. The receiver
-// compares the header with its own call and answers; a send returns when the answer has come. If the
-// two do not match, the receiver drops the bytes and answers with what it expected, the sender tells
-// its line of source, and both throw.
+// compares the header with its own call and answers; a send returns when the answer has come. If
+// the two do not match, the receiver drops the bytes and answers with what it expected, the sender
+// tells its line of source, and both throw.
 
 #include <poll.h>
 #include <sys/socket.h>

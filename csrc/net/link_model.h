@@ -7,8 +7,8 @@ namespace fastdist::net {
 
 // Equal on all ranks. Measured between the machines that are there; the slowest link counts.
 struct LinkModel {
-  double latency_s = 50e-6;     // of a few bytes, one way
-  double bytes_per_s = 1e9;     // in one direction, while the other is in use too
+  double latency_s = 50e-6;  // of a few bytes, one way
+  double bytes_per_s = 1e9;  // in one direction, while the other is in use too
 
   // Reductions: true if each machine sends its sums to all others, instead of one part of them to
   // each and then the result of a part to all.

@@ -14,9 +14,7 @@ namespace {
 constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
 constexpr std::size_t kLine = 64;
 
-TensorView bytes_at(std::byte* data, std::size_t bytes) {
-  return {data, bytes, DType::kUInt8, 0};
-}
+TensorView bytes_at(std::byte* data, std::size_t bytes) { return {data, bytes, DType::kUInt8, 0}; }
 
 }  // namespace
 
@@ -24,8 +22,8 @@ void NetCommunicator::barrier(const CallOptions& options) {
   run(Signature{.op = Op::kBarrier}, options, {}, [] {}, nullptr);
 }
 
-// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners on
-// other machines, which share the slices.
+// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners
+// on other machines, which share the slices.
 void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
   const ArrayList whole(inout);
   const bool one = inout.size() == 1;
@@ -255,8 +253,8 @@ void NetCommunicator::scatter(TensorView in, TensorView out, int root, const Cal
   });
 }
 
-void NetCommunicator::all_to_all(TensorView in, TensorView out,
-                                 std::span<const std::size_t> counts, const CallOptions& options) {
+void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
+                                 const CallOptions& options) {
   Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
   const std::size_t n = places_.size();
   const auto r = static_cast<std::size_t>(rank_);
@@ -290,7 +288,8 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out,
     std::vector<std::byte> give, take;
     for (const int from : here) {
       for (const int to : here) {
-        table.push_back(bytes_between(static_cast<std::size_t>(from), static_cast<std::size_t>(to)));
+        table.push_back(
+            bytes_between(static_cast<std::size_t>(from), static_cast<std::size_t>(to)));
       }
     }
     std::size_t give_bytes = 0;

@@ -3,7 +3,8 @@
 // A run of arrays goes through three steps, chunk by chunk, so that the steps of successive chunks
 // overlap:
 // - load: the ranks of each machine reduce the chunk, and each rank gets the sum of its share;
-// - cross: partners exchange their shares. Between two machines, and for small arrays, each sends its
+// - cross: partners exchange their shares. Between two machines, and for small arrays, each sends
+// its
 //   share to all partners and adds what it receives. Otherwise each machine adds one part of the
 //   share and sends the result to the others, so that no byte crosses a link twice;
 // - finish: the ranks of each machine gather the shares.
@@ -22,8 +23,8 @@
 namespace fastdist::net {
 namespace {
 
-// Bytes that cross a connection at a time: enough to keep a link busy while the machine's ranks work
-// on the next chunk, and few enough to stay in the caches.
+// Bytes that cross a connection at a time: enough to keep a link busy while the machine's ranks
+// work on the next chunk, and few enough to stay in the caches.
 constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
 constexpr std::size_t kMostChunkBytes = std::size_t{2} << 20;
 constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
@@ -50,7 +51,9 @@ void divide(DType dtype, std::byte* data, std::size_t count, std::size_t n) {
   return divide<double>(data, 2 * count, n);
 }
 
-TensorView view_of(std::byte* data, std::size_t count, DType dtype) { return {data, count, dtype, 0}; }
+TensorView view_of(std::byte* data, std::size_t count, DType dtype) {
+  return {data, count, dtype, 0};
+}
 
 }  // namespace
 
@@ -61,13 +64,13 @@ struct NetCommunicator::Reduction {
   ReduceOp op;
   Op name;
   int root;
-  DType wide;     // in which sums are computed
-  DType wire;     // in which sums cross
-  std::size_t count;     // elements of the run
-  std::size_t chunk;     // elements per chunk
+  DType wide;         // in which sums are computed
+  DType wire;         // in which sums cross
+  std::size_t count;  // elements of the run
+  std::size_t chunk;  // elements per chunk
   std::size_t chunks;
-  std::size_t shares;    // ranks of a machine that carry a share
-  bool direct;           // one crossing instead of two
+  std::size_t shares;  // ranks of a machine that carry a share
+  bool direct;         // one crossing instead of two
   // Of chunk k, in slot k % kSlots: this rank's share in `wide`, its result, and the positions in
   // each partner's stream at which the first and second crossing have arrived, and all was sent.
   std::array<std::byte*, kSlots> own = {}, result = {};
@@ -115,24 +118,23 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
     const DType dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
     const DType wide = is_small_float(dtype) ? DType::kFloat32 : dtype;
     const std::size_t count = inputs.bytes() / size_of(dtype);
-    Reduction call{.in = std::move(inputs),
-                   .out = ArrayList(run_out),
-                   .dtype = dtype,
-                   .op = op,
-                   .name = name,
-                   .root = root,
-                   .wide = wide,
-                   .wire = is_compressed ? dtype : wide,
-                   .count = count,
-                   .chunk = 0,
-                   .chunks = 0,
-                   .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
-                   .direct = links_.reduces_directly(
-                       machines(), static_cast<double>(count * size_of(dtype)))};
+    Reduction call{
+        .in = std::move(inputs),
+        .out = ArrayList(run_out),
+        .dtype = dtype,
+        .op = op,
+        .name = name,
+        .root = root,
+        .wide = wide,
+        .wire = is_compressed ? dtype : wide,
+        .count = count,
+        .chunk = 0,
+        .chunks = 0,
+        .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
+        .direct = links_.reduces_directly(machines(), static_cast<double>(count * size_of(dtype)))};
     signature.dtype = dtype;
     signature.count = count;
-    run(signature, options, run_in, [&] { reduce_payloads(call); },
-        [&] { reduce_chunks(call); });
+    run(signature, options, run_in, [&] { reduce_payloads(call); }, [&] { reduce_chunks(call); });
   };
   const bool one_dtype = std::all_of(in.begin(), in.end(),
                                      [&](const TensorView& a) { return a.dtype == in[0].dtype; });
@@ -279,10 +281,10 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
   }
   const bool to_all = call.name == Op::kAllReduce || !call.direct;
   // A machine's only rank computes into the output, if its share is the whole chunk.
-  call.result[slot] = width() == 1 && share == length && call.wide == call.dtype &&
-                              !call.out.arrays().empty()
-                          ? Reduction::contiguous(call.out, call.begin(k) * item, length * item)
-                          : nullptr;
+  call.result[slot] =
+      width() == 1 && share == length && call.wide == call.dtype && !call.out.arrays().empty()
+          ? Reduction::contiguous(call.out, call.begin(k) * item, length * item)
+          : nullptr;
   if (call.result[slot] == nullptr) call.result[slot] = results_[slot].of(*inner_, share * item);
   for (int m = 0; m < machines(); ++m) {
     if (m == here) continue;
@@ -382,9 +384,10 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
   std::byte* gathered = result;
   if (width() > 1) {
     const std::size_t all = share * static_cast<std::size_t>(width());
-    std::byte* const direct = has_result && all == length
-                                  ? Reduction::contiguous(call.out, call.begin(k) * item, all * item)
-                                  : nullptr;
+    std::byte* const direct =
+        has_result && all == length
+            ? Reduction::contiguous(call.out, call.begin(k) * item, all * item)
+            : nullptr;
     gathered = direct != nullptr ? direct : unpacked_.of(*inner_, all * item);
     const TensorView in = view_of(result, share, call.dtype);
     const TensorView out = view_of(gathered, all, call.dtype);
@@ -403,7 +406,8 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
   }
   if (!has_result || (width() == 1 && result != results_[slot].of(*inner_, 0))) return;
   for (int m = 0; width() == 1 && m < machines(); ++m) {  // sent from the arrays themselves
-    if (m != machine_of(rank_)) await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
+    if (m != machine_of(rank_))
+      await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
   }
   call.out.for_each_piece(
       call.begin(k) * item, (call.begin(k) + length) * item,
@@ -453,7 +457,8 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         const TensorView from = view_of(source, count, wide);
         const TensorView to = view_of(target, count, wide);
         inside(2, [&](const CallOptions& o) {
-          inner_->reduce({&from, 1}, worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
+          inner_->reduce({&from, 1},
+                         worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
                          summed(op), worker, o);
         });
         if (q == rank_) mine = target;

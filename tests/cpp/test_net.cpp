@@ -68,8 +68,8 @@ NetRanks connect(const Machines& machines) {
     const auto i = static_cast<std::size_t>(r);
     auto connections = net::connect_ranks(*world.listeners[i], r, world.places, {},
                                           std::chrono::seconds(20), *patient().caller);
-    ranks[i] = std::make_unique<NetCommunicator>(world.inner[i], r, world.places,
-                                                 std::move(connections));
+    ranks[i] =
+        std::make_unique<NetCommunicator>(world.inner[i], r, world.places, std::move(connections));
   });
   return ranks;
 }
@@ -187,7 +187,8 @@ CASE(every_collective_on_every_layout) {
 
 CASE(lists_and_results_elsewhere) {
   with_machines({{0, 3}, {1, 2}}, [](NetCommunicator& c) {
-    Values a = values_of(c.rank(), 300), b = values_of(c.rank(), 20'000), d = values_of(c.rank(), 7);
+    Values a = values_of(c.rank(), 300), b = values_of(c.rank(), 20'000),
+           d = values_of(c.rank(), 7);
     Values out_a(300), out_b(20'000), out_d(7);
     const std::vector<TensorView> in{view(a), view(b), view(d)};
     const std::vector<TensorView> out{view(out_a), view(out_b), view(out_d)};
@@ -341,9 +342,9 @@ CASE(strangers_do_not_disturb_the_meeting) {
     strangers.push_back(std::move(fd));
   }
   in_threads(2, [&](int r) {
-    const auto found = net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r,
-                                          world.places, {}, std::chrono::seconds(20),
-                                          *patient().caller);
+    const auto found =
+        net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                           std::chrono::seconds(20), *patient().caller);
     CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
   });
 }

@@ -105,9 +105,7 @@ class Communicator:
         self.engine: Engine = engine
         self._on_end = on_end  # called with the communicator that takes this one's place
         self._timeout_s = timeout_s
-        self._gpus = (
-            NcclEngine(engine) if engine.compiled is not None and is_possible() else None
-        )
+        self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
         self._all_reduce = calls["all_reduce"]
         self._reduce = calls["reduce"]

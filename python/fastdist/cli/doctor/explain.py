@@ -117,7 +117,7 @@ def _median_s(comm: Communicator, call: Callable[[], object], calls: int) -> flo
         start = time.perf_counter()
         call()
         times[i] = time.perf_counter() - start
-    return statistics.median(comm.all_reduce(times, "max").tolist())
+    return float(statistics.median(comm.all_reduce(times, "max")))
 
 
 def _copy_seconds_per_byte(comm: Communicator) -> float:

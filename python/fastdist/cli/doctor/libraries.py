@@ -27,7 +27,7 @@ class _Library:
 
 _LIBRARIES = {
     "numpy": _Library(("numpy",), "numpy", "required"),
-    "torch": _Library(("torch",), "torch", "torch tensors; meeting of machines; gloo in fastdist bench"),
+    "torch": _Library(("torch",), "torch", "torch tensors; jobs on several machines"),
     "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
     "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),

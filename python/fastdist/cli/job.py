@@ -32,12 +32,15 @@ class Task:
         label: the task in brackets at the beginning of each line of its output.
         environment: the complete environment of the process.
         ending: the effect of the process's end.
+        command: its program and arguments, if they are not the job's. Its stdin stays open and
+            empty until the launcher ends.
     """
 
     name: str
     label: str
     environment: Mapping[str, str]
     ending: Ending = Ending.ONE_OF_ALL
+    command: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Job:
         max_restarts: maximum number of restarts, over all tasks.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.
+        ends_with_stdin: stop the job when the launcher's stdin ends; no task reads it.
     """
 
     command: Sequence[str]
@@ -59,6 +63,7 @@ class Job:
     max_restarts: int = 0
     prefix: bool = True
     colour: bool = True
+    ends_with_stdin: bool = False
 
 
 class StartError(Exception):
@@ -131,11 +136,17 @@ def start(
         StartError: the process could not be started.
     """
     task = job.tasks[number]
+    command = task.command or job.command
+    stdin: int | None = subprocess.DEVNULL
+    if task.command is not None:
+        stdin = subprocess.PIPE
+    elif number == 0 and not job.ends_with_stdin:
+        stdin = None
     try:
         popen = subprocess.Popen(
-            job.command,
+            command,
             env=task.environment,
-            stdin=None if number == 0 else subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -144,7 +155,7 @@ def start(
         )
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StartError(f"cannot start {task.name}: {job.command[0]}: {reason}") from error
+        raise StartError(f"cannot start {task.name}: {command[0]}: {reason}") from error
     assert popen.stdout is not None
     assert popen.stderr is not None
     return popen, popen.stdout.fileno(), popen.stderr.fileno()

@@ -3,6 +3,7 @@
 import argparse
 import os
 import resource
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from fastdist._config import KEYS_VARIABLE
 from fastdist.cli.job import Job, StartError, Task
 from fastdist.cli.program import ProgramError, find_program
 from fastdist.cli.supervisor import supervise
-from fastdist.cli.tasks import Machines, VariableError, rank_tasks, role_tasks
+from fastdist.cli.tasks import Machines, VariableError, host_tasks, rank_tasks, role_tasks
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
 
@@ -23,6 +24,7 @@ _USAGE_EXIT_CODE = 2
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
+_PORTS = range(20_000, 32_000)
 
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
@@ -36,6 +38,9 @@ With --nnodes, starts this machine's N ranks of a job on several machines: the s
 on each machine, with its own --node-rank. Rank 0, on the machine with --node-rank 0, listens at the
 address --rdzv, which all machines must reach. When a rank fails, the ranks of other machines that
 wait for it fail too.
+
+With --hosts, does that on all machines, by ssh: N ranks on each, in this directory and with this
+Python, which all machines must have. When a machine's ranks fail, those of the others are stopped.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
@@ -57,6 +62,7 @@ examples:
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
   fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py  # and so on node 1
+  fastdist run --hosts node1,node2 -n 4 train.py
   fastdist run --workers 4 --ps 2 --evaluator train.py
 """
 
@@ -139,6 +145,14 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         type=_address,
         help="address of the machine with --node-rank 0; rank 0 listens there",
     )
+    parser.add_argument(
+        "--hosts",
+        metavar="A,B,...",
+        type=_hosts,
+        help="start -n ranks on each of these machines, by ssh without a password; rank 0 is on the "
+        "first one, at its name or at --rdzv",
+    )
+    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_roles(parser: argparse.ArgumentParser) -> None:
@@ -166,6 +180,8 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         _check_options(arguments)
+        if arguments.hosts is not None:
+            return _run_on_hosts(arguments)
         with _tasks(arguments) as tasks:
             command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
             restarts = arguments.max_restarts
@@ -175,12 +191,33 @@ def _run(arguments: argparse.Namespace) -> int:
                 len(tasks) * arguments.nnodes,
                 max_restarts=_MAX_RESTARTS if restarts is None else restarts,
                 prefix=arguments.prefix,
-                colour=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+                colour=_has_colour(),
+                ends_with_stdin=arguments.ends_with_stdin,
             )
             return supervise(job)
     except (_OptionError, VariableError, ProgramError, StartError) as error:
         sys.stderr.write(f"fastdist run: {error}\n")
         return _USAGE_EXIT_CODE
+
+
+def _run_on_hosts(arguments: argparse.Namespace) -> int:
+    hosts = arguments.hosts
+    there = ["-n", str(arguments.ranks)]
+    for name, value in arguments.env:
+        there += ["--env", f"{name}={value}"]
+    there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
+    if not arguments.command:
+        raise _OptionError(f"expected {_TARGET}")
+    host = hosts[0].rpartition("@")[2]
+    # A port that other jobs on these machines hardly have; nobody can look there beforehand.
+    rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
+    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0])
+    # The launchers on the machines begin each line with its rank.
+    return supervise(Job((), tasks, len(tasks), prefix=False, colour=_has_colour()))
+
+
+def _has_colour() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -193,8 +230,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
             if is_given:
                 raise _OptionError(f"{option} needs --workers and --ps")
         _check_machines(arguments)
-    elif arguments.nnodes > 1:
-        raise _OptionError("--nnodes starts ranks; start each parameter server by itself")
+    elif arguments.nnodes > 1 or arguments.hosts is not None:
+        option = "--hosts" if arguments.hosts is not None else "--nnodes"
+        raise _OptionError(f"{option} starts ranks; start each parameter server by itself")
     elif arguments.ranks is not None:
         raise _OptionError("-n starts ranks, --workers and --ps start a job without ranks; use one")
     elif servers is None:
@@ -205,6 +243,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _check_machines(arguments: argparse.Namespace) -> None:
     machines, own = arguments.nnodes, arguments.node_rank
+    if arguments.hosts is not None:
+        if machines > 1 or own is not None:
+            raise _OptionError("--hosts starts all machines, --nnodes only this one; use one")
+        if arguments.ranks is None:
+            raise _OptionError("--hosts needs -n, the number of ranks on each machine")
+        return
     if machines == 1:
         for option, value in (("--node-rank", own), ("--rdzv", arguments.rdzv)):
             if value is not None:
@@ -271,6 +315,13 @@ def _address(text: str) -> tuple[str, int]:
         return split_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _hosts(text: str) -> list[str]:
+    hosts = text.split(",")
+    if all(host and not host.startswith("-") for host in hosts) and len(set(hosts)) == len(hosts):
+        return hosts
+    raise argparse.ArgumentTypeError(f"expected different names of machines, got {text!r}")
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -78,6 +78,8 @@ class _Supervisor:
         self._stopped_by: signal.Signals | None = None
         self._waits_for_readers = True
         selector.register(signals, selectors.EVENT_READ, self._on_signals)
+        if job.ends_with_stdin:
+            selector.register(0, selectors.EVENT_READ, self._on_stdin)
 
     def start(self) -> None:
         for number in range(len(self._job.tasks)):
@@ -241,6 +243,16 @@ class _Supervisor:
             if number != signal.SIGCHLD:
                 self._interrupt(signal.Signals(number))
         self._collect()
+
+    def _on_stdin(self) -> None:
+        """Stops the job if the launcher that started this one has ended."""
+        try:
+            if os.read(0, 4096):
+                return
+        except OSError:
+            pass
+        self._selector.unregister(0)
+        self._interrupt(signal.SIGTERM)
 
     def _collect(self) -> None:
         """Finds the processes that have ended, and stops the job or restarts them."""

@@ -3,17 +3,26 @@
 import json
 import os
 import secrets
+import shlex
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist.cli.job import Ending, Task
+from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SPEC_VARIABLE = "TF_CONFIG"
 _HOST = "127.0.0.1"
+# ssh must not ask for a password, and notices within a minute that a machine is gone.
+_SSH_OPTIONS = (
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=15"),
+)
 
 
 class VariableError(Exception):
@@ -70,6 +79,29 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
         )
         for local, rank in enumerate(range(machines.own * ranks, (machines.own + 1) * ranks))
     ]
+
+
+def host_tasks(hosts: Sequence[str], arguments: Sequence[str], port: int, rdzv: str) -> list[Task]:
+    """Returns a task for each machine of a job, which starts its ranks by ssh.
+
+    Args:
+        hosts: names of the machines for ssh; rank 0 is on the first one.
+        arguments: of `fastdist run` there, but for those that name the machines.
+        port: port of rank 0.
+        rdzv: host of rank 0 for the other machines.
+    """
+    carried = {k: v for k, v in os.environ.items() if k.startswith("FASTDIST_")}
+    carried |= {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
+    settings = [f"{name}={value}" for name, value in sorted(carried.items())]
+    tasks = []
+    for number, host in enumerate(hosts):
+        place = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
+        place += ["--rdzv", join_address(rdzv, str(port)), "--ends-with-stdin"]
+        run = ["env", *settings, sys.executable, "-m", "fastdist", "run", *place, *arguments]
+        remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(run)}"
+        command = ["ssh", "-T", *_SSH_OPTIONS, host, remote]
+        tasks.append(Task(f"machine {host}", host, dict(os.environ), command=command))
+    return tasks
 
 
 def role_tasks(

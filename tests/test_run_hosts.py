@@ -93,7 +93,8 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: int) -> None:
     files = [tmp_path / f"rank{rank}" for rank in range(2)]
     until = time.monotonic() + 40
     while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < until and job.poll() is None
+        assert time.monotonic() < until
+        assert job.poll() is None
         time.sleep(0.05)
     job.send_signal(number)
     job.communicate(timeout=20)

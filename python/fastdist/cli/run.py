@@ -149,8 +149,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         metavar="A,B,...",
         type=_hosts,
-        help="start -n ranks on each of these machines, by ssh without a password; rank 0 is on the "
-        "first one, at its name or at --rdzv",
+        help="start -n ranks on each of these machines, by ssh without a password; rank 0 is on "
+        "the first one, at its name or at --rdzv",
     )
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
 

@@ -15,6 +15,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+VARIABLE_PREFIX = "FASTDIST_"
+"""The beginning of the names of all settings."""
+
 KEYS_VARIABLE = "FASTDIST_PS_KEYS"
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fastdist._config import VARIABLE_PREFIX
 from fastdist.cli.job import Ending, Task
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
@@ -90,7 +91,7 @@ def host_tasks(hosts: Sequence[str], arguments: Sequence[str], port: int, rdzv: 
         port: port of rank 0.
         rdzv: host of rank 0 for the other machines.
     """
-    carried = {k: v for k, v in os.environ.items() if k.startswith("FASTDIST_")}
+    carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
     carried |= {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
     settings = [f"{name}={value}" for name, value in sorted(carried.items())]
     tasks = []

@@ -1,0 +1,248 @@
+"""Runs a function on a Ray cluster, as the ranks of a job or as the tasks of a cluster spec.
+
+    from fastdist.integrations import ray as on_ray
+
+    losses = on_ray.run(train, ranks=8, gpus=1)            # every rank's result
+    total = on_ray.run(train, workers=4, ps=2)             # the chief's result
+
+Ray places the processes, carries the function, its arguments and results, and starts processes
+again that were lost. In the function everything is as under `fastdist run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from fastdist._config import KEYS_VARIABLE
+from fastdist.cluster.launch import JOB_VARIABLE
+from fastdist.errors import ClusterConfigError, PeerFailureError
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:
+    raise ImportError("fastdist.integrations.ray needs Ray: pip install ray") from None
+
+T = TypeVar("T")
+_CAUSE_WAIT_S = 5.0
+
+
+def run(
+    function: Callable[..., T],
+    *,
+    ranks: int | None = None,
+    workers: int | None = None,
+    ps: int | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    resources: Mapping[str, float] | None = None,
+    placement: str = "PACK",
+    max_restarts: int = 0,
+    timeout: float = 300.0,
+) -> list[T] | T:
+    """Call a function in processes of a Ray cluster, and return what it returns.
+
+    Args:
+        function: called in every process; any that Ray can pickle.
+        ranks: number of ranks of one communicator, with RANK, WORLD_SIZE and the others set.
+        workers: number of workers beside a chief, instead of `ranks`; TF_CONFIG is set.
+        ps: number of parameter servers, with `workers`.
+        args: arguments of the function.
+        kwargs: keyword arguments of the function.
+        cpus: CPUs of each process.
+        gpus: GPUs of each process; Ray shows each process its own.
+        resources: other resources of each process.
+        placement: Ray's placement strategy: "PACK" on few nodes, "SPREAD", "STRICT_PACK" on one
+            node or "STRICT_SPREAD".
+        max_restarts: how often Ray starts lost processes again. Ranks are all started again when
+            one of them was lost, and call the function again; a lost worker or parameter server
+            alone.
+        timeout: seconds to wait until the cluster has room.
+
+    Returns:
+        The results of all ranks, in their order; the chief's result with `workers` and `ps`.
+
+    Raises:
+        ValueError: neither `ranks` nor `workers` and `ps` are given, or both.
+        ClusterConfigError: the cluster has no room for the processes.
+        Exception: the error of the rank that failed first.
+    """
+    if (ranks is None) == (workers is None) or (workers is None) != (ps is None):
+        raise ValueError(
+            f"expected ranks=, or workers= and ps=, got ranks={ranks}, workers={workers}, ps={ps}"
+        )
+    roles = _roles(workers, ps)
+    count = ranks if ranks is not None else len(roles)
+    if count < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
+    group = placement_group([bundle] * count, strategy=placement)
+    try:
+        if not group.wait(timeout):
+            raise ClusterConfigError(
+                f"the Ray cluster has no room for {count} processes with {bundle} each "
+                f"({placement}) within {timeout:g} s; `ray status` shows what it has"
+            )
+        # Of ranks, all are started again at once, which this module counts.
+        most = max_restarts if roles else -1
+        made = [_start(group, i, bundle, most) for i in range(count)]
+        call = function, tuple(args), dict(kwargs or {})
+        if roles:
+            result: T = _run_roles(made, roles, call)
+            return result
+        return _run_ranks(made, call, max_restarts)
+    finally:
+        remove_placement_group(group)  # ends the processes
+
+
+class _Process:
+    """A process of a job on a node of the cluster."""
+
+    def place(self) -> tuple[str, str, int]:
+        """Return the node, its IP address, and a port that is free there."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return ray.get_runtime_context().get_node_id(), host, port
+
+    def call(self, environment: Mapping[str, str], call: tuple[Any, ...]) -> Any:
+        """Set the environment and call the function."""
+        os.environ.update(environment)
+        function, args, kwargs = call
+        return function(*args, **kwargs)
+
+
+def _start(group: Any, index: int, bundle: Mapping[str, float], max_restarts: int) -> Any:
+    other = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
+    options = {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "resources": other or None,
+        "max_restarts": max_restarts,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=index
+        ),
+    }
+    return ray.remote(_Process).options(**options).remote()
+
+
+def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: int) -> list[Any]:
+    attempt = 0
+    while True:
+        places = _places(processes)
+        pending = [
+            process.call.remote(environment, call)
+            for process, environment in zip(processes, _environments(places), strict=True)
+        ]
+        error = _first_error(pending)
+        if error is None:
+            return list(ray.get(pending))
+        if attempt == max_restarts or not isinstance(error, RayActorError):
+            raise error
+        attempt += 1
+        for process, one in zip(processes, pending, strict=True):
+            if not _is_lost(one):  # a lost one is being started again already
+                ray.kill(process, no_restart=False)
+
+
+def _places(processes: Sequence[Any]) -> list[tuple[str, str, int]]:
+    again = [process.place.options(max_task_retries=-1) for process in processes]
+    found: list[tuple[str, str, int]] = ray.get([place.remote() for place in again])
+    return found
+
+
+def _is_lost(call: Any) -> bool:
+    try:
+        ray.get(call, timeout=0)
+    except RayActorError:
+        return True
+    except (GetTimeoutError, RayTaskError):
+        pass
+    return False
+
+
+def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]]:
+    """Return each rank's variables, as `fastdist run` sets them."""
+    nodes = [node for node, _, _ in places]
+    _, host, port = places[0]
+    shared = {
+        JOB_VARIABLE: secrets.token_hex(16),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(places)),
+    }
+    return [
+        {
+            **shared,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def _first_error(pending: Sequence[Any]) -> Exception | None:
+    """Wait for all calls; return the error of the process that failed first, if any has."""
+    left = list(pending)
+    errors: list[Exception] = []
+    deadline = float("inf")
+    while left and time.monotonic() < deadline:
+        limit_s = min(deadline - time.monotonic(), 3600.0)
+        ready, left = ray.wait(left, timeout=limit_s)
+        for one in ready:
+            try:
+                ray.get(one, timeout=10)
+            except GetTimeoutError:
+                left.append(one)
+            except (RayActorError, RayTaskError) as error:
+                errors.append(error)
+                deadline = min(deadline, time.monotonic() + _CAUSE_WAIT_S)
+        if any(not isinstance(error, PeerFailureError) for error in errors):
+            break
+    # Ranks that fail because another one was lost raise PeerFailureError.
+    causes = [error for error in errors if not isinstance(error, PeerFailureError)]
+    return next(iter(causes + errors), None)
+
+
+def _roles(workers: int | None, ps: int | None) -> list[tuple[str, int]]:
+    if workers is None or ps is None:
+        return []
+    if workers < 1 or ps < 1:
+        raise ValueError(f"expected at least one worker and one server, got {workers} and {ps}")
+    return [
+        ("chief", 0),
+        *(("worker", index) for index in range(workers)),
+        *(("ps", index) for index in range(ps)),
+    ]
+
+
+def _run_roles(
+    processes: Sequence[Any], roles: Sequence[tuple[str, int]], call: tuple[Any, ...]
+) -> Any:
+    from fastdist.ps import Keys
+
+    places = _places(processes)
+    cluster: dict[str, list[str]] = {}
+    for (role, _), (_, host, port) in zip(roles, places, strict=True):
+        cluster.setdefault(role, []).append(f"{host}:{port}")
+    keys = Keys.make().to_json()
+    calls = []
+    for process, (role, index) in zip(processes, roles, strict=True):
+        spec = {"cluster": cluster, "task": {"type": role, "index": index}}
+        environment = {"TF_CONFIG": json.dumps(spec), KEYS_VARIABLE: keys}
+        # Ray calls the function again in a worker or a server that was started again.
+        again = 0 if role == "chief" else -1
+        calls.append(process.call.options(max_task_retries=again).remote(environment, call))
+    return ray.get(calls[0])

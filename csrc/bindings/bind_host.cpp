@@ -79,6 +79,7 @@ class NetEndpoint : public Endpoint {
  public:
   explicit NetEndpoint(std::shared_ptr<net::NetCommunicator> net)
       : Endpoint(net), net_(std::move(net)) {}
+  [[nodiscard]] const std::shared_ptr<net::NetCommunicator>& net() const noexcept { return net_; }
   [[nodiscard]] std::tuple<double, double> links() const {
     return {net_->links().latency_s, net_->links().bytes_per_s};
   }
@@ -103,11 +104,10 @@ Token to_token(const py::bytes& bytes) {
   return token;
 }
 
-// `links` are those of a communicator of more ranks, or None to measure them.
+// `parent` is a communicator of more ranks, whose links are as fast, or None.
 std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
                                      const std::vector<std::tuple<int, std::string, int>>& places,
-                                     const py::bytes& token,
-                                     std::optional<std::tuple<double, double>> links,
+                                     const py::bytes& token, const NetEndpoint* parent,
                                      py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
@@ -117,11 +117,17 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
   const auto patience = to_duration(timeout);
   const PythonCaller caller;
   caller.may_block();
-  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller);
+  const auto check = [&] {
+    const auto lost = parent != nullptr ? parent->net()->find_lost() : std::nullopt;
+    if (lost || inner.host()->find_dead()) {
+      throw Error(ErrorCode::kPeerFailure, "a rank has died or failed while the ranks connected");
+    }
+  };
+  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.host(), rank, std::move(known),
                                                            std::move(connections));
-  if (links) {
-    made->set_links({std::get<0>(*links), std::get<1>(*links)});
+  if (parent != nullptr) {
+    made->set_links(parent->net()->links());
   } else {
     made->measure_links({patience, &caller});
   }

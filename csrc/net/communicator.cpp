@@ -1,5 +1,7 @@
 #include "net/communicator.h"
 
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -30,6 +32,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     }
   }
   inner_->set_labels(ranks_of(machine_of(rank_)));
+  inner_->count_submitted(1);  // it does not know which waits of this rank lie beyond it
   for (const std::vector<int>& ranks : machines_) {
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();
@@ -47,7 +50,11 @@ NetCommunicator::~NetCommunicator() {
 void NetCommunicator::close() noexcept {
   if (generation_ != process_generation() || is_closed_.exchange(true)) return;
   for (const auto& peer : peers_) {
-    if (peer) peer->writer.tell_closed();
+    if (!peer) continue;
+    peer->writer.tell_closed();
+    // The end of what this rank has sent, behind bytes that are still on their way.
+    if (peer->stream.fd() >= 0) ::shutdown(peer->stream.fd(), SHUT_WR);
+    ::shutdown(peer->out.get(), SHUT_WR);
   }
   inner_->close();
 }
@@ -116,7 +123,6 @@ void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* 
     inside(0, [&](const CallOptions& o) { inner_->all_gather(in, out, o); });
   }
   if (local_of(rank_) == 0) {
-    grace_ = 1;
     for (int m = 0; m < machines(); ++m) {
       if (m == here) continue;
       const int p = ranks_of(m)[0];
@@ -132,7 +138,6 @@ void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* 
     const TensorView all{everyone, bytes * places_.size(), DType::kUInt8, 0};
     inside(2, [&](const CallOptions& o) { inner_->broadcast({&all, 1}, 0, o); });
   }
-  grace_ = 2;
 }
 
 void NetCommunicator::compare() {

@@ -56,10 +56,7 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] Route route(Op op, std::size_t bytes) const override;
   void check_usable() const override;
   void close() noexcept override;
-  void count_submitted(int change) noexcept override {
-    submitted_.fetch_add(change);
-    inner_->count_submitted(change);
-  }
+  void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
 
@@ -195,8 +192,8 @@ class NetCommunicator final : public BlockingCommunicator {
   // failures.cpp
   void check_failures(Wait& wait);
   [[noreturn]] void throw_ended(int p, const Signature& signature);
-  [[noreturn]] void throw_late(int p, const Signature& signature, Clock::duration waited);
-  [[noreturn]] void throw_inner(const Error& error, const Signature& signature);
+  [[noreturn]] void throw_late(int p, Wait& wait, Clock::duration waited);
+  [[noreturn]] void throw_inner(const Error& error, Wait& wait);
   [[noreturn]] void throw_noticed(const Error& cause, int noticed_by, const Signature& signature);
   [[noreturn]] void fail(const Error& cause, const Signature& signature);
   void abandon(const Error& cause) noexcept;
@@ -206,6 +203,9 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // deadlock.cpp
   void check_deadlock(Wait& wait);
+  void answer_questions(const Wait& wait);
+  std::uint64_t ask_all();
+  [[nodiscard]] std::vector<int> find_late(const Wait& wait, std::vector<int> suspects);
   [[nodiscard]] std::string state_of(const Wait& wait) const;
 
   // reduce.cpp
@@ -268,10 +268,11 @@ class NetCommunicator final : public BlockingCommunicator {
   std::atomic<bool> is_closed_{false};
   std::atomic<int> submitted_{0};
   std::atomic<int> calls_{0};  // threads in a call
-  std::uint64_t questions_ = 0;
+  std::atomic<std::uint64_t> questions_{0};
   mutable std::mutex failure_mutex_;
-  std::atomic<std::int64_t> dead_at_{0};  // when the death of a rank of this machine was noticed
-  std::optional<Error> failure_;          // the reason, without the call that noticed it
+  std::atomic<std::int64_t> moved_at_{0};  // when bytes of a stream moved last
+  std::atomic<std::int64_t> dead_at_{0};   // when the death of a rank of this machine was noticed
+  std::optional<Error> failure_;           // the reason, without the call that noticed it
 
   std::uint64_t sequence_ = 0;
   // Of the current collective.
@@ -279,7 +280,6 @@ class NetCommunicator final : public BlockingCommunicator {
   const Watcher* watcher_ = nullptr;
   Wait* wait_ = nullptr;
   Signature signature_{};
-  int grace_ = 0;
   std::vector<Record> records_;             // in the order of `order_`
   std::vector<Record> last_;                // of each rank, by rank
   static constexpr std::size_t kSlots = 3;  // chunks in flight

@@ -98,15 +98,18 @@ class Meeting {
     }
   }
 
-  std::vector<Connections> run(std::chrono::nanoseconds timeout, const Caller& caller) {
+  std::vector<Connections> run(std::chrono::nanoseconds timeout, const Caller& caller,
+                               const std::function<void()>& check) {
     const auto start = Clock::now();
     while (missing_ > 0) {
       if (Clock::now() - start > timeout) throw_late();
       wait();
       caller.check_interrupt();
+      check();
       accept_all();
       for (Pending& one : pending_) advance(one);
       std::erase_if(pending_, [](const Pending& one) { return one.is_done; });
+      check_connected();
     }
     return std::move(found_);
   }
@@ -175,6 +178,17 @@ class Meeting {
           {one.fd.get(), static_cast<short>(one.step == Step::kConnect ? POLLOUT : POLLIN), 0});
     }
     (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
+  }
+
+  // A rank that fails while others connect closes its connections.
+  void check_connected() const {
+    for (std::size_t p = 0; p < found_.size(); ++p) {
+      pollfd state{found_[p].out.get(), POLLRDHUP, 0};
+      if (state.fd < 0 || ::poll(&state, 1, 0) <= 0 || missing_ == 0) continue;
+      throw Error(ErrorCode::kPeerFailure,
+                  "rank " + std::to_string(p) + " has left while the ranks connected",
+                  {static_cast<int>(p)});
+    }
   }
 
   void accept_all() {
@@ -286,8 +300,9 @@ std::uint16_t Listener::port() const {
 
 std::vector<Connections> connect_ranks(const Listener& listener, int rank,
                                        const std::vector<Place>& places, const Token& token,
-                                       std::chrono::nanoseconds timeout, const Caller& caller) {
-  return Meeting(listener, rank, places, token).run(timeout, caller);
+                                       std::chrono::nanoseconds timeout, const Caller& caller,
+                                       const std::function<void()>& check) {
+  return Meeting(listener, rank, places, token).run(timeout, caller, check);
 }
 
 }  // namespace fastdist::net

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -45,11 +46,10 @@ struct Connections {
 using Token = std::array<std::byte, 16>;
 
 // Connects this rank to all others, and returns the connections by rank. Every
-// rank must call. Throws kTimeout if ranks have not connected within `timeout`.
-[[nodiscard]] std::vector<Connections> connect_ranks(const Listener& listener, int rank,
-                                                     const std::vector<Place>& places,
-                                                     const Token& token,
-                                                     std::chrono::nanoseconds timeout,
-                                                     const Caller& caller);
+// rank must call. `check` is called regularly, and throws if a rank is lost. Throws kTimeout if
+// ranks have not connected within `timeout`, and kPeerFailure if a rank that has connected leaves.
+[[nodiscard]] std::vector<Connections> connect_ranks(
+    const Listener& listener, int rank, const std::vector<Place>& places, const Token& token,
+    std::chrono::nanoseconds timeout, const Caller& caller, const std::function<void()>& check);
 
 }  // namespace fastdist::net

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace fastdist::net {
 namespace {
 
 constexpr std::chrono::seconds kPatience{1};
+constexpr std::chrono::milliseconds kAnswerTime{250};
 constexpr std::size_t kSiteBytes = 400;
 
 // Precedes, in an answer, the numbers of sends to and receives from each rank, and the caller's
@@ -31,6 +33,7 @@ struct State {
   std::uint64_t list;
   std::uint32_t number;  // of the transfer, if it waits in one
   std::uint32_t ranks;
+  std::uint32_t is_alone;  // no other thread of the rank may act meanwhile
 };
 
 struct Waiting {
@@ -104,7 +107,8 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
 std::string NetCommunicator::state_of(const Wait& wait) const {
   const State state{
       sequence_,   wait.signature.packed(),           wait.signature.count, wait.signature.list,
-      wait.number, static_cast<std::uint32_t>(size())};
+      wait.number, static_cast<std::uint32_t>(size()),
+                    submitted_.load() == 0 && calls_.load() == 1 ? 1U : 0U};
   std::string text(reinterpret_cast<const char*>(&state), sizeof(state));
   for (const bool sends : {true, false}) {
     for (int p = 0; p < size(); ++p) {
@@ -119,11 +123,7 @@ std::string NetCommunicator::state_of(const Wait& wait) const {
   return text + site;
 }
 
-// Called regularly by the thread that waits.
-void NetCommunicator::check_deadlock(Wait& wait) {
-  if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
-    return;  // another thread may act
-  }
+void NetCommunicator::answer_questions(const Wait& wait) {
   std::string own;
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
@@ -132,21 +132,59 @@ void NetCommunicator::check_deadlock(Wait& wait) {
     if (own.empty()) own = state_of(wait);
     peer(p).writer.tell_state(*question, own);
   }
+}
+
+std::uint64_t NetCommunicator::ask_all() {
+  const std::uint64_t question = questions_.fetch_add(1) + 1;
+  for (int p = 0; p < size(); ++p) {
+    if (p != rank_) peer(p).writer.ask(question);
+  }
+  return question;
+}
+
+// Returns the ranks for which all others wait: those that do not answer, as they have not come or
+// have stopped, or that wait in an earlier call. `suspects` if there are none.
+std::vector<int> NetCommunicator::find_late(const Wait& wait, std::vector<int> suspects) {
+  const std::uint64_t question = ask_all();
+  const auto n = places_.size();
+  std::vector<int> late;
+  for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    late.clear();
+    for (int p = 0; p < size(); ++p) {
+      if (p == rank_) continue;
+      peer(p).answers.poll();
+      if (const auto cause = peer(p).answers.failure()) throw_noticed(*cause, p, wait.signature);
+      const auto answer = peer(p).answers.state(question);
+      const auto theirs = answer ? parse(*answer, n) : std::nullopt;
+      if (!theirs || theirs->state.sequence < sequence_) late.push_back(p);
+    }
+    answer_questions(wait);
+    if (late.empty()) break;
+  }
+  const bool is_transfer = wait.number != 0;
+  return late.empty() || is_transfer ? suspects : late;
+}
+
+// Called regularly by the thread that waits.
+void NetCommunicator::check_deadlock(Wait& wait) {
+  answer_questions(wait);
+  if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
+    return;  // another thread may act
+  }
   const auto now = Clock::now();
   if (now - wait.since < kPatience) return;
   if (wait.question == 0 || now - wait.asked_at > kPatience) {
-    wait.question = ++questions_;
+    wait.question = ask_all();
     wait.asked_at = now;
-    for (int p = 0; p < size(); ++p) {
-      if (p != rank_) peer(p).writer.ask(wait.question);
-    }
     return;
   }
   std::vector<std::optional<Waiting>> ranks(places_.size());
   const auto n = places_.size();
   for (int p = 0; p < size(); ++p) {
     const auto answer = p == rank_ ? state_of(wait) : peer(p).answers.state(wait.question);
-    if (answer) ranks[static_cast<std::size_t>(p)] = parse(*answer, n);
+    auto parsed = answer ? parse(*answer, n) : std::nullopt;
+    if (parsed && parsed->state.is_alone != 0) ranks[static_cast<std::size_t>(p)] = *parsed;
   }
   std::vector<int> stuck = find_stuck(ranks);
   if (std::find(stuck.begin(), stuck.end(), rank_) == stuck.end()) return;

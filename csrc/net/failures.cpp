@@ -68,9 +68,10 @@ void NetCommunicator::check_failures(Wait& wait) {
   if (const auto cause = inner_->find_cause()) throw_noticed(*cause, -1, signature);
   const std::int64_t now = Clock::now().time_since_epoch().count();
   // Returns true if something that was first noticed at `since` has lasted.
-  const auto lasts = [now](std::atomic<std::int64_t>& since) {
+  const auto lasts = [this, now](std::atomic<std::int64_t>& since) {
     std::int64_t first = 0;
-    return !since.compare_exchange_strong(first, now) && Clock::duration(now - first) > kDoubt;
+    if (since.compare_exchange_strong(first, now)) return false;
+    return Clock::duration(now - std::max(first, moved_at_.load())) > kDoubt;
   };
   if (const auto dead = inner_->find_dead(); dead && lasts(dead_at_)) {
     const int p = ranks_of(machine_of(rank_))[static_cast<std::size_t>(*dead)];
@@ -106,32 +107,35 @@ void NetCommunicator::throw_ended(int p, const Signature& signature) {
   }
 }
 
-void NetCommunicator::throw_late(int p, const Signature& signature, Clock::duration waited) {
+void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
+  const Signature& signature = wait.signature;
   if (is_unreachable(p)) {
     std::vector<int> ranks = ranks_of(machine_of(p));
     const std::string text = "the machine " + places_[static_cast<std::size_t>(p)].ip +
                              " of rank " + names(ranks) + " cannot be reached";
     fail(Error(ErrorCode::kPeerFailure, text, std::move(ranks)), signature);
   }
-  const std::string who = std::to_string(p);
-  abandon(Error(ErrorCode::kTimeout,
-                "rank " + std::to_string(rank_) + " gave up waiting for rank " + who, {p}));
+  const std::vector<int> late = find_late(wait, {p});
+  const std::string who = "waiting for rank " + names(late);
+  abandon(Error(ErrorCode::kTimeout, "rank " + std::to_string(rank_) + " gave up " + who, late));
   throw Error(ErrorCode::kTimeout,
-              prefix(signature) + " timed out after " + seconds(waited) + " waiting for rank " +
-                  who + last_calls(),
-              {p});
+              prefix(signature) + " timed out after " + seconds(waited) + " " + who + last_calls(),
+              late);
 }
 
-// The kernel has not heard from the machine of rank p for a while, though it has asked.
+// The kernel has asked the machine of rank p, and has not heard from it for a while.
 bool NetCommunicator::is_unreachable(int p) const {
+  constexpr std::uint32_t kSilenceMs = 1500;
   tcp_info info{};
   socklen_t length = sizeof(info);
   if (::getsockopt(peer(p).stream.fd(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return false;
-  return info.tcpi_probes >= 1 || info.tcpi_backoff >= 2;
+  const bool asks = info.tcpi_probes != 0 || info.tcpi_backoff != 0 || info.tcpi_retransmits != 0;
+  return asks && info.tcpi_last_ack_recv > kSilenceMs;
 }
 
 // Throws for an error of a call between the ranks of this machine.
-void NetCommunicator::throw_inner(const Error& error, const Signature& signature) {
+void NetCommunicator::throw_inner(const Error& error, Wait& wait) {
+  const Signature& signature = wait.signature;
   {
     const std::lock_guard lock(failure_mutex_);
     if (failure_) throw error;  // thrown by this rank's own checks
@@ -142,10 +146,13 @@ void NetCommunicator::throw_inner(const Error& error, const Signature& signature
   const std::string who = "rank " + names(ranks);
   const std::string text = error.what();
   switch (error.code()) {
-    case ErrorCode::kTimeout:
-      abandon(Error(error.code(), "rank " + std::to_string(rank_) + " gave up waiting for " + who,
-                    ranks));
-      throw Error(error.code(), text.substr(0, text.find(';')) + last_calls(), ranks);
+    case ErrorCode::kTimeout: {
+      const std::vector<int> late = find_late(wait, ranks);
+      const std::string whom = "waiting for rank " + names(late);
+      abandon(Error(error.code(), "rank " + std::to_string(rank_) + " gave up " + whom, late));
+      throw Error(error.code(), text.substr(0, text.find("waiting for")) + whom + last_calls(),
+                  late);
+    }
     case ErrorCode::kPeerFailure: {
       std::string what = " has died";
       for (const char* known : {" has closed the communicator", " was interrupted"}) {

@@ -26,6 +26,7 @@ Guarded& guarded() {
                          if (null >= 0) ::dup3(null, fd, O_CLOEXEC);
                        }
                        if (null >= 0) ::close(null);
+                       guarded().fds.clear();
                        guarded().mutex.unlock();
                      });
     return made;

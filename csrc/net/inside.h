@@ -15,7 +15,7 @@ void NetCommunicator::inside(int grace, const Call& call) {
   try {
     call(options);
   } catch (const Error& error) {
-    throw_inner(error, signature_);
+    throw_inner(error, *wait_);
   }
 }
 

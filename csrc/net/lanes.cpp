@@ -74,7 +74,7 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
     try {
       inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
-      throw_inner(error, signature);
+      throw_inner(error, wait);
     }
   });
 }
@@ -91,7 +91,7 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
     try {
       inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
-      throw_inner(error, signature);
+      throw_inner(error, wait);
     }
   });
 }
@@ -119,14 +119,14 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
     ~Sending() { flag.store(false); }
     std::atomic<bool>& flag;
   } const sending(them.sends);
-  const auto start = Clock::now();
+  auto start = Clock::now();  // of the wait since bytes have moved
   auto last_check = start;
   const auto pause = [&](int fd, short events) {
     await_lane(dst, fd, events, wait, options, last_check);
     if (them.answers.last().number == wait.number) return;
     if (them.answers.has_closed() || them.answers.has_ended()) throw_ended(dst, signature);
     const auto waited = Clock::now() - start;
-    if (waited > options.timeout) throw_late(dst, signature, waited);
+    if (waited > options.timeout) throw_late(dst, wait, waited);
   };
   const auto write = [&](const std::byte* data, std::size_t bytes) {
     while (bytes > 0) {
@@ -134,6 +134,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
       if (n >= 0) {
         data += n;
         bytes -= static_cast<std::size_t>(n);
+        start = Clock::now();
         continue;
       }
       if (errno == EINTR) continue;
@@ -161,7 +162,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
 void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const CallOptions& options) {
   Peer& them = peer(src);
   const Signature& signature = wait.signature;
-  const auto start = Clock::now();
+  auto start = Clock::now();  // of the wait since bytes have moved
   auto last_check = start;
   const auto read = [&](std::byte* data, std::size_t bytes) {
     while (bytes > 0) {
@@ -169,14 +170,14 @@ void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const Cal
       if (n > 0) {
         data += n;
         bytes -= static_cast<std::size_t>(n);
+        start = Clock::now();
         continue;
       }
       if (n < 0 && errno == EINTR) continue;
       if (n == 0 || errno != EAGAIN) throw_ended(src, signature);
       await_lane(src, them.in.get(), POLLIN, wait, options, last_check);
-      if (them.answers.has_closed()) throw_ended(src, signature);
       const auto waited = Clock::now() - start;
-      if (waited > options.timeout) throw_late(src, signature, waited);
+      if (waited > options.timeout) throw_late(src, wait, waited);
     }
   };
   TransferHead head{};

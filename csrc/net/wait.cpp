@@ -51,13 +51,15 @@ bool NetCommunicator::progress() {
     if ((stream.sends() || stream.receives()) && !stream.has_ended()) busy_[kept++] = p;
   }
   busy_.resize(kept);
+  if (moved) moved_at_ = Clock::now().time_since_epoch().count();
   return moved;
 }
 
-// Waits until `ready`, which depends on the stream of rank p.
+// Waits until `ready`, which depends on the stream of rank p. The timeout counts from the last
+// bytes that have moved.
 void NetCommunicator::await(int p, const std::function<bool()>& ready) {
   if (ready()) return;
-  const auto start = Clock::now();
+  auto start = Clock::now();
   auto last_check = start;
   for (;;) {
     const bool moved = progress();
@@ -73,6 +75,7 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
       (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
     }
     const auto now = Clock::now();
+    if (moved) start = now;
     if (now - last_check < kPollInterval) continue;
     last_check = now;
     options_->caller->check_interrupt();
@@ -80,8 +83,9 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
     if (ready()) return;
     check_failures(*wait_);
     peer(p).answers.poll();
-    if (peer(p).answers.has_closed()) throw_ended(p, signature_);
-    if (now - start > options_->timeout + grace_ * kGrace) throw_late(p, signature_, now - start);
+    // What a rank has sent before it closed the communicator may still be on its way.
+    if (peer(p).answers.has_closed() && !peer(p).stream.receives()) throw_ended(p, signature_);
+    if (now - start > options_->timeout + kGrace) throw_late(p, *wait_, now - start);
   }
 }
 

@@ -129,8 +129,8 @@ def connect_machines(
     # of each rank: number of its machine, IP address and port of its listener
     places: Sequence[tuple[int, str, int]],
     token: bytes,
-    # the links of a communicator of more ranks, or None to measure them
-    links: tuple[float, float] | None,
+    # a communicator of more ranks, whose links are as fast, or None to measure them
+    parent: NetCommunicator | None,
     timeout_s: float,
     /,
 ) -> NetCommunicator: ...

@@ -67,7 +67,7 @@ NetRanks connect(const Machines& machines) {
   in_threads(static_cast<int>(ranks.size()), [&](int r) {
     const auto i = static_cast<std::size_t>(r);
     auto connections = net::connect_ranks(*world.listeners[i], r, world.places, {},
-                                          std::chrono::seconds(20), *patient().caller);
+                                          std::chrono::seconds(20), *patient().caller, [] {});
     ranks[i] =
         std::make_unique<NetCommunicator>(world.inner[i], r, world.places, std::move(connections));
   });
@@ -344,7 +344,7 @@ CASE(strangers_do_not_disturb_the_meeting) {
   in_threads(2, [&](int r) {
     const auto found =
         net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
-                           std::chrono::seconds(20), *patient().caller);
+                           std::chrono::seconds(20), *patient().caller, [] {});
     CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
   });
 }
@@ -357,7 +357,7 @@ CASE(other_jobs_are_refused) {
     token[0] = static_cast<std::byte>(r);
     const auto code = code_of([&] {
       (void)net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places,
-                               token, std::chrono::seconds(1), *patient().caller);
+                               token, std::chrono::seconds(1), *patient().caller, [] {});
     });
     CHECK(code == (r == 0 ? ErrorCode::kTimeout : ErrorCode::kPeerFailure));
   });

@@ -29,7 +29,7 @@ class NetEngine(Engine):
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.
-        links: latency and bandwidth of the links, measured if None.
+        parent: the engine of more ranks that this one is made from, if any.
 
     Raises:
         ClusterConfigError: ranks cannot connect.
@@ -44,7 +44,7 @@ class NetEngine(Engine):
         addresses: Sequence[tuple[str, int]],
         key: str,
         timeout_s: float,
-        links: tuple[float, float] | None = None,
+        parent: _core.NetCommunicator | None = None,
     ) -> None:
         self.rank = rank
         self.size = layout.size
@@ -57,10 +57,12 @@ class NetEngine(Engine):
         token = hashlib.sha256(key.encode()).digest()[:_TOKEN_BYTES]
         try:
             self._compiled = _core.connect_machines(
-                inner.compiled, listener, rank, places, token, links, timeout_s
+                inner.compiled, listener, rank, places, token, parent, timeout_s
             )
-        except CollectiveTimeoutError as error:
-            raise ClusterConfigError(f"rendezvous: {error}", error.ranks) from None
+        except (CollectiveTimeoutError, OSError) as error:
+            raise ClusterConfigError(
+                f"rendezvous: {error}", getattr(error, "ranks", (rank,))
+            ) from None
 
     @property
     def compiled(self) -> _core.NetCommunicator:
@@ -99,7 +101,7 @@ class NetEngine(Engine):
             key = f"{self._key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, key
-            return NetEngine(*own, timeout_s, self._compiled.links)
+            return NetEngine(*own, timeout_s, self._compiled)
         return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:

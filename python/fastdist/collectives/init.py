@@ -114,6 +114,7 @@ def init(
     config = settings()
     started_replica()
     waits_s = config.rendezvous_timeout_s + patience_s()
+    _World.meetings += 1  # also of a meeting that fails
     if bootstrap is not None:
         engine = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
@@ -123,7 +124,6 @@ def init(
         note_launch(launch)
     else:
         engine = _from_launch(waits_s)
-    _World.meetings += 1
     seconds = config.timeout_s if timeout is None else timeout
     _World.communicator = Communicator(engine, seconds, _replace)
     _World.process = os.getpid()
@@ -328,7 +328,14 @@ def _connect_machines(
     key = f"{meeting.key}/{place}"
     own = Launch("machines", local, here, local, here, key)
     launch = Launch(launcher, rank, layout.size, local, here, key)
-    inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
+    try:
+        inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
+    except ClusterConfigError as error:
+        ranks = tuple(layout.places[place][number] for number in error.ranks)
+        raise ClusterConfigError(
+            f"{error} (ranks of this machine, which are {list(layout.places[place])} of the job)",
+            ranks,
+        ) from None
     if len(layout.places) == 1:
         return inner, launch
     engine = NetEngine(

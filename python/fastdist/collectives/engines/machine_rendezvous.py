@@ -15,6 +15,7 @@ import errno
 import ipaddress
 import json
 import os
+import queue
 import secrets
 import socket
 import threading
@@ -32,6 +33,8 @@ from fastdist.collectives.rendezvous import run_checks
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
+_STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
+_TELL_S = 1.5
 _REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
 # Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
@@ -150,21 +153,47 @@ def meet_machines(
             of ranks; the store cannot be opened or reached.
         ImportError: torch is not installed.
     """
-    deadline = time.monotonic() + timeout_s
     try:
         host, port = split_address(coordinator)
     except ValueError as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
-    store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
-    try:
-        arrival, listener = arrive(host, port, world_size)
-        return _meet(store, rank, arrival, listener, deadline, timeout_s)
-    except RuntimeError as error:
-        if isinstance(error, ClusterConfigError):
-            raise
-        raise ClusterConfigError(
-            f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
-        ) from None
+    deadline = time.monotonic() + timeout_s
+
+    def meet() -> Meeting:
+        store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
+        try:
+            arrival, listener = arrive(host, port, world_size)
+            return _meet(store, rank, arrival, listener, deadline, timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, ClusterConfigError):
+                raise
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
+            ) from None
+
+    # In a thread: while the network is down, questions to the store take for ever.
+    answer: queue.SimpleQueue[Meeting | BaseException] = queue.SimpleQueue()
+
+    def body() -> None:
+        try:
+            answer.put(meet())
+        except BaseException as error:
+            answer.put(error)
+
+    threading.Thread(target=body, daemon=True, name="fastdist rendezvous").start()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            found = answer.get(timeout=_POLL_S)
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        run_checks()
+        if time.monotonic() > deadline + _STORE_GRACE_S:
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} of {world_size} did not reach the store at {coordinator} "
+                f"within {timeout_s:g} s",
+                (0,),
+            )
 
 
 def _meet(
@@ -182,11 +211,23 @@ def _meet(
         _decide(store, refusal)
         raise _refused(refusal)
     store.set(f"rank/{rank}", arrival.pack())
-    arrivals = _await_all(store, rank, arrival.world_size, deadline, timeout_s)
-    refusal = _decide(store, "")
-    if refusal:
-        raise _refused(refusal)
-    return conclude(arrivals, listener, bytes(store.get("key")).decode())
+    try:
+        arrivals = _await_all(store, rank, arrival.world_size, deadline, timeout_s)
+        meeting = conclude(arrivals, listener, bytes(store.get("key")).decode())
+        refusal = _decide(store, "")
+        if refusal:
+            raise _refused(refusal)
+        return meeting
+    except ClusterConfigError as error:
+        text = str(error).removeprefix("rendezvous: ")
+        refusal = _decide(store, json.dumps([text, *error.ranks[:1]]))
+        if rank == 0:
+            _await_told(store, arrival.world_size)
+        else:
+            store.add("told", 1)
+        if refusal:
+            raise _refused(refusal) from None
+        raise
 
 
 def _await_all(
@@ -219,7 +260,14 @@ def _await_all(
                 f"{timeout_s:g} s",
                 missing,
             )
-        run_checks()
+        time.sleep(_POLL_S)
+
+
+def _await_told(store: Any, size: int) -> None:
+    """Keep the store, which ends with rank 0, until the ranks that came have read the decision."""
+    arrived = sum(bool(store.check([f"rank/{rank}"])) for rank in range(1, size))
+    until = time.monotonic() + _TELL_S
+    while store.add("told", 0) < arrived and time.monotonic() < until:
         time.sleep(_POLL_S)
 
 
@@ -230,8 +278,8 @@ def _decide(store: Any, refusal: str) -> str:
 
 
 def _refused(refusal: str) -> ClusterConfigError:
-    text, rank = json.loads(refusal)
-    return ClusterConfigError(f"rendezvous: {text}", (rank,))
+    text, *ranks = json.loads(refusal)
+    return ClusterConfigError(f"rendezvous: {text}", tuple(ranks))
 
 
 def _open_store(
@@ -250,9 +298,10 @@ def _open_store(
     except (RuntimeError, ValueError) as error:
         if listens and "EADDRINUSE" in str(error):
             _refuse_other_job(host, port, prefix)
+        loopback = "" if listens else _loopback_hint(host)
         raise ClusterConfigError(
             f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
-            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}",
+            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}{loopback}",
             (0,),
         ) from None
     _stores.append(store)
@@ -285,6 +334,16 @@ def _reason(error: Exception) -> str:
     if "EADDRINUSE" in str(error):
         return "another job or program uses the port; give each job a port of its own"
     return str(error).partition("\n")[0]
+
+
+def _loopback_hint(host: str) -> str:
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return ""
+    if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
+        return ""
+    return f"; {host} is this machine itself here, expected an address that all machines reach"
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

@@ -118,10 +118,20 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
   const PythonCaller caller;
   caller.may_block();
   const auto check = [&] {
-    const auto lost = parent != nullptr ? parent->net()->find_lost() : std::nullopt;
-    if (lost || inner.host()->find_dead()) {
-      throw Error(ErrorCode::kPeerFailure, "a rank has died or failed while the ranks connected");
+    auto lost = parent != nullptr ? parent->net()->find_lost() : std::nullopt;
+    if (const auto dead = inner.host()->find_dead(); dead && parent == nullptr) {
+      for (int p = 0, local = 0; p < static_cast<int>(known.size()); ++p) {
+        if (known[static_cast<std::size_t>(p)].machine !=
+            known[static_cast<std::size_t>(rank)].machine) {
+          continue;
+        }
+        if (local++ == *dead) lost = p;
+      }
     }
+    if (!lost) return;
+    throw Error(ErrorCode::kPeerFailure,
+                "rank " + std::to_string(*lost) + " has died or failed while the ranks connected",
+                {*lost});
   };
   auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.host(), rank, std::move(known),

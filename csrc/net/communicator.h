@@ -205,7 +205,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void check_deadlock(Wait& wait);
   void answer_questions(const Wait& wait);
   std::uint64_t ask_all();
-  [[nodiscard]] std::vector<int> find_late(const Wait& wait, std::vector<int> suspects);
+  [[nodiscard]] std::vector<int> find_late(const Wait& wait, const std::vector<int>& suspects);
   [[nodiscard]] std::string state_of(const Wait& wait) const;
 
   // reduce.cpp

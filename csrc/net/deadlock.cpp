@@ -105,9 +105,12 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
 }  // namespace
 
 std::string NetCommunicator::state_of(const Wait& wait) const {
-  const State state{
-      sequence_,   wait.signature.packed(),           wait.signature.count, wait.signature.list,
-      wait.number, static_cast<std::uint32_t>(size()),
+  const State state{sequence_,
+                    wait.signature.packed(),
+                    wait.signature.count,
+                    wait.signature.list,
+                    wait.number,
+                    static_cast<std::uint32_t>(size()),
                     submitted_.load() == 0 && calls_.load() == 1 ? 1U : 0U};
   std::string text(reinterpret_cast<const char*>(&state), sizeof(state));
   for (const bool sends : {true, false}) {
@@ -143,27 +146,32 @@ std::uint64_t NetCommunicator::ask_all() {
 }
 
 // Returns the ranks for which all others wait: those that do not answer, as they have not come or
-// have stopped, or that wait in an earlier call. `suspects` if there are none.
-std::vector<int> NetCommunicator::find_late(const Wait& wait, std::vector<int> suspects) {
+// have stopped; if there are none, those in an earlier call; else `suspects`.
+std::vector<int> NetCommunicator::find_late(const Wait& wait, const std::vector<int>& suspects) {
   const std::uint64_t question = ask_all();
   const auto n = places_.size();
-  std::vector<int> late;
+  std::vector<int> silent, behind;
   for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    late.clear();
+    silent.clear();
+    behind.clear();
     for (int p = 0; p < size(); ++p) {
       if (p == rank_) continue;
       peer(p).answers.poll();
       if (const auto cause = peer(p).answers.failure()) throw_noticed(*cause, p, wait.signature);
       const auto answer = peer(p).answers.state(question);
       const auto theirs = answer ? parse(*answer, n) : std::nullopt;
-      if (!theirs || theirs->state.sequence < sequence_) late.push_back(p);
+      if (!theirs) {
+        silent.push_back(p);
+      } else if (theirs->state.sequence < sequence_) {
+        behind.push_back(p);
+      }
     }
     answer_questions(wait);
-    if (late.empty()) break;
+    if (silent.empty()) break;
   }
-  const bool is_transfer = wait.number != 0;
-  return late.empty() || is_transfer ? suspects : late;
+  if (wait.number != 0) return suspects;  // a transfer needs one rank alone
+  return !silent.empty() ? silent : !behind.empty() ? behind : suspects;
 }
 
 // Called regularly by the thread that waits.

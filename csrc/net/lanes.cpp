@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <utility>
 #include <vector>
 
 #include "core/mismatch.h"
@@ -121,10 +122,14 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
   } const sending(them.sends);
   auto start = Clock::now();  // of the wait since bytes have moved
   auto last_check = start;
+  int kept = 0;  // by the kernel, of what was sent
   const auto pause = [&](int fd, short events) {
     await_lane(dst, fd, events, wait, options, last_check);
     if (them.answers.last().number == wait.number) return;
     if (them.answers.has_closed() || them.answers.has_ended()) throw_ended(dst, signature);
+    if (const int left = unacknowledged(them.out.get()); std::exchange(kept, left) != left) {
+      start = Clock::now();
+    }
     const auto waited = Clock::now() - start;
     if (waited > options.timeout) throw_late(dst, wait, waited);
   };

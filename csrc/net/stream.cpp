@@ -1,10 +1,17 @@
 #include "net/stream.h"
 
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cerrno>
 
 namespace fastdist::net {
+
+int unacknowledged(int fd) noexcept {
+  int bytes = 0;
+  return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
 
 void Stream::send(const std::byte* data, std::size_t bytes) {
   if (bytes == 0) return;

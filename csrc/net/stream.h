@@ -9,6 +9,9 @@
 
 namespace fastdist::net {
 
+// Returns the number of bytes that the kernel keeps, since the peer has not acknowledged them.
+[[nodiscard]] int unacknowledged(int fd) noexcept;
+
 class Stream {
  public:
   explicit Stream(FileDescriptor fd) : fd_(std::move(fd)) {}

@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "net/communicator.h"
 #include "net/inside.h"
@@ -61,6 +62,7 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
   if (ready()) return;
   auto start = Clock::now();
   auto last_check = start;
+  int kept = 0;  // by the kernel, of what was sent
   for (;;) {
     const bool moved = progress();
     if (ready()) return;
@@ -78,6 +80,9 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
     if (moved) start = now;
     if (now - last_check < kPollInterval) continue;
     last_check = now;
+    if (const int left = unacknowledged(peer(p).stream.fd()); std::exchange(kept, left) != left) {
+      start = now;
+    }
     options_->caller->check_interrupt();
     progress();
     if (ready()) return;

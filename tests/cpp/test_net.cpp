@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -12,6 +14,7 @@
 #include "check.h"
 #include "net/communicator.h"
 #include "net/connect.h"
+#include "net/fork_guard.h"
 #include "world.h"
 
 namespace fastdist::test {
@@ -325,6 +328,69 @@ CASE(a_late_rank_is_named) {
       }
     });
   }
+}
+
+// Calls `body` in a forked child, and returns whether it returned true.
+template <class Body>
+bool in_child(const Body& body) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(body() ? 0 : 1);
+  int status = 0;
+  CHECK(::waitpid(pid, &status, 0) == pid);
+  return status == 0;
+}
+
+CASE(forked_children_have_no_connections) {
+  int pair[2];
+  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
+  net::guard_from_forks(pair[0]);
+  const auto is_socket = [&] {
+    struct stat info{};
+    return ::fstat(pair[0], &info) == 0 && S_ISSOCK(info.st_mode);
+  };
+  CHECK(!in_child(is_socket));
+  CHECK(is_socket());
+  CHECK(in_child([&] {  // what a child opens at the number is its own
+    ::dup2(pair[1], pair[0]);
+    return in_child(is_socket);
+  }));
+  net::unguard_from_forks(pair[0]);
+  CHECK(in_child(is_socket));
+  ::close(pair[0]);
+  ::close(pair[1]);
+}
+
+CASE(a_rank_that_leaves_ends_the_meeting) {
+  const Machines machines{{0}, {1}, {2}};
+  const World world = make_world(machines);
+  const auto start = std::chrono::steady_clock::now();
+  in_threads(3, [&](int r) {
+    if (r == 2) return;  // never connects
+    const auto code = code_of([&] {
+      (void)net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                               std::chrono::seconds(60), *patient().caller, [&] {
+                                 if (r == 0 && std::chrono::steady_clock::now() - start >
+                                                   std::chrono::milliseconds(300)) {
+                                   throw Error(ErrorCode::kPeerFailure, "rank 2 has died", {2});
+                                 }
+                               });
+    });
+    CHECK(code == ErrorCode::kPeerFailure);
+  });
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+}
+
+CASE(calls_of_two_threads_are_no_deadlock) {
+  with_machines({{0, 1}, {2, 3}}, [](NetCommunicator& c) {
+    Values x(3);
+    const TensorView v = view(x);
+    if (c.rank() >= 2) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    std::thread other;
+    if (c.rank() == 0) other = std::thread([&] { c.send(v, 1, patient()); });
+    c.barrier(patient());
+    if (c.rank() == 1) c.recv(v, 0, patient());
+    if (other.joinable()) other.join();
+  });
 }
 
 CASE(strangers_do_not_disturb_the_meeting) {

@@ -350,7 +350,7 @@ def move_slowly(world: Communicator) -> None:
         x.fill(comm.rank)
         comm.barrier()  # ranks that have their result must not wait for the others in another call
     everyone = comm.gather(x, 0, timeout=1)
-    assert everyone is None or (everyone.reshape(4, -1).T == np.arange(4)).all()
+    assert everyone is None or (np.arange(4) == everyone.reshape(4, -1).T).all()
     comm.barrier()
     comm.broadcast(x, 1, timeout=1)
     comm.close()  # rank 1 leaves while its bytes are on their way

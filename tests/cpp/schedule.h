@@ -303,7 +303,9 @@ class Schedule {
       for (const Array& a : outs) c_.recv(a.view(), static_cast<int>(before), patient());
     };
     if (at_once) {
+      c_.count_submitted(1);  // while one thread waits, the other may act
       in_threads(2, [&](int t) { t == 0 ? send() : receive(); });
+      c_.count_submitted(-1);
     } else if (me_ % 2 == 0) {
       send();
       receive();

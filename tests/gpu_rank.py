@@ -49,7 +49,7 @@ class Rank:
         return hosts
 
     def connect(self, unique_id: bytes, checker: Any = None) -> Any:
-        host = None if checker is None else checker.engine.call_checker
+        host = None if checker is None else checker.engine.compiled
         return _core.NcclCommunicator.connect(
             unique_id, self.rank, self.size, self.device, IS_BLOCKING, host, TIMEOUT_S
         )

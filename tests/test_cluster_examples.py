@@ -74,6 +74,7 @@ def test_kubernetes_manifest() -> None:
     assert f"--nnodes {job['spec']['completions']} " in command
 
 
+@pytest.mark.slow
 def test_kubernetes_command_starts_the_ranks(tmp_path: Path) -> None:
     """The command of each pod, where the service's name stands for this machine."""
     pytest.importorskip("torch.distributed")

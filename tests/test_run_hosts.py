@@ -79,6 +79,7 @@ def test_a_failing_machine_ends_the_job(tmp_path: Path) -> None:
     assert err.endswith("ValueError: the cause\n")
 
 
+@pytest.mark.slow
 def test_an_unknown_machine(tmp_path: Path) -> None:
     job = start(tmp_path, "here1,nowhere", "127.0.0.1", "ends")
     _, err = job.communicate(timeout=60)
@@ -87,6 +88,7 @@ def test_an_unknown_machine(tmp_path: Path) -> None:
     assert err.endswith("Could not resolve hostname nowhere\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path: Path, number: int) -> None:
     job = start(tmp_path, "here1,here2", "127.0.0.1", "sleeps")

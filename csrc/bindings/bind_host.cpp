@@ -118,7 +118,7 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
   const PythonCaller caller;
   caller.may_block();
   const auto check = [&] {
-    auto lost = parent != nullptr ? parent->net()->find_lost() : std::nullopt;
+    int lost = parent != nullptr ? parent->net()->find_lost().value_or(-1) : -1;
     if (const auto dead = inner.host()->find_dead(); dead && parent == nullptr) {
       for (int p = 0, local = 0; p < static_cast<int>(known.size()); ++p) {
         if (known[static_cast<std::size_t>(p)].machine !=
@@ -128,10 +128,10 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
         if (local++ == *dead) lost = p;
       }
     }
-    if (!lost) return;
+    if (lost < 0) return;
     throw Error(ErrorCode::kPeerFailure,
-                "rank " + std::to_string(*lost) + " has died or failed while the ranks connected",
-                {*lost});
+                "rank " + std::to_string(lost) + " has died or failed while the ranks connected",
+                {lost});
   };
   auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.host(), rank, std::move(known),

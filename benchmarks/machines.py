@@ -176,7 +176,7 @@ def _network(setting: Setting) -> Iterator[list[str]]:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             if setting.mbit:
-                shape = ("rate", f"{setting.mbit}mbit", "burst", "64k", "latency", "50ms")
+                shape = ("rate", f"{setting.mbit}mbit", "burst", "128k", "latency", "50ms")
                 for where, device in ((name, "eth0"), (hub, far)):
                     _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *shape)
         yield names

@@ -24,8 +24,9 @@ namespace fastdist::net {
 namespace {
 
 // Bytes that cross a connection at a time: enough to keep a link busy while the machine's ranks
-// work on the next chunk, and few enough to stay in the caches.
-constexpr std::size_t kPieceBytes = std::size_t{128} << 10;
+// work on the next chunk, and few enough to stay in the caches. Not a power of two: the pieces of
+// all machines would lie in the same sets of the caches.
+constexpr std::size_t kPieceBytes = std::size_t{90} << 10;
 constexpr std::size_t kMostChunkBytes = std::size_t{2} << 20;
 constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
 

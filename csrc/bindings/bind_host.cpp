@@ -88,12 +88,12 @@ class NetEndpoint : public Endpoint {
   std::shared_ptr<net::NetCommunicator> net_;
 };
 
-std::tuple<std::string, std::string, int, int, double> route(Endpoint& self, const std::string& op,
-                                                             std::size_t bytes) {
+std::tuple<std::string, std::string, bool, int, double> route(Endpoint& self, const std::string& op,
+                                                              std::size_t bytes) {
   const auto known = op_from_name(op);
   if (!known) throw Error(ErrorCode::kValue, "unknown collective: " + op);
   const Route found = self.communicator().route(*known, bytes);
-  return {found.way, found.why, found.exchanges, found.crossings, found.link_bytes};
+  return {found.way, found.why, found.moves_arrays, found.crossings, found.link_bytes};
 }
 
 Token to_token(const py::bytes& bytes) {

@@ -6,11 +6,11 @@
 namespace fastdist {
 
 struct Route {
-  std::string way;        // a name
-  std::string why;        // the condition that chose it
-  int exchanges = 0;      // of headers, between the ranks of one machine
-  int crossings = 0;      // between machines, one after the other
-  double link_bytes = 0;  // bytes that the busiest link carries in one direction
+  std::string way;           // a name
+  std::string why;           // the condition that chose it
+  bool moves_arrays = true;  // false if the bytes travel with the headers, or nowhere
+  int crossings = 0;         // between machines, one after the other
+  double link_bytes = 0;     // bytes that the busiest link carries in one direction
 };
 
 }  // namespace fastdist

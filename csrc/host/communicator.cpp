@@ -92,19 +92,18 @@ void HostCommunicator::close() noexcept {
 }
 
 Route HostCommunicator::route(Op op, std::size_t bytes) const {
-  if (size() == 1) return {.way = "nowhere", .why = "one rank"};
+  if (size() == 1) return {.way = "nowhere", .why = "one rank", .moves_arrays = false};
   if (op == Op::kBarrier || bytes <= tuning_.slot_bytes) {
     return {.way = "with the headers",
             .why = "up to " + std::to_string(tuning_.slot_bytes) + " bytes",
-            .exchanges = 1};
+            .moves_arrays = false};
   }
   if (machine_->one_process()) {
-    return {.way = "in place", .why = "the ranks are threads of one process", .exchanges = 3};
+    return {.way = "in place", .why = "the ranks are threads of one process"};
   }
   return {.way = "through the staging area, in chunks",
           .why = "above " + std::to_string(tuning_.slot_bytes) +
-                 " bytes; arrays of comm.empty are used in place",
-          .exchanges = 3};
+                 " bytes; arrays of comm.empty are used in place"};
 }
 
 std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {

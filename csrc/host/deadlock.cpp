@@ -23,7 +23,6 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
   std::vector<int> ranks = find_deadlock();
   if (ranks.empty()) return;
   const int next = ranks.front();
-  for (int& rank : ranks) rank = label(rank);
   fail(RankState::kDeadlock, next,
        Error(ErrorCode::kMismatch, describe_deadlock(), std::move(ranks)));
 }
@@ -33,9 +32,9 @@ void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t
   Control& control = *me().control;
   control.site.write(wait.options->caller->location());
   BlockedWait& published = control.blocked;
-  published.signature.store(wait.shown().packed(), std::memory_order_relaxed);
-  published.count.store(wait.shown().count, std::memory_order_relaxed);
-  published.list.store(wait.shown().list, std::memory_order_relaxed);
+  published.signature.store(wait.signature.packed(), std::memory_order_relaxed);
+  published.count.store(wait.signature.count, std::memory_order_relaxed);
+  published.list.store(wait.signature.list, std::memory_order_relaxed);
   published.rank.store(static_cast<std::uint64_t>(p), std::memory_order_relaxed);
   published.offset.store(
       static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&counter) - peer(p).block),
@@ -87,11 +86,11 @@ std::vector<int> HostCommunicator::find_deadlock() const {
 
 std::string HostCommunicator::describe_deadlock() const {
   std::string text = "ranks wait for each other, and none of their calls can end (seen from rank " +
-                     name(rank_) + " of " + std::to_string(size()) + "):";
+                     std::to_string(rank_) + " of " + std::to_string(size()) + "):";
   for (int p = 0; p < size(); ++p) {
     const Control& control = *peers_[static_cast<std::size_t>(p)].control;
     const BlockedWait& wait = control.blocked;
-    text += "\n  rank " + name(p) + ": ";
+    text += "\n  rank " + std::to_string(p) + ": ";
     if (wait.number.load(std::memory_order_acquire) == 0) {
       text += "not waiting yet";
       continue;
@@ -99,7 +98,7 @@ std::string HostCommunicator::describe_deadlock() const {
     text += describe(unpack_signature(wait.signature.load(std::memory_order_relaxed),
                                       wait.count.load(std::memory_order_relaxed),
                                       wait.list.load(std::memory_order_relaxed))) +
-            ", for rank " + name(static_cast<int>(wait.rank.load(std::memory_order_relaxed)));
+            ", for rank " + std::to_string(wait.rank.load(std::memory_order_relaxed));
     if (control.site.text[0] != '\0') text += std::string(" at ") + control.site.text.data();
   }
   return text;

@@ -72,14 +72,14 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   check_usable();
   options.caller->may_block();
   ++sequence_;
-  signature_ = options.whole != nullptr ? *options.whole : signature;
   options_ = &options;
-  Wait wait(calls_, signature_, options.caller);
+  Wait wait(calls_, options.whole != nullptr ? *options.whole : signature, options.caller);
   wait_ = &wait;
-  const Watcher watcher(*this, wait, *options.caller);
+  const Watcher watcher(*this, wait);
   watcher_ = &watcher;
-  Record own{sequence_, signature_.packed(), signature_.count, signature_.list, {}};
-  last_[static_cast<std::size_t>(rank_)] = own;
+  const Signature& call = wait.signature;
+  Record own{{sequence_, call.packed(), call.count, call.list}, {}};
+  last_[static_cast<std::size_t>(rank_)] = own.head;
   std::size_t bytes = 0;
   for (const TensorView& view : payload) bytes += view.bytes();
   const bool travels = finish_payload != nullptr && bytes <= kPayload;
@@ -143,8 +143,8 @@ void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* 
 void NetCommunicator::compare() {
   bool matches = true;
   for (std::size_t i = 0; i < order_.size(); ++i) {
-    last_[static_cast<std::size_t>(order_[i])] = records_[i];
-    matches &= records_[i].matches(records_[0]);
+    last_[static_cast<std::size_t>(order_[i])] = records_[i].head;
+    matches &= records_[i].head.matches(records_[0].head);
   }
   if (!matches) throw_mismatch();
 }

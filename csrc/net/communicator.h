@@ -96,17 +96,21 @@ class NetCommunicator final : public BlockingCommunicator {
     std::atomic<std::int64_t> ended_at{0};   // when the end of the connection was noticed
   };
 
-  // What a rank tells all others of its call.
-  static constexpr std::size_t kPayload = 464;
-  struct Record {
+  // A collective of a rank.
+  struct CallHead {
     std::uint64_t sequence = 0;
     std::uint64_t signature = 0;
     std::uint64_t count = 0;
     std::uint64_t list = 0;
-    std::array<std::byte, kPayload> payload{};
-    [[nodiscard]] bool matches(const Record& other) const noexcept {
+    [[nodiscard]] bool matches(const CallHead& other) const noexcept {
       return signature == other.signature && count == other.count && list == other.list;
     }
+  };
+  // What a rank tells all others of its call.
+  static constexpr std::size_t kPayload = 464;
+  struct Record {
+    CallHead head;
+    std::array<std::byte, kPayload> payload{};
   };
 
   // The call in which a thread of this rank waits: a collective, or transfer `number` of a lane.
@@ -133,19 +137,17 @@ class NetCommunicator final : public BlockingCommunicator {
   // Makes waits within the machine notice what happens beyond it.
   class Watcher final : public Caller {
    public:
-    Watcher(NetCommunicator& communicator, Wait& wait, const Caller& caller)
-        : communicator_(communicator), wait_(wait), caller_(caller) {}
-    [[nodiscard]] std::string location() const override { return caller_.location(); }
+    Watcher(NetCommunicator& communicator, Wait& wait) : communicator_(communicator), wait_(wait) {}
+    [[nodiscard]] std::string location() const override { return wait_.caller->location(); }
     void check_interrupt() const override {
-      caller_.check_interrupt();
+      wait_.caller->check_interrupt();
       communicator_.check_failures(wait_);
     }
-    void may_block() const override { caller_.may_block(); }
+    void may_block() const override { wait_.caller->may_block(); }
 
    private:
     NetCommunicator& communicator_;
     Wait& wait_;
-    const Caller& caller_;
   };
 
   // Memory that the ranks of the machine can read, which grows as needed.
@@ -181,6 +183,7 @@ class NetCommunicator final : public BlockingCommunicator {
   // wait.cpp
   void post_send(int p, const std::byte* data, std::size_t bytes);
   void post_receive(int p, std::byte* data, std::size_t bytes);
+  void note_busy(int p);
   void await_received(int p, std::uint64_t bytes);
   void await_received(int p) { await_received(p, peer(p).stream.to_receive()); }
   void await_sent(int p);
@@ -279,9 +282,8 @@ class NetCommunicator final : public BlockingCommunicator {
   const CallOptions* options_ = nullptr;
   const Watcher* watcher_ = nullptr;
   Wait* wait_ = nullptr;
-  Signature signature_{};
   std::vector<Record> records_;             // in the order of `order_`
-  std::vector<Record> last_;                // of each rank, by rank
+  std::vector<CallHead> last_;              // of each rank, by rank
   static constexpr std::size_t kSlots = 3;  // chunks in flight
   std::array<Buffer, kSlots> own_, parts_, results_;
   Buffer packed_, unpacked_;

@@ -160,12 +160,7 @@ void NetCommunicator::throw_inner(const Error& error, Wait& wait) {
       }
       fail(Error(error.code(), who + what, ranks), signature);
     }
-    case ErrorCode::kMismatch:
-      try {
-        inner_->check_usable();
-      } catch (const Error&) {  // ranks wait for each other
-        abandon(error);
-      }
+    case ErrorCode::kMismatch:  // of a send and a recv, after which all is usable
       throw error;
     default:
       fail(error, signature);
@@ -210,7 +205,7 @@ std::string NetCommunicator::prefix(const Signature& signature) const {
 std::string NetCommunicator::last_calls() const {
   std::string text = "; last collective of each rank:";
   for (int p = 0; p < size(); ++p) {
-    const Record& last = last_[static_cast<std::size_t>(p)];
+    const CallHead& last = last_[static_cast<std::size_t>(p)];
     text += "\n  rank " + std::to_string(p) + ": ";
     text += last.sequence == 0
                 ? "none"

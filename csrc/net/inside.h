@@ -11,7 +11,8 @@ inline constexpr std::chrono::milliseconds kGrace{300};
 
 template <class Call>
 void NetCommunicator::inside(int grace, const Call& call) {
-  const CallOptions options{options_->timeout + grace * kGrace, watcher_, nullptr, &signature_};
+  const CallOptions options{options_->timeout + grace * kGrace, watcher_, nullptr,
+                            &wait_->signature};
   try {
     call(options);
   } catch (const Error& error) {

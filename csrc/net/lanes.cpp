@@ -71,7 +71,7 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
                             .count = in.count};
   transfer(signature, ++peer(dst).sent, options, [&](Wait& wait) {
     if (!is_here(dst)) return send_across(in, dst, wait, options);
-    const Watcher watcher(*this, wait, *options.caller);
+    const Watcher watcher(*this, wait);
     try {
       inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
@@ -88,7 +88,7 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
                             .count = out.count};
   transfer(signature, ++peer(src).received, options, [&](Wait& wait) {
     if (!is_here(src)) return recv_across(out, src, wait, options);
-    const Watcher watcher(*this, wait, *options.caller);
+    const Watcher watcher(*this, wait);
     try {
       inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {

@@ -4,9 +4,8 @@
 // overlap:
 // - load: the ranks of each machine reduce the chunk, and each rank gets the sum of its share;
 // - cross: partners exchange their shares. Between two machines, and for small arrays, each sends
-// its
-//   share to all partners and adds what it receives. Otherwise each machine adds one part of the
-//   share and sends the result to the others, so that no byte crosses a link twice;
+//   its share to all partners and adds what it receives. Otherwise each machine adds one part of
+//   the share and sends the result to the others, so that no byte crosses a link twice;
 // - finish: the ranks of each machine gather the shares.
 //
 // Machines of different sizes leave the crossing to their first ranks.

@@ -57,7 +57,7 @@ void NetCommunicator::measure_links(const CallOptions& options) {
     links_.bytes_per_s = kBulkBytes / std::max(slowest[1] - slowest[0], 1e-6);
   });
   sequence_ = 0;  // users count their own calls
-  std::fill(last_.begin(), last_.end(), Record{});
+  std::fill(last_.begin(), last_.end(), CallHead{});
 }
 
 Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
@@ -65,7 +65,7 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
   const double m = machines();
   const double n = size();
   const double local = n / m;
-  Route route{.way = "straight to their ranks", .why = "", .exchanges = 2, .crossings = 2};
+  Route route{.way = "straight to their ranks", .why = "", .crossings = 2};
   const std::string links = text_of(links_.latency_s * 1e6, " us and ") +
                             text_of(links_.bytes_per_s / 1e6, " MB/s between machines");
   const bool is_small = argument_bytes <= kPayload;
@@ -103,7 +103,6 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
       break;
     case Op::kSend:
     case Op::kRecv:
-      route.exchanges = 0;
       route.link_bytes = bytes;
       break;
     case Op::kBarrier:
@@ -115,7 +114,7 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
   if (carried && is_small) {
     route = {.way = "with the comparison of calls",
              .why = "up to " + std::to_string(kPayload) + " bytes",
-             .exchanges = 2,
+             .moves_arrays = false,
              .crossings = 1,
              .link_bytes = static_cast<double>(sizeof(Record)) * local * (m - 1)};
   }

@@ -17,12 +17,16 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 
 void NetCommunicator::post_send(int p, const std::byte* data, std::size_t bytes) {
   peer(p).stream.send(data, bytes);
-  busy_.push_back(p);
+  note_busy(p);
 }
 
 void NetCommunicator::post_receive(int p, std::byte* data, std::size_t bytes) {
   peer(p).stream.receive(data, bytes);
-  busy_.push_back(p);
+  note_busy(p);
+}
+
+void NetCommunicator::note_busy(int p) {
+  if (std::find(busy_.begin(), busy_.end(), p) == busy_.end()) busy_.push_back(p);
 }
 
 void NetCommunicator::await_received(int p, std::uint64_t bytes) {
@@ -44,8 +48,6 @@ void NetCommunicator::await_all_sent() {
 bool NetCommunicator::progress() {
   bool moved = false;
   std::size_t kept = 0;
-  std::sort(busy_.begin(), busy_.end());
-  busy_.erase(std::unique(busy_.begin(), busy_.end()), busy_.end());
   for (const int p : busy_) {
     Stream& stream = peer(p).stream;
     moved |= stream.progress();
@@ -66,7 +68,7 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
   for (;;) {
     const bool moved = progress();
     if (ready()) return;
-    if (peer(p).stream.has_ended()) throw_ended(p, signature_);
+    if (peer(p).stream.has_ended()) throw_ended(p, wait_->signature);
     if (!moved) {
       std::vector<pollfd> fds;
       for (const int q : busy_) {
@@ -89,7 +91,8 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
     check_failures(*wait_);
     peer(p).answers.poll();
     // What a rank has sent before it closed the communicator may still be on its way.
-    if (peer(p).answers.has_closed() && !peer(p).stream.receives()) throw_ended(p, signature_);
+    if (peer(p).answers.has_closed() && !peer(p).stream.receives())
+      throw_ended(p, wait_->signature);
     if (now - start > options_->timeout + kGrace) throw_late(p, *wait_, now - start);
   }
 }

@@ -50,13 +50,13 @@ def _explain(comm: Communicator, name: str, nbytes: int) -> Section | None:
     assert engine is not None
     is_gathered = name in ("all_gather", "gather", "scatter")
     argument_bytes = _ITEM * (count if is_gathered else passes)
-    way, why, _, crossings, link_bytes = engine.route(name, argument_bytes)
+    way, why, moves, crossings, link_bytes = engine.route(name, argument_bytes)
     exchange_s = _median_s(comm, comm.barrier, _LATENCY_CALLS)
     copy_s = _copy_seconds_per_byte(comm)
     memory_s = COLLECTIVES[name].floor_buffers(n) * nbytes * copy_s
     links = engine.links if isinstance(engine, _core.NetCommunicator) else None
     if links is None:
-        predicted_s = exchange_s + (memory_s if way.endswith(("chunks", "place")) else 0.0)
+        predicted_s = exchange_s + (memory_s if moves else 0.0)
     else:
         predicted_s = crossings * links[0] + max(link_bytes / links[1], memory_s)
     call = _call(comm, name, np.ones(passes, np.float32), np.empty(gets, np.float32))

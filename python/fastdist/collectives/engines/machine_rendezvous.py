@@ -59,7 +59,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank tells the others in a rendezvous.
+    """The data that a rank posts for the others in a rendezvous.
 
     Attributes:
         world_size: the number of ranks that it expects.

@@ -26,8 +26,4 @@ void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ra
 void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,
                       std::size_t n, std::size_t r);
 
-[[nodiscard]] inline Signature rooted(Op op, int root) {
-  return {.op = op, .root = static_cast<std::int16_t>(root)};
-}
-
 }  // namespace fastdist::bindings

@@ -206,11 +206,7 @@ py::object all_to_all(Endpoint& self, py::handle array, py::handle out,
   return self.run(
       [in, to, n, counts = std::move(counts)](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews wide = in->views();
-        Signature whole = signature_of({.op = Op::kAllToAll}, wide);
-        if (!counts.empty()) {
-          whole.count = 0;
-          whole.list = table_hash(counts, wide);
-        }
+        const auto whole = all_to_all_signature(wide, counts);
         one_by_one(wide.size(), whole, options, [&](std::size_t i, const CallOptions& each) {
           const std::span table(counts);
           c.all_to_all(wide[i], to->views()[i],

@@ -184,11 +184,7 @@ py::object all_to_all(Gpu& self, py::handle array, py::handle out, std::vector<s
   check_all_to_all(in, to, counts, n, static_cast<std::size_t>(self.communicator().rank()));
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
-        Signature whole = signature_of({.op = Op::kAllToAll}, in.views());
-        if (!counts.empty()) {
-          whole.count = 0;
-          whole.list = table_hash(counts, in.views());
-        }
+        const auto whole = all_to_all_signature(in.views(), counts);
         one_by_one(c, in.views().size(), whole, options,
                    [&](std::size_t i, const CallOptions& each) {
                      const std::span table(counts);

@@ -76,14 +76,6 @@ std::uint64_t list_hash(TensorViews arrays) noexcept {
   return hash | 1;
 }
 
-std::uint64_t table_hash(std::span<const std::size_t> counts, TensorViews arrays) noexcept {
-  std::uint64_t hash = 0;
-  const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
-  for (const std::size_t c : counts) mix(c);
-  for (const TensorView& a : arrays) mix(static_cast<std::uint64_t>(a.dtype));
-  return hash | 1;
-}
-
 Signature signature_of(Signature call, TensorViews arrays) noexcept {
   if (arrays.size() == 1) {
     call.order = static_cast<std::uint16_t>(arrays[0].order);
@@ -93,6 +85,18 @@ Signature signature_of(Signature call, TensorViews arrays) noexcept {
   if (!arrays.empty()) call.dtype = arrays[0].dtype;
   call.count = 0;
   for (const TensorView& a : arrays) call.count += a.count;
+  return call;
+}
+
+Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> counts) noexcept {
+  Signature call = signature_of({.op = Op::kAllToAll}, arrays);
+  if (counts.empty()) return call;
+  std::uint64_t hash = 0;
+  const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
+  for (const std::size_t c : counts) mix(c);
+  for (const TensorView& a : arrays) mix(static_cast<std::uint64_t>(a.dtype));
+  call.count = 0;
+  call.list = hash | 1;
   return call;
 }
 

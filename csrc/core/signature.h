@@ -41,12 +41,15 @@ struct Signature {
 // Computes `Signature::list` for a list of arrays; never 0.
 [[nodiscard]] std::uint64_t list_hash(TensorViews arrays) noexcept;
 
-// Computes `Signature::list` for an all_to_all with `counts`: the ranks' arrays may differ in size,
-// but the table must agree. Never 0.
-[[nodiscard]] std::uint64_t table_hash(std::span<const std::size_t> counts,
-                                       TensorViews arrays) noexcept;
+[[nodiscard]] constexpr Signature rooted(Op op, int root) noexcept {
+  return {.op = op, .root = static_cast<std::int16_t>(root)};
+}
 
 // Returns `call` with the fields that describe `arrays` filled in.
 [[nodiscard]] Signature signature_of(Signature call, TensorViews arrays) noexcept;
+
+// Of an all_to_all. With `counts` the ranks' arrays may differ in size, but the table must agree.
+[[nodiscard]] Signature all_to_all_signature(TensorViews arrays,
+                                             std::span<const std::size_t> counts) noexcept;
 
 }  // namespace fastdist

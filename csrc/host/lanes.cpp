@@ -28,11 +28,7 @@ struct HostCommunicator::Transfer {
 
 void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   LaneHalf& half = me().lanes[dst].to;
-  const Signature signature{.op = Op::kSend,
-                            .dtype = in.dtype,
-                            .root = static_cast<std::int16_t>(dst),
-                            .order = static_cast<std::uint16_t>(in.order),
-                            .count = in.count};
+  const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
   const bool in_place = in.bytes() > tuning_.in_place_bytes;
   Transfer transfer{dst,
                     in,
@@ -57,11 +53,7 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
 
 void HostCommunicator::recv(TensorView out, int src, const CallOptions& options) {
   LaneHalf& half = me().lanes[src].from;
-  const Signature signature{.op = Op::kRecv,
-                            .dtype = out.dtype,
-                            .root = static_cast<std::int16_t>(src),
-                            .order = static_cast<std::uint16_t>(out.order),
-                            .count = out.count};
+  const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
   Transfer transfer{src,
                     out,
                     ++received_[static_cast<std::size_t>(src)],

@@ -200,14 +200,6 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
 
 void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
   const ArrayList run(inout);
-  const bool one = inout.size() == 1;
-  const Signature signature{
-      .op = Op::kBroadcast,
-      .dtype = one ? inout[0].dtype : DType::kUInt8,
-      .root = static_cast<std::int16_t>(root),
-      .order = one ? static_cast<std::uint16_t>(inout[0].order) : std::uint16_t{0},
-      .count = one ? inout[0].count : run.bytes(),
-      .list = one ? 0 : list_hash(inout)};
   const Range whole{0, run.bytes()};
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
@@ -215,59 +207,48 @@ void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions&
     incoming_[q] = rank_ != root && p == root ? whole : Range{};
     source_offsets_[q] = 0;
   }
-  pull({run, run, true, true}, signature, options);
+  pull({run, run, true, true}, signature_of(rooted(Op::kBroadcast, root), inout), options);
 }
 
 void HostCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
-  const Signature signature{.op = Op::kAllGather, .dtype = in.dtype, .count = in.count};
   const std::size_t bytes = in.bytes();
   for (std::size_t q = 0; q < outgoing_.size(); ++q) {
     outgoing_[q] = {0, bytes};
     incoming_[q] = {q * bytes, (q + 1) * bytes};
     source_offsets_[q] = 0;
   }
-  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false},
+       signature_of({.op = Op::kAllGather}, {&in, 1}), options);
 }
 
 void HostCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
-  const Signature signature{.op = Op::kGather,
-                            .dtype = in.dtype,
-                            .root = static_cast<std::int16_t>(root),
-                            .count = in.count};
   const std::size_t bytes = in.bytes();
   for (std::size_t q = 0; q < outgoing_.size(); ++q) {
     outgoing_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
     incoming_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
     source_offsets_[q] = 0;
   }
-  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false}, signature, options);
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), true, false},
+       signature_of(rooted(Op::kGather, root), {&in, 1}), options);
 }
 
 void HostCommunicator::scatter(TensorView in, TensorView out, int root,
                                const CallOptions& options) {
-  const Signature signature{.op = Op::kScatter,
-                            .dtype = out.dtype,
-                            .root = static_cast<std::int16_t>(root),
-                            .count = out.count};
   const std::size_t bytes = out.bytes();
   for (std::size_t q = 0; q < outgoing_.size(); ++q) {
     outgoing_[q] = rank_ == root ? Range{q * bytes, (q + 1) * bytes} : Range{};
     incoming_[q] = q == static_cast<std::size_t>(root) ? Range{0, bytes} : Range{};
     source_offsets_[q] = bytes * static_cast<std::size_t>(rank_);
   }
-  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false},
+       signature_of(rooted(Op::kScatter, root), {&out, 1}), options);
 }
 
 void HostCommunicator::all_to_all(TensorView in, TensorView out,
                                   std::span<const std::size_t> counts, const CallOptions& options) {
-  Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
   const std::size_t item = size_of(in.dtype);
-  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
-    signature.count = 0;
-    signature.list = table_hash(counts, {&in, 1});
-  }
   const auto bytes_between = [&](std::size_t from, std::size_t to) {
     return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;
   };
@@ -282,7 +263,8 @@ void HostCommunicator::all_to_all(TensorView in, TensorView out,
     for (std::size_t before = 0; before < r; ++before)
       source_offsets_[q] += bytes_between(q, before);
   }
-  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false}, signature, options);
+  pull({ArrayList({&in, 1}), ArrayList({&out, 1}), false, false},
+       all_to_all_signature({&in, 1}, counts), options);
 }
 
 void HostCommunicator::barrier(const CallOptions& options) {

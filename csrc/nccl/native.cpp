@@ -7,11 +7,6 @@
 #include "nccl/communicator.h"
 
 namespace fastdist::nccl {
-namespace {
-
-Signature rooted(Op op, int root) { return {.op = op, .root = static_cast<std::int16_t>(root)}; }
-
-}  // namespace
 
 void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
                                   std::optional<int> root, const CallOptions& options) {
@@ -125,12 +120,7 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
 
 void NcclCommunicator::all_to_all(TensorView in, TensorView out,
                                   std::span<const std::size_t> counts, const CallOptions& options) {
-  Signature signature = signature_of({.op = Op::kAllToAll}, {&in, 1});
-  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
-    signature.count = 0;
-    signature.list = table_hash(counts, {&in, 1});
-  }
-  Call call(*this, signature, options);
+  Call call(*this, all_to_all_signature({&in, 1}, counts), options);
   const abi::Functions& f = functions();
   const auto n = static_cast<std::size_t>(size_);
   const auto r = static_cast<std::size_t>(rank_);

@@ -64,11 +64,7 @@ void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
 }
 
 void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
-  const Signature signature{.op = Op::kSend,
-                            .dtype = in.dtype,
-                            .root = static_cast<std::int16_t>(dst),
-                            .order = static_cast<std::uint16_t>(in.order),
-                            .count = in.count};
+  const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
   transfer(signature, ++peer(dst).sent, options, [&](Wait& wait) {
     if (!is_here(dst)) return send_across(in, dst, wait, options);
     const Watcher watcher(*this, wait);
@@ -81,11 +77,7 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
 }
 
 void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) {
-  const Signature signature{.op = Op::kRecv,
-                            .dtype = out.dtype,
-                            .root = static_cast<std::int16_t>(src),
-                            .order = static_cast<std::uint16_t>(out.order),
-                            .count = out.count};
+  const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
   transfer(signature, ++peer(src).received, options, [&](Wait& wait) {
     if (!is_here(src)) return recv_across(out, src, wait, options);
     const Watcher watcher(*this, wait);

@@ -26,14 +26,6 @@ void NetCommunicator::barrier(const CallOptions& options) {
 // on other machines, which share the slices.
 void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
   const ArrayList whole(inout);
-  const bool one = inout.size() == 1;
-  const Signature signature{
-      .op = Op::kBroadcast,
-      .dtype = one ? inout[0].dtype : DType::kUInt8,
-      .root = static_cast<std::int16_t>(root),
-      .order = one ? static_cast<std::uint16_t>(inout[0].order) : std::uint16_t{0},
-      .count = one ? inout[0].count : whole.bytes(),
-      .list = one ? 0 : list_hash(inout)};
   const auto copy_payload = [&] {
     if (rank_ == root) return;
     const auto at = std::find(order_.begin(), order_.end(), root) - order_.begin();
@@ -43,7 +35,7 @@ void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& 
       payload += view.bytes();
     }
   };
-  run(signature, options, inout, copy_payload, [&] {
+  run(signature_of(rooted(Op::kBroadcast, root), inout), options, inout, copy_payload, [&] {
     const int n = machines();
     const int here = machine_of(rank_);
     const int place = (here - machine_of(root) + n) % n;  // in the chain
@@ -141,7 +133,6 @@ void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
 
 // Every array crosses to each other machine once, to one rank, which shares it there.
 void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
-  const Signature signature{.op = Op::kAllGather, .dtype = in.dtype, .count = in.count};
   const std::size_t bytes = in.bytes();
   const auto copy_payloads = [&] {
     for (std::size_t i = 0; bytes != 0 && i < order_.size(); ++i) {
@@ -149,7 +140,7 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
                   records_[i].payload.data(), bytes);
     }
   };
-  run(signature, options, {&in, 1}, copy_payloads, [&] {
+  run(signature_of({.op = Op::kAllGather}, {&in, 1}), options, {&in, 1}, copy_payloads, [&] {
     const int here = machine_of(rank_);
     std::vector<std::uint64_t> from(places_.size());
     for (int q = 0; q < size(); ++q) {
@@ -179,10 +170,6 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
 }
 
 void NetCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
-  const Signature signature{.op = Op::kGather,
-                            .dtype = in.dtype,
-                            .root = static_cast<std::int16_t>(root),
-                            .count = in.count};
   const std::size_t bytes = in.bytes();
   const auto copy_payloads = [&] {
     for (std::size_t i = 0; rank_ == root && bytes != 0 && i < order_.size(); ++i) {
@@ -190,7 +177,7 @@ void NetCommunicator::gather(TensorView in, TensorView out, int root, const Call
                   records_[i].payload.data(), bytes);
     }
   };
-  run(signature, options, {&in, 1}, copy_payloads, [&] {
+  run(signature_of(rooted(Op::kGather, root), {&in, 1}), options, {&in, 1}, copy_payloads, [&] {
     if (rank_ == root) {
       for (int q = 0; q < size(); ++q) {
         if (!is_here(q)) post_receive(q, out.data + static_cast<std::size_t>(q) * bytes, bytes);
@@ -233,12 +220,8 @@ void NetCommunicator::scatter_here(const std::byte* in, TensorView out, int root
 }
 
 void NetCommunicator::scatter(TensorView in, TensorView out, int root, const CallOptions& options) {
-  const Signature signature{.op = Op::kScatter,
-                            .dtype = out.dtype,
-                            .root = static_cast<std::int16_t>(root),
-                            .count = out.count};
   const std::size_t bytes = out.bytes();
-  run(signature, options, {}, nullptr, [&] {
+  run(signature_of(rooted(Op::kScatter, root), {&out, 1}), options, {}, nullptr, [&] {
     if (rank_ == root) {
       for (int q = 0; q < size(); ++q) {
         if (!is_here(q)) post_send(q, in.data + static_cast<std::size_t>(q) * bytes, bytes);
@@ -255,18 +238,13 @@ void NetCommunicator::scatter(TensorView in, TensorView out, int root, const Cal
 
 void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
                                  const CallOptions& options) {
-  Signature signature{.op = Op::kAllToAll, .dtype = in.dtype, .count = in.count};
   const std::size_t n = places_.size();
   const auto r = static_cast<std::size_t>(rank_);
   const std::size_t item = size_of(in.dtype);
-  if (!counts.empty()) {  // ranks' arrays may differ in size, but the table must agree
-    signature.count = 0;
-    signature.list = table_hash(counts, {&in, 1});
-  }
   const auto bytes_between = [&](std::size_t from, std::size_t to) {
     return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;
   };
-  run(signature, options, {}, nullptr, [&] {
+  run(all_to_all_signature({&in, 1}, counts), options, {}, nullptr, [&] {
     std::vector<std::size_t> give_at(n + 1), take_at(n + 1);
     for (std::size_t q = 0; q < n; ++q) {
       give_at[q + 1] = give_at[q] + bytes_between(r, q);

@@ -110,7 +110,8 @@ void NetCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int r
 // Splits a list into runs of one dtype; every run's record has the hash of the whole list.
 void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                                     const CallOptions& options) {
-  Signature signature{.op = name, .reduce_op = op, .root = static_cast<std::int16_t>(root)};
+  Signature signature = rooted(name, root);
+  signature.reduce_op = op;
   signature = signature_of(signature, in);
   const bool is_compressed = options.whole != nullptr && options.whole->compress.has_value();
   const auto run_of = [&](TensorViews run_in, TensorViews run_out) {
@@ -420,9 +421,7 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
 // Each destination's part is reduced within every machine by the rank that sends it there.
 void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
                                      const CallOptions& options) {
-  Signature signature{.op = Op::kReduceScatter, .reduce_op = op};
-  signature.dtype = in.dtype;
-  signature.count = in.count;
+  const auto signature = signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1});
   run(signature, options, {}, nullptr, [&] {
     const DType wide = is_small_float(in.dtype) ? DType::kFloat32 : in.dtype;
     const std::size_t item = size_of(in.dtype);

@@ -34,7 +34,7 @@ void for_each_quantum(const cuda::Moves& moves, DType bucket_dtype, F&& f) {
 inline float scale_of(float magnitude, int ranks, DType wire) {
   const float most = magnitude * static_cast<float>(ranks);
   if (!std::isfinite(most) || most <= 0.0F) return 1.0F;
-  const float ratio = (wire == DType::kFloat8E5M2 ? 50972.0F : 421.0F) / most;
+  const float ratio = (wire == DType::kFloat8E5M2 ? 49766.0F : 413.0F) / most;
   return std::clamp(std::exp2(std::floor(std::log2(ratio))), 0x1p-126F, 0x1p126F);
 }
 

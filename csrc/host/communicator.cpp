@@ -25,19 +25,29 @@ constexpr int kSpinsPerClock = 32;
 // or get no processor, take longer.
 constexpr std::chrono::seconds kLongestAccess{1};
 
+Layout layout_of(int ranks, const Tuning& tuning) {
+  return {ranks,
+          tuning.slot_bytes,
+          tuning.chunk_bytes,
+          tuning.ring_chunks * tuning.chunk_bytes,
+          tuning.lane_bytes,
+          tuning.lane_chunks * tuning.lane_bytes};
+}
+
 }  // namespace
 
 std::size_t HostCommunicator::block_bytes(int ranks, const Tuning& tuning) {
   const std::size_t lines = static_cast<std::size_t>(ranks) * kCacheLine;
-  if (tuning.chunk_bytes < lines || tuning.chunk_bytes % kCacheLine != 0 ||
-      tuning.lane_bytes == 0) {
-    throw Error(ErrorCode::kValue, "chunk_bytes must be a multiple of 64 and at least " +
-                                       std::to_string(lines) + " for " + std::to_string(ranks) +
-                                       " ranks, lane_bytes at least 1; got " +
-                                       std::to_string(tuning.chunk_bytes) + " and " +
-                                       std::to_string(tuning.lane_bytes));
+  if (tuning.ring_chunks < 2 || tuning.lane_chunks < 2 || tuning.chunk_bytes < lines ||
+      tuning.chunk_bytes % kCacheLine != 0 || tuning.lane_bytes == 0) {
+    throw Error(ErrorCode::kValue,
+                "ring_chunks and lane_chunks must be at least 2, chunk_bytes a multiple of 64 and "
+                "at least " +
+                    std::to_string(lines) + " for " + std::to_string(ranks) +
+                    " ranks, lane_bytes at least 1; got " + std::to_string(tuning.chunk_bytes) +
+                    " and " + std::to_string(tuning.lane_bytes));
   }
-  return Layout{ranks, tuning.slot_bytes, tuning.chunk_bytes, tuning.lane_bytes}.bytes();
+  return layout_of(ranks, tuning).bytes();
 }
 
 HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector<int> members,
@@ -48,8 +58,7 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
       rank_(rank),
       block_(std::move(block)),
       tuning_(tuning),
-      layout_{static_cast<int>(members_.size()), tuning.slot_bytes, tuning.chunk_bytes,
-              tuning.lane_bytes},
+      layout_(layout_of(static_cast<int>(members_.size()), tuning)),
       sources_(members_.size()),
       targets_(members_.size()),
       outgoing_(members_.size()),

@@ -25,6 +25,7 @@
 #include "core/communicator.h"
 #include "core/error.h"
 #include "core/signature.h"
+#include "host/copy_to_peers.h"
 #include "host/layout.h"
 #include "host/machine.h"
 #include "host/tuning.h"
@@ -113,6 +114,11 @@ class HostCommunicator final : public BlockingCommunicator {
     std::uint64_t number;
     int rank;  // that must act
   };
+  struct LaneState {
+    std::uint64_t transfers = 0;
+    std::size_t position = 0;  // in the lane's ring, the same on both ranks
+    CopyToPeers copy;
+  };
   enum class Results { kEverywhere, kAtRoot, kOwnSlice };
   struct ReduceCall;
   struct PullPlan;
@@ -152,11 +158,12 @@ class HostCommunicator final : public BlockingCommunicator {
     return bytes <= header.payload.size() ? header.payload.data()
                                           : reinterpret_cast<std::byte*>(&header + 1);
   }
-  [[nodiscard]] std::byte* input_of(int p, std::size_t round) noexcept {
-    return peer(p).block + layout_.input(round & 1);
+  [[nodiscard]] std::byte* input_of(int p, const Turn& turn, std::size_t round) noexcept {
+    return peer(p).block + layout_.inputs() + turn.part(round) * turn.chunk();
   }
-  [[nodiscard]] std::byte* result_of(int p, std::size_t round) noexcept {
-    return peer(p).block + layout_.result(round & 1);
+  [[nodiscard]] std::byte* result_of(int p, const Turn& turn, std::size_t round) noexcept {
+    return peer(p).block + layout_.results() +
+           turn.part(round) * layout_.result_bytes(turn.chunk());
   }
 
   // Returns where peers find the arrays of a run, or 0 if they cannot access them. See `data_of`.
@@ -195,18 +202,18 @@ class HostCommunicator final : public BlockingCommunicator {
   void reduce_payloads(const ReduceCall& call);
   void reduce_in_place(const ReduceCall& call);
   void reduce_staged(const ReduceCall& call);
-  void expose_round(const ReduceCall& call, std::size_t round);
-  void reduce_round(const ReduceCall& call, std::size_t round);
-  void gather_round(const ReduceCall& call, std::size_t round);
+  void expose_round(const ReduceCall& call, const Turn& turn, std::size_t round);
+  void reduce_round(const ReduceCall& call, const Turn& turn, std::size_t round);
+  void gather_round(const ReduceCall& call, const Turn& turn, std::size_t round);
   [[nodiscard]] Slice slice(const ReduceCall& call, std::size_t round, int owner) const noexcept;
 
   // pull.cpp
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
-  [[nodiscard]] std::size_t chunk_of(const PullPlan& plan, std::size_t source_bytes) const;
   void pull_announced(const PullPlan& plan, bool stages_input);
   void pull_staged(const PullPlan& plan, bool stages_input, bool stream);
 
   // lanes.cpp
+  [[nodiscard]] Turn turn_of(const LaneState& state, std::size_t bytes) const noexcept;
   void open(Transfer& transfer);
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
@@ -233,12 +240,14 @@ class HostCommunicator final : public BlockingCommunicator {
   std::mutex abandon_mutex_;
   std::uint64_t waits_ = 0;  // number of published waits
   std::uint64_t sequence_ = 0;
-  Wait wait_{};                                 // of the current collective
-  std::vector<const std::byte*> sources_;       // of the current collective, per rank
-  std::vector<std::byte*> targets_;             // of the current collective, per rank
-  std::vector<Range> outgoing_, incoming_;      // of the current collective, per rank
-  std::vector<std::size_t> source_offsets_;     // of the current collective, per rank
-  std::vector<std::uint64_t> sent_, received_;  // number of transfers, per peer
+  std::size_t position_ = 0;  // in the rings, the same on all ranks
+  CopyToPeers copy_to_peers_;
+  Wait wait_{};                              // of the current collective
+  std::vector<const std::byte*> sources_;    // of the current collective, per rank
+  std::vector<std::byte*> targets_;          // of the current collective, per rank
+  std::vector<Range> outgoing_, incoming_;   // of the current collective, per rank
+  std::vector<std::size_t> source_offsets_;  // of the current collective, per rank
+  std::vector<LaneState> sent_, received_;   // per peer
 };
 
 }  // namespace fastdist::host

@@ -16,12 +16,17 @@ namespace fastdist::host {
 struct HostCommunicator::Transfer {
   int other;
   TensorView array;
-  std::uint64_t number;
+  LaneState* state;
   LaneHalf* own;
   LaneHalf* theirs;
   std::uint64_t location;  // of the sender's array, or 0
   Wait wait;
+  Turn turn;
+  std::uint64_t number = ++state->transfers;
 
+  [[nodiscard]] std::uint64_t rounds() const noexcept {
+    return (array.bytes() + turn.chunk() - 1) / turn.chunk();
+  }
   [[nodiscard]] Header& own_header() const noexcept { return own->headers[number & 1]; }
   [[nodiscard]] Header& their_header() const noexcept { return theirs->headers[number & 1]; }
 };
@@ -30,13 +35,15 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
   LaneHalf& half = me().lanes[dst].to;
   const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
   const bool in_place = in.bytes() > tuning_.in_place_bytes;
+  LaneState& state = sent_[static_cast<std::size_t>(dst)];
   Transfer transfer{dst,
                     in,
-                    ++sent_[static_cast<std::size_t>(dst)],
+                    &state,
                     &half,
                     &peer(dst).lanes[rank_].from,
                     in_place ? locate({&in, 1}) : 0,
-                    Wait{&options, signature, &half.bell, false, {}}};
+                    Wait{&options, signature, &half.bell, false, {}},
+                    turn_of(state, in.bytes())};
   try {
     check_usable();
     if (transfer.location == 0) {  // the first chunk travels with the header
@@ -54,15 +61,23 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
 void HostCommunicator::recv(TensorView out, int src, const CallOptions& options) {
   LaneHalf& half = me().lanes[src].from;
   const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
+  LaneState& state = received_[static_cast<std::size_t>(src)];
   Transfer transfer{src,
                     out,
-                    ++received_[static_cast<std::size_t>(src)],
+                    &state,
                     &half,
                     &peer(src).lanes[rank_].to,
                     0,
-                    Wait{&options, signature, &half.bell, false, {}}};
+                    Wait{&options, signature, &half.bell, false, {}},
+                    turn_of(state, out.bytes())};
   open(transfer);
   receive_chunks(transfer);
+}
+
+Turn HostCommunicator::turn_of(const LaneState& state, std::size_t bytes) const noexcept {
+  const std::size_t least = std::min(tuning_.lane_bytes, kCacheLine);
+  const std::size_t chunk = chunk_for(bytes, least, tuning_.lane_bytes);
+  return {state.position, chunk, layout_.lane_ring_bytes};
 }
 
 void HostCommunicator::publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept {
@@ -106,20 +121,23 @@ void HostCommunicator::compare(Transfer& transfer) {
 }
 
 void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {
-  const std::size_t at = std::min(transfer.array.bytes(), round * tuning_.lane_bytes);
-  host::copy(me().block + layout_.lane_buffer(transfer.other, round & 1), transfer.array.data + at,
-             std::min(tuning_.lane_bytes, transfer.array.bytes() - at), false);
+  const std::size_t chunk = transfer.turn.chunk();
+  const std::size_t at = std::min(transfer.array.bytes(), round * chunk);
+  transfer.state->copy(
+      me().block + layout_.lane_ring(transfer.other) + transfer.turn.part(round) * chunk,
+      transfer.array.data + at, std::min(chunk, transfer.array.bytes() - at));
 }
 
 void HostCommunicator::send_chunks(Transfer& transfer) {
-  const std::size_t bytes = transfer.array.bytes();
   const std::uint64_t number = transfer.number;
-  const std::size_t chunk = tuning_.lane_bytes;
-  const std::uint64_t rounds = transfer.location != 0 ? 0 : (bytes + chunk - 1) / chunk;
-  for (std::uint64_t k = 1; k < rounds; ++k) {
-    if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
-    fill(transfer, k);
-    publish(transfer, transfer.own->chunks, progress(number, k + 1));
+  if (transfer.location == 0) {
+    const std::uint64_t rounds = transfer.rounds();
+    for (std::uint64_t k = 1; k < rounds; ++k) {
+      if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
+      fill(transfer, k);
+      publish(transfer, transfer.own->chunks, progress(number, k + 1));
+    }
+    transfer.state->position = transfer.turn.end(rounds);
   }
   await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));
 }
@@ -127,7 +145,6 @@ void HostCommunicator::send_chunks(Transfer& transfer) {
 void HostCommunicator::receive_chunks(Transfer& transfer) {
   const std::size_t bytes = transfer.array.bytes();
   const std::uint64_t number = transfer.number;
-  const std::size_t chunk = tuning_.lane_bytes;
   const bool stream = bytes >= tuning_.stream_bytes;
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
   if (location != 0) {  // the same protocol as `begin_access`
@@ -146,13 +163,17 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
     check_sender();
     accessing.exchange(0, std::memory_order_seq_cst);
   } else {
-    for (std::uint64_t k = 0; k * chunk < bytes; ++k) {
+    const std::size_t chunk = transfer.turn.chunk();
+    const std::byte* ring = peer(transfer.other).block + layout_.lane_ring(rank_);
+    const std::uint64_t rounds = transfer.rounds();
+    for (std::uint64_t k = 0; k < rounds; ++k) {
       await(transfer, transfer.theirs->chunks, progress(number, k + 1));
       const std::size_t at = k * chunk;
-      copy(transfer.array.data + at, peer(transfer.other).block + layout_.lane_buffer(rank_, k & 1),
+      copy(transfer.array.data + at, ring + transfer.turn.part(k) * chunk,
            std::min(chunk, bytes - at), stream);
       publish(transfer, transfer.own->chunks, progress(number, k + 1));
     }
+    transfer.state->position = transfer.turn.end(rounds);
   }
   publish(transfer, transfer.own->chunks, progress(number, kAllRounds));
 }

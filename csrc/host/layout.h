@@ -1,6 +1,6 @@
 // The layout of one rank's block of shared memory. Zero bytes are the initial state.
 //
-//   Control | Lane × ranks | 2 slots | staging: 2 inputs, 2 results | 2 lane buffers × ranks
+//   Control | Lane × ranks | 2 slots | ring of inputs | ring of results | ring of sends × ranks
 //
 // Words that the owner writes and all ranks read are counters that only grow. A collective is
 // identified by its sequence number, and progress within it is counted in rounds;
@@ -119,38 +119,85 @@ struct Lane {
 // Bytes that loops process at a time: fits the first-level cache.
 inline constexpr std::size_t kBlock = std::size_t{16} << 10;
 
+[[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) noexcept {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Returns the bytes per round of an array. A short one takes a single round; others take several,
+// whose steps overlap.
+[[nodiscard]] constexpr std::size_t chunk_for(std::size_t bytes, std::size_t least,
+                                              std::size_t most) noexcept {
+  constexpr std::size_t kRounds = 4;
+  const std::size_t alone = most / 8;
+  const std::size_t wanted = bytes <= alone ? bytes : std::max(bytes / kRounds, alone);
+  return std::clamp(round_up(wanted, kCacheLine), least, most);
+}
+
 // Sizes and offsets of the parts of a block.
+//
+// Rounds take their turns through the whole rings, call after call: a line that a peer has read a
+// moment ago is slow to write, since it must first be taken from the peer's caches. After a turn it
+// is in neither rank's own caches.
 struct Layout {
   int ranks;
   std::size_t slot_bytes;   // payload of a slot
-  std::size_t chunk_bytes;  // of input per round
-  std::size_t lane_bytes;   // of a send and recv chunk
+  std::size_t chunk_bytes;  // most bytes of input per round
+  std::size_t ring_bytes;   // a multiple of chunk_bytes
+  std::size_t lane_bytes;   // most bytes of a send per round
+  std::size_t lane_ring_bytes;
 
   [[nodiscard]] std::size_t slot(int parity) const noexcept {
     return align(sizeof(Control) + static_cast<std::size_t>(ranks) * sizeof(Lane)) +
            static_cast<std::size_t>(parity) * align(sizeof(Header) + slot_bytes);
   }
-  [[nodiscard]] std::size_t input(int parity) const noexcept {
-    return align(slot(2)) + static_cast<std::size_t>(parity) * chunk_bytes;
+  [[nodiscard]] std::size_t inputs() const noexcept { return align(slot(2)); }
+  [[nodiscard]] std::size_t results() const noexcept { return inputs() + align(ring_bytes); }
+  // For this rank alone: a block of results on its way to several places.
+  [[nodiscard]] std::size_t scratch() const noexcept {
+    const std::size_t most_parts = ring_bytes / least_chunk();
+    const std::size_t slices = ring_bytes / static_cast<std::size_t>(ranks);
+    return results() + align(slices + most_parts * kCacheLine);
   }
-  [[nodiscard]] std::size_t result(int parity) const noexcept {
-    return input(2) + static_cast<std::size_t>(parity) * result_bytes();
+  [[nodiscard]] std::size_t lane_ring(int peer) const noexcept {
+    return scratch() + kBlock + static_cast<std::size_t>(peer) * align(lane_ring_bytes);
   }
-  [[nodiscard]] std::size_t lane_buffer(int peer, int parity) const noexcept {
-    return result(2) + static_cast<std::size_t>(2 * peer + parity) * lane_bytes;
-  }
-  [[nodiscard]] std::size_t bytes() const noexcept { return lane_buffer(ranks, 0); }
+  [[nodiscard]] std::size_t bytes() const noexcept { return lane_ring(ranks); }
 
-  // One slice of a chunk, rounded up to whole lines; also the scratch memory of `reduce_in_place`.
-  [[nodiscard]] std::size_t result_bytes() const noexcept {
-    const std::size_t slice = chunk_bytes / static_cast<std::size_t>(ranks) + kCacheLine;
-    return align(std::max(kBlock, slice));
+  // Rounds may be as small as this, which has room for a line of each rank.
+  [[nodiscard]] std::size_t least_chunk() const noexcept {
+    return std::max(round_up(chunk_bytes / 32, kCacheLine),
+                    static_cast<std::size_t>(ranks) * kCacheLine);
+  }
+  // A rank's slice of a chunk, rounded up to whole lines.
+  [[nodiscard]] std::size_t result_bytes(std::size_t chunk) const noexcept {
+    const auto n = static_cast<std::size_t>(ranks);
+    return round_up((chunk + n - 1) / n, kCacheLine);
   }
 
  private:
   [[nodiscard]] static std::size_t align(std::size_t bytes) noexcept {
-    return (bytes + 4095) / 4096 * 4096;
+    return round_up(bytes, 4096);
   }
+};
+
+// The parts of the rings that the rounds of a call use.
+class Turn {
+ public:
+  // Begins behind `position` in a ring of `ring_bytes`.
+  Turn(std::size_t position, std::size_t chunk, std::size_t ring_bytes) noexcept
+      : chunk_(chunk), parts_(ring_bytes / chunk), first_((position + chunk - 1) / chunk) {}
+
+  [[nodiscard]] std::size_t part(std::size_t round) const noexcept {
+    return (first_ + round) % parts_;
+  }
+  [[nodiscard]] std::size_t chunk() const noexcept { return chunk_; }
+  // Returns the position behind `rounds` rounds.
+  [[nodiscard]] std::size_t end(std::size_t rounds) const noexcept { return part(rounds) * chunk_; }
+
+ private:
+  std::size_t chunk_;
+  std::size_t parts_;
+  std::size_t first_;
 };
 
 }  // namespace fastdist::host

@@ -40,7 +40,7 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
       std::byte* payload = payload_of(rank_, bytes);
       plan.source.for_each_piece(
           0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            host::copy(payload + run_at, plan.source.arrays()[i].data + at, length, false);
+            copy_to_peers_(payload + run_at, plan.source.arrays()[i].data + at, length);
           });
     }
   }
@@ -64,9 +64,15 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
   const bool stream = plan.target.bytes() >= tuning_.stream_bytes / 4;
   bool any_staged = stages_input;
   bool accesses = false;
+  std::size_t most_staged = 0;
   for (int p = 0; p < size(); ++p) {
     const auto q = static_cast<std::size_t>(p);
     const Range take = incoming_[q];
+    const Header& theirs = header_of(p);
+    const std::uint64_t their_input = theirs.input.load(std::memory_order_relaxed);
+    const std::size_t their_bytes = theirs.output.load(std::memory_order_relaxed);
+    const bool is_staged = their_input == 0 && their_bytes > tuning_.slot_bytes;
+    if (is_staged) most_staged = std::max(most_staged, their_bytes);
     if (take.size() == 0) continue;
     if (p == rank_) {
       if (stages_input) continue;  // copied round by round, while the data is in the cache
@@ -80,10 +86,7 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
           });
       continue;
     }
-    const Header& theirs = header_of(p);
-    const std::uint64_t their_input = theirs.input.load(std::memory_order_relaxed);
-    const std::size_t their_bytes = theirs.output.load(std::memory_order_relaxed);
-    if (their_input == 0 && their_bytes > tuning_.slot_bytes) {
+    if (is_staged) {
       any_staged = true;
       continue;
     }
@@ -105,30 +108,31 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
   }
   if (accesses) end_access();
   if (any_staged) pull_staged(plan, stages_input, stream);
+  if (most_staged != 0)
+    position_ = round_up(position_ + most_staged, kCacheLine) % layout_.ring_bytes;
   publish(me().control->consumed, progress(sequence_, kAllRounds));
-}
-
-// Returns the bytes of a source exposed per round to each reader. Even small sources take several
-// rounds, so that readers copy while the owner exposes the next round.
-std::size_t HostCommunicator::chunk_of(const PullPlan& plan, std::size_t source_bytes) const {
-  constexpr std::size_t kRounds = 8;
-  constexpr std::size_t kSmallest = std::size_t{64} << 10;
-  const std::size_t wanted =
-      std::min(tuning_.chunk_bytes, std::max(source_bytes / kRounds, kSmallest));
-  const std::size_t per_reader = plan.shared ? wanted : wanted / peers_.size();
-  return std::max(kCacheLine, per_reader / kCacheLine * kCacheLine);
 }
 
 void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool stream) {
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
-  const std::size_t own_chunk = chunk_of(plan, plan.source.bytes());
+  // Bytes that a rank exposes per round to each reader.
+  const std::size_t parts = plan.shared ? 1 : n;
+  const auto chunk_of = [&](std::size_t source_bytes) {
+    const std::size_t chunk = chunk_for(source_bytes, layout_.least_chunk(), tuning_.chunk_bytes);
+    return std::max(kCacheLine, chunk / parts / kCacheLine * kCacheLine);
+  };
+  const auto turn_of = [&](std::size_t chunk) {
+    return Turn(position_, chunk * parts, layout_.ring_bytes);
+  };
+  const std::size_t own_chunk = chunk_of(plan.source.bytes());
+  const Turn own_turn = turn_of(own_chunk);
   const auto part = [](const Range& whole, std::size_t round, std::size_t chunk) {
     const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
     return Range{begin, std::min(whole.end, begin + chunk)};
   };
   const auto chunk_from = [&](int p) {
-    return chunk_of(plan, header_of(p).output.load(std::memory_order_relaxed));
+    return chunk_of(header_of(p).output.load(std::memory_order_relaxed));
   };
   const auto staged_from = [&](int p) {
     const Header& theirs = header_of(p);
@@ -149,7 +153,7 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
   }
 
   const auto expose = [&](std::size_t round) {
-    std::byte* input = input_of(rank_, round);
+    std::byte* input = input_of(rank_, own_turn, round);
     for (std::size_t q = 0; q < n && round >= 2; ++q) {
       if (q == r || part(outgoing_[q], round - 2, own_chunk).size() == 0) continue;
       await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
@@ -162,8 +166,8 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
       plan.source.for_each_piece(
           give.begin, give.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            host::copy(staged + (run_at - give.begin), plan.source.arrays()[i].data + at, length,
-                       false);
+            copy_to_peers_(staged + (run_at - give.begin), plan.source.arrays()[i].data + at,
+                           length);
           });
       if (plan.shared) break;
     }
@@ -183,7 +187,7 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
       const Range take = part(incoming_[q], round, chunk);
       if (take.size() == 0) continue;
       await(p, peer(p).control->exposed, progress(sequence_, round + 1));
-      const std::byte* staged = input_of(p, round) + (plan.shared ? 0 : r * chunk);
+      const std::byte* staged = input_of(p, turn_of(chunk), round) + (plan.shared ? 0 : r * chunk);
       plan.target.for_each_piece(
           take.begin, take.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {

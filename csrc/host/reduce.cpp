@@ -20,14 +20,6 @@
 #include "host/kernels.h"
 
 namespace fastdist::host {
-namespace {
-
-constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
-
-}  // namespace
-
 struct HostCommunicator::ReduceCall {
   ArrayList in;
   ArrayList out;  // empty if this rank gets no results
@@ -79,9 +71,10 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
     const auto n = static_cast<std::size_t>(size());
     const std::size_t bytes = inputs.bytes();
     const std::size_t extent = results == Results::kOwnSlice ? bytes / n : bytes;
+    const std::size_t whole_chunk = chunk_for(bytes, layout_.least_chunk(), tuning_.chunk_bytes);
     const std::size_t chunk = results == Results::kOwnSlice
-                                  ? std::max(kCacheLine, tuning_.chunk_bytes / n / 64 * 64)
-                                  : tuning_.chunk_bytes;
+                                  ? std::max(kCacheLine, whole_chunk / n / kCacheLine * kCacheLine)
+                                  : whole_chunk;
     reduce_run({.in = std::move(inputs),
                 .out = ArrayList(run_out),
                 .dtype = signature.dtype,
@@ -124,7 +117,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
     std::byte* payload = payload_of(rank_, bytes);
     call.in.for_each_piece(
         0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          host::copy(payload + run_at, call.in.arrays()[i].data + at, length, false);
+          copy_to_peers_(payload + run_at, call.in.arrays()[i].data + at, length);
         });
   }
   try {
@@ -187,7 +180,7 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   const std::size_t share = own ? bytes / n : round_up((bytes + n - 1) / n, kCacheLine);
   const std::size_t begin = std::min(bytes, r * share);
   const std::size_t end = std::min(bytes, begin + share);
-  std::byte* scratch = result_of(rank_, 0);
+  std::byte* scratch = me().block + layout_.scratch();
   begin_access();
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) check_active(p);
@@ -250,30 +243,34 @@ HostCommunicator::Slice HostCommunicator::slice(const ReduceCall& call, std::siz
   return {{start + begin, start + end}, begin};
 }
 
-// The buffers of a round are reused two rounds later: `expose_round` waits until the peers have
-// reduced the earlier round (consumed), `reduce_round` until they have gathered its results.
+// At most two rounds are under way: `expose_round` waits until the peers have reduced the round
+// before the last one (consumed), `reduce_round` until they have gathered its results.
 void HostCommunicator::reduce_staged(const ReduceCall& call) {
+  const std::size_t parts =
+      call.results == Results::kOwnSlice ? static_cast<std::size_t>(size()) : 1;
+  const Turn turn(position_, call.chunk * parts, layout_.ring_bytes);
+  position_ = turn.end(call.rounds);
   constexpr std::size_t kReduceLag = 1;
   constexpr std::size_t kGatherLag = 2;
   Control& control = *me().control;
   for (std::size_t step = 0; step < call.rounds + kGatherLag; ++step) {
     if (step < call.rounds) {
-      expose_round(call, step);
+      expose_round(call, turn, step);
       publish(control.exposed, progress(sequence_, step + 1));
     }
     if (step >= kReduceLag && step - kReduceLag < call.rounds) {
-      reduce_round(call, step - kReduceLag);
+      reduce_round(call, turn, step - kReduceLag);
       publish(control.consumed, progress(sequence_, step - kReduceLag + 1));
     }
     if (step >= kGatherLag && call.gathers(rank_)) {
-      gather_round(call, step - kGatherLag);
+      gather_round(call, turn, step - kGatherLag);
       publish(control.gathered, progress(sequence_, step - kGatherLag + 1));
     }
   }
 }
 
-void HostCommunicator::expose_round(const ReduceCall& call, std::size_t round) {
-  std::byte* input = input_of(rank_, round);
+void HostCommunicator::expose_round(const ReduceCall& call, const Turn& turn, std::size_t round) {
+  std::byte* input = input_of(rank_, turn, round);
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     if (round >= 2) await(p, peer(p).control->consumed, progress(sequence_, round - 1));
@@ -281,13 +278,13 @@ void HostCommunicator::expose_round(const ReduceCall& call, std::size_t round) {
     call.in.for_each_piece(
         s.run.begin, s.run.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          host::copy(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
-                     length, false);
+          copy_to_peers_(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
+                         length);
         });
   }
 }
 
-void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
+void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, std::size_t round) {
   const std::size_t item = size_of(call.dtype);
   const Slice s = slice(call, round, rank_);
   for (int p = 0; p < size(); ++p) {
@@ -297,11 +294,12 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
       await(p, peer(p).control->gathered, progress(sequence_, round - 1));
     }
   }
-  // A peer has read the lines of `result` before. Vector stores would first fetch each line from
-  // there; a copy of a block that the first-level cache still holds need not.
-  constexpr std::size_t kCopied = kBlock / 2;
-  std::byte* result = result_of(rank_, round);
+  constexpr std::size_t kCopied = kBlock / 2;  // which the first-level cache then still holds
+  std::byte* result = result_of(rank_, turn, round);
+  std::byte* scratch = me().block + layout_.scratch();
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
+  const bool exposes = call.results == Results::kEverywhere ||
+                       (call.results == Results::kAtRoot && rank_ != call.root);
   const std::size_t block_begin =
       call.results == Results::kOwnSlice
           ? call.in.bytes() / static_cast<std::size_t>(size()) * static_cast<std::size_t>(rank_)
@@ -313,31 +311,27 @@ void HostCommunicator::reduce_round(const ReduceCall& call, std::size_t round) {
           const std::size_t part = std::min(kCopied, length - done);
           const std::size_t offset = run_at + done - s.run.begin;
           for (int p = 0; p < size(); ++p) {
-            sources_[static_cast<std::size_t>(p)] = p == rank_
-                                                        ? call.in.arrays()[i].data + at + done
-                                                        : input_of(p, round) + s.staged + offset;
+            sources_[static_cast<std::size_t>(p)] =
+                p == rank_ ? call.in.arrays()[i].data + at + done
+                           : input_of(p, turn, round) + s.staged + offset;
           }
           const std::size_t out_at =
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
           std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
-          if (call.stream) {
-            host::reduce(call.dtype, call.op, result + offset, nullptr, sources_, part / item);
-            if (keeps) copy(out, result + offset, part, true);
-            continue;
-          }
-          std::byte* sum = keeps ? out : result + offset;
+          std::byte* sum = keeps && !call.stream ? out : scratch;
           host::reduce(call.dtype, call.op, sum, nullptr, sources_, part / item);
-          if (call.results == Results::kEverywhere) copy(result + offset, sum, part, false);
+          if (keeps && call.stream) copy(out, sum, part, true);
+          if (exposes) copy_to_peers_(result + offset, sum, part);
         }
       });
 }
 
-void HostCommunicator::gather_round(const ReduceCall& call, std::size_t round) {
+void HostCommunicator::gather_round(const ReduceCall& call, const Turn& turn, std::size_t round) {
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     await(p, peer(p).control->consumed, progress(sequence_, round + 1));
     const Slice s = slice(call, round, p);
-    const std::byte* result = result_of(p, round);
+    const std::byte* result = result_of(p, turn, round);
     call.out.for_each_piece(
         s.run.begin, s.run.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {

@@ -24,9 +24,15 @@ std::size_t last_level_cache_bytes() {
 
 Tuning tuning_for(int ranks) {
   Tuning tuning;
-  // All lanes of a rank together use at most 2 MiB.
-  const std::size_t share = (std::size_t{1} << 20) / static_cast<std::size_t>(ranks);
-  tuning.lane_bytes = std::clamp(share, std::size_t{16} << 10, tuning.lane_bytes);
+  const auto n = static_cast<std::size_t>(ranks);
+  // All lanes of a rank together use 2 MiB.
+  const std::size_t share = (std::size_t{2} << 20) / n;
+  tuning.lane_bytes =
+      std::clamp(share / tuning.lane_chunks, std::size_t{16} << 10, tuning.lane_bytes);
+  tuning.lane_chunks = std::clamp(share / tuning.lane_bytes, std::size_t{2}, tuning.lane_chunks);
+  // The inputs of all ranks together use at most 32 MiB, or two chunks each.
+  const std::size_t most = (std::size_t{32} << 20) / tuning.chunk_bytes / n;
+  tuning.ring_chunks = std::clamp(most, std::size_t{2}, tuning.ring_chunks);
   // Arrays larger than the last-level cache bypass it.
   const std::size_t last_level = last_level_cache_bytes();
   if (last_level > 0) tuning.stream_bytes = std::max(std::size_t{16} << 20, last_level);

@@ -75,6 +75,9 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
     const std::size_t chunk = results == Results::kOwnSlice
                                   ? std::max(kCacheLine, whole_chunk / n / kCacheLine * kCacheLine)
                                   : whole_chunk;
+    // The lines of an array that is reduced in place are in the caches when they are written.
+    const bool has_read_target =
+        !run_in.empty() && !run_out.empty() && run_in[0].data == run_out[0].data;
     reduce_run({.in = std::move(inputs),
                 .out = ArrayList(run_out),
                 .dtype = signature.dtype,
@@ -83,7 +86,7 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
                 .root = root,
                 .chunk = chunk,
                 .rounds = (extent + chunk - 1) / chunk,
-                .stream = bytes >= tuning_.stream_bytes},
+                .stream = bytes >= tuning_.stream_bytes && !has_read_target},
                signature, options);
   };
 

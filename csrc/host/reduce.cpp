@@ -20,6 +20,21 @@
 #include "host/kernels.h"
 
 namespace fastdist::host {
+namespace {
+
+// How many rounds reducing and gathering lag behind exposing.
+constexpr std::size_t kReduceLag = 1;
+constexpr std::size_t kGatherLag = 2;
+// While results are gathered from caches, memory is idle: per so many bytes, as many of the input
+// are fetched.
+constexpr std::size_t kFetched = 512;
+
+void fetch(const std::byte* data, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(data + i, 0, 2);
+}
+
+}  // namespace
+
 struct HostCommunicator::ReduceCall {
   ArrayList in;
   ArrayList out;  // empty if this rank gets no results
@@ -29,7 +44,8 @@ struct HostCommunicator::ReduceCall {
   int root;
   std::size_t chunk;  // bytes per round, of the run or of each rank's block of the run
   std::size_t rounds;
-  bool stream;
+  bool stream;  // results bypass the caches
+  bool fetch;   // the input is not in the caches
 
   [[nodiscard]] bool gathers(int rank) const noexcept {
     return results == Results::kEverywhere || (results == Results::kAtRoot && rank == root);
@@ -86,7 +102,8 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
                 .root = root,
                 .chunk = chunk,
                 .rounds = (extent + chunk - 1) / chunk,
-                .stream = bytes >= tuning_.stream_bytes && !has_read_target},
+                .stream = bytes >= tuning_.stream_bytes && !has_read_target,
+                .fetch = bytes >= tuning_.stream_bytes / 4},
                signature, options);
   };
 
@@ -253,8 +270,6 @@ void HostCommunicator::reduce_staged(const ReduceCall& call) {
       call.results == Results::kOwnSlice ? static_cast<std::size_t>(size()) : 1;
   const Turn turn(position_, call.chunk * parts, layout_.ring_bytes);
   position_ = turn.end(call.rounds);
-  constexpr std::size_t kReduceLag = 1;
-  constexpr std::size_t kGatherLag = 2;
   Control& control = *me().control;
   for (std::size_t step = 0; step < call.rounds + kGatherLag; ++step) {
     if (step < call.rounds) {
@@ -335,11 +350,19 @@ void HostCommunicator::gather_round(const ReduceCall& call, const Turn& turn, st
     await(p, peer(p).control->consumed, progress(sequence_, round + 1));
     const Slice s = slice(call, round, p);
     const std::byte* result = result_of(p, turn, round);
+    const std::size_t ahead = (kGatherLag + 1) * call.chunk;  // `expose_round` comes next
     call.out.for_each_piece(
         s.run.begin, s.run.end,
         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          copy(call.out.arrays()[i].data + at, result + (run_at - s.run.begin), length,
-               call.stream);
+          const std::byte* from = result + (run_at - s.run.begin);
+          std::byte* to = call.out.arrays()[i].data + at;
+          if (!call.fetch) return copy(to, from, length, call.stream);
+          const TensorView& in = call.in.arrays()[i];
+          for (std::size_t done = 0; done < length; done += kFetched) {
+            const std::size_t part = std::min(kFetched, length - done);
+            if (at + done + ahead + part <= in.bytes()) fetch(in.data + at + done + ahead, part);
+            copy(to + done, from + done, part, call.stream);
+          }
         });
   }
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,24 @@ def all_reduce(bench: Bench) -> Iterator[Bar]:
             yield Bar(f"{name}: of the memory floor", row.floor_percent, least, unit=" %")
 
 
+def steady(bench: Bench) -> Iterator[Bar]:
+    """Twenty jobs: the host of a virtual machine moves its cores nearer together and apart."""
+    cases = [
+        *array_cases("all_reduce", (1 << 20,), 2, array="numpy"),
+        *array_cases("all_reduce", (1 << 20,), 2, array="empty"),
+    ]
+    slowest, against_mpi = 0.0, math.inf
+    for _ in range(20):
+        rows = [row for _, row in bench.measure(2, MPI_NAMES, 5 * cases)]
+        yield from (_right(row) for row in rows)
+        ratios = [a.ours.p50_us / b.ours.p50_us for a, b in zip(rows[::2], rows[1::2], strict=True)]
+        slowest = max(slowest, statistics.median(ratios))
+        faster = [_times_as_fast(row, MPI_NAMES) for row in rows[::2]]
+        against_mpi = min(against_mpi, statistics.median(faster))
+    yield Bar("all_reduce 1M of 20 jobs: slowest, times comm.empty", slowest, most=3.2)
+    yield Bar("all_reduce 1M of 20 jobs: against the fastest MPI", against_mpi, 1)
+
+
 def gradient_list(bench: Bench) -> Iterator[Bar]:
     """ResNet-50's gradients as a list."""
     for array in ("numpy", "torch"):
@@ -208,6 +227,7 @@ def memory(bench: Bench) -> Iterator[Bar]:
 
 _SECTIONS: dict[str, Callable[[Bench], Iterator[Bar]]] = {
     "all_reduce": all_reduce,
+    "steady": steady,
     "list": gradient_list,
     "oversubscribed": oversubscribed,
     "idle": idle,

@@ -14,13 +14,15 @@ class CopyToPeers {
  public:
   void operator()(std::byte* dst, const std::byte* src, std::size_t bytes) noexcept;
 
+  [[nodiscard]] bool past_caches() const noexcept { return past_caches_; }
+
  private:
-  void compare(std::byte* dst, const std::byte* src, std::size_t bytes) noexcept;
+  void compare(std::byte* dst, const std::byte* src) noexcept;
 
   bool past_caches_ = false;
-  int until_comparison_ = 4;
-  int period_ = 4;                // copies between comparisons
-  double times_[2] = {0.0, 0.0};  // in ns per byte, through and past the caches
+  // Bytes to copy until the next comparison, and between comparisons.
+  std::ptrdiff_t period_ = std::ptrdiff_t{64} << 10;
+  std::ptrdiff_t until_comparison_ = period_;
 };
 
 }  // namespace fastdist::host

@@ -316,6 +316,7 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
   std::byte* result = result_of(rank_, turn, round);
   std::byte* scratch = me().block + layout_.scratch();
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
+  const bool copies = copy_to_peers_.past_caches();
   const bool exposes = call.results == Results::kEverywhere ||
                        (call.results == Results::kAtRoot && rank_ != call.root);
   const std::size_t block_begin =
@@ -337,9 +338,10 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
           std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
           std::byte* sum = keeps && !call.stream ? out : scratch;
-          host::reduce(call.dtype, call.op, sum, nullptr, sources_, part / item);
+          std::byte* also = copies || !exposes ? nullptr : result + offset;
+          host::reduce(call.dtype, call.op, sum, also, sources_, part / item);
           if (keeps && call.stream) copy(out, sum, part, true);
-          if (exposes) copy_to_peers_(result + offset, sum, part);
+          if (exposes && copies) copy_to_peers_(result + offset, sum, part);
         }
       });
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "check.h"
 #include "core/types.h"
+#include "host/copy_to_peers.h"
 #include "host/kernels.h"
 #include "host/kernels_table.h"
 #include "world.h"
@@ -611,6 +613,20 @@ CASE(copies_at_every_alignment) {
         }
       }
     }
+  }
+}
+
+// Comparisons, after 64 KiB and then less often, copy a part each way.
+CASE(copies_to_peers_are_whole) {
+  std::vector<std::byte> from(100'000);
+  std::vector<std::byte> to(from.size());
+  host::CopyToPeers copy_to_peers;
+  const std::size_t lengths[] = {0, 1, 1000, 8191, 8192, 8193, 20'000, 99'000};
+  for (std::uint64_t round = 0; round < 200; ++round) {
+    const std::size_t bytes = lengths[round % std::size(lengths)];
+    for (std::size_t i = 0; i < bytes; ++i) from[i] = static_cast<std::byte>(mix(5, round, i));
+    copy_to_peers(to.data() + round % 64, from.data() + round % 7, bytes);
+    CHECK(std::memcmp(to.data() + round % 64, from.data() + round % 7, bytes) == 0);
   }
 }
 

@@ -34,8 +34,9 @@ void CopyToPeers::operator()(std::byte* dst, const std::byte* src, std::size_t b
 void CopyToPeers::compare(std::byte* dst, const std::byte* src) noexcept {
   using Clock = std::chrono::steady_clock;
   constexpr std::size_t kHalf = kTimed / 2;
-  // A core goes on before its stores have been done.
-  const auto wait_for_stores = [] { std::atomic_thread_fence(std::memory_order_seq_cst); };
+  // A core goes on before its stores have been done, but not past an exchange.
+  std::atomic<bool> word{false};
+  const auto wait_for_stores = [&] { word.exchange(true, std::memory_order_seq_cst); };
   wait_for_stores();
   const auto start = Clock::now();
   copy(dst, src, kHalf, false);

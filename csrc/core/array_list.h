@@ -48,4 +48,21 @@ class ArrayList {
   std::size_t bytes_ = 0;
 };
 
+// Calls f(inputs, outputs) for the arrays of each dtype. `out` may be empty.
+template <class F>
+void for_each_dtype(TensorViews in, TensorViews out, F&& f) {
+  const bool one = std::all_of(in.begin(), in.end(),
+                               [&](const TensorView& a) { return a.dtype == in[0].dtype; });
+  if (one) return f(in, out);
+  for (int d = 0; d < kDTypeCount; ++d) {
+    std::vector<TensorView> some_in, some_out;
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      if (in[i].dtype != static_cast<DType>(d)) continue;
+      some_in.push_back(in[i]);
+      if (!out.empty()) some_out.push_back(out[i]);
+    }
+    if (!some_in.empty()) f(TensorViews(some_in), TensorViews(some_out));
+  }
+}
+
 }  // namespace fastdist

@@ -70,14 +70,14 @@ void HostCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
 // Splits a list into runs of one dtype; every run's header has the hash of the whole list.
 void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name,
                                      int root, const CallOptions& options) {
-  Signature signature{.op = name, .reduce_op = op, .root = static_cast<std::int16_t>(root)};
+  Signature signature = rooted(name, root);
+  signature.reduce_op = op;
   if (in.size() == 1) {
     signature.order = static_cast<std::uint16_t>(in[0].order);
   } else {
     signature.list = list_hash(in);
   }
-  const bool has_results = !out.empty();
-  const auto run = [&](TensorViews run_in, TensorViews run_out) {
+  for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
     signature.dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
     signature.count = inputs.bytes() / size_of(signature.dtype);
@@ -105,20 +105,7 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
                 .stream = bytes >= tuning_.stream_bytes && !has_read_target,
                 .fetch = bytes >= tuning_.stream_bytes / 4},
                signature, options);
-  };
-
-  const bool one_dtype = std::all_of(in.begin(), in.end(),
-                                     [&](const TensorView& a) { return a.dtype == in[0].dtype; });
-  if (one_dtype) return run(in, out);
-  for (int d = 0; d < kDTypeCount; ++d) {
-    std::vector<TensorView> run_in, run_out;
-    for (std::size_t i = 0; i < in.size(); ++i) {
-      if (in[i].dtype != static_cast<DType>(d)) continue;
-      run_in.push_back(in[i]);
-      if (has_results) run_out.push_back(out[i]);
-    }
-    if (!run_in.empty()) run(run_in, run_out);
-  }
+  });
 }
 
 void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signature,

@@ -219,8 +219,6 @@ class NetCommunicator final : public BlockingCommunicator {
   void load(Reduction& call, std::size_t chunk);
   void combine(Reduction& call, std::size_t chunk);
   void finish(Reduction& call, std::size_t chunk);
-  void finish_values(DType wide, ReduceOp op, std::byte* sums, DType dtype, std::byte* to,
-                     std::size_t count) const;
 
   // move.cpp
   void gather_here(TensorView in, std::byte* out, int root);

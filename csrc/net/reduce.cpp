@@ -1,4 +1,4 @@
-// all_reduce, reduce and reduce_scatter between machines.
+// all_reduce and reduce between machines.
 //
 // A run of arrays goes through three steps, chunk by chunk, so that the steps of successive chunks
 // overlap:
@@ -18,6 +18,7 @@
 #include "host/kernels.h"
 #include "net/communicator.h"
 #include "net/inside.h"
+#include "net/sums.h"
 
 namespace fastdist::net {
 namespace {
@@ -30,30 +31,6 @@ constexpr std::size_t kMostChunkBytes = std::size_t{2} << 20;
 constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
 
 constexpr std::size_t divide_up(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
-
-bool is_small_float(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat8E4M3FN ||
-         dtype == DType::kFloat8E5M2;
-}
-
-ReduceOp summed(ReduceOp op) { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
-
-template <class T>
-void divide(std::byte* data, std::size_t count, std::size_t n) {
-  auto* values = reinterpret_cast<T*>(data);
-  for (std::size_t i = 0; i < count; ++i) values[i] /= static_cast<T>(n);
-}
-
-void divide(DType dtype, std::byte* data, std::size_t count, std::size_t n) {
-  if (dtype == DType::kFloat32) return divide<float>(data, count, n);
-  if (dtype == DType::kFloat64) return divide<double>(data, count, n);
-  if (dtype == DType::kComplex64) return divide<float>(data, 2 * count, n);
-  return divide<double>(data, 2 * count, n);
-}
-
-TensorView view_of(std::byte* data, std::size_t count, DType dtype) {
-  return {data, count, dtype, 0};
-}
 
 }  // namespace
 
@@ -114,10 +91,10 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
   signature.reduce_op = op;
   signature = signature_of(signature, in);
   const bool is_compressed = options.whole != nullptr && options.whole->compress.has_value();
-  const auto run_of = [&](TensorViews run_in, TensorViews run_out) {
+  for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
     const DType dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
-    const DType wide = is_small_float(dtype) ? DType::kFloat32 : dtype;
+    const DType wide = dtype_of_sums(dtype);
     const std::size_t count = inputs.bytes() / size_of(dtype);
     Reduction call{
         .in = std::move(inputs),
@@ -136,19 +113,7 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
     signature.dtype = dtype;
     signature.count = count;
     run(signature, options, run_in, [&] { reduce_payloads(call); }, [&] { reduce_chunks(call); });
-  };
-  const bool one_dtype = std::all_of(in.begin(), in.end(),
-                                     [&](const TensorView& a) { return a.dtype == in[0].dtype; });
-  if (one_dtype) return run_of(in, out);
-  for (int d = 0; d < kDTypeCount; ++d) {
-    std::vector<TensorView> run_in, run_out;
-    for (std::size_t i = 0; i < in.size(); ++i) {
-      if (in[i].dtype != static_cast<DType>(d)) continue;
-      run_in.push_back(in[i]);
-      if (!out.empty()) run_out.push_back(out[i]);
-    }
-    if (!run_in.empty()) run_of(run_in, run_out);
-  }
+  });
 }
 
 // Reduces the inputs that came with the records, in the same order as larger ones.
@@ -178,22 +143,12 @@ void NetCommunicator::reduce_payloads(const Reduction& call) {
   }
   host::reduce(call.wide, summed(call.op), sums.data(), nullptr, by_machine, call.count);
   std::vector<std::byte> result(call.count * size_of(call.dtype));
-  finish_values(call.wide, call.op, sums.data(), call.dtype, result.data(), call.count);
+  finish_sums(call.wide, call.op, places_.size(), sums.data(), call.dtype, result.data(),
+              call.count);
   call.out.for_each_piece(
       0, result.size(), [&](std::size_t i, std::size_t to, std::size_t from, std::size_t length) {
         std::memcpy(call.out.arrays()[i].data + to, result.data() + from, length);
       });
-}
-
-// Divides sums for a mean, and rounds them to the arrays' dtype.
-void NetCommunicator::finish_values(DType wide, ReduceOp op, std::byte* sums, DType dtype,
-                                    std::byte* to, std::size_t count) const {
-  if (op == ReduceOp::kMean) divide(wide, sums, count, places_.size());
-  if (wide != dtype) {
-    host::convert(dtype, to, wide, sums, count, 1.0F);
-  } else if (to != sums) {
-    host::copy(to, sums, count * size_of(dtype), false);
-  }
 }
 
 void NetCommunicator::reduce_chunks(Reduction& call) {
@@ -344,7 +299,8 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
           ? result + own_at * size_of(call.dtype)
           : const_cast<std::byte*>(sources[static_cast<std::size_t>(here == 0 ? 1 : 0)]);
   host::reduce(call.wide, summed(call.op), sums, nullptr, sources, part);
-  finish_values(call.wide, call.op, sums, call.dtype, result + own_at * size_of(call.dtype), part);
+  finish_sums(call.wide, call.op, places_.size(), sums, call.dtype,
+              result + own_at * size_of(call.dtype), part);
   if (call.direct) return;
 
   const bool to_all = call.name == Op::kAllReduce;
@@ -416,67 +372,6 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
         host::copy(call.out.arrays()[i].data + at, gathered + (run_at - call.begin(k) * item),
                    bytes, false);
       });
-}
-
-// Each destination's part is reduced within every machine by the rank that sends it there.
-void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
-                                     const CallOptions& options) {
-  const auto signature = signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1});
-  run(signature, options, {}, nullptr, [&] {
-    const DType wide = is_small_float(in.dtype) ? DType::kFloat32 : in.dtype;
-    const std::size_t item = size_of(in.dtype);
-    const std::size_t wide_item = size_of(wide);
-    const std::size_t chunk = kMostChunkBytes / places_.size() / item + 1;
-    const int here = machine_of(rank_);
-    for (std::size_t begin = 0; begin < out.count; begin += chunk) {
-      const std::size_t count = std::min(chunk, out.count - begin);
-      std::byte* const partial = own_[0].of(*inner_, places_.size() * count * wide_item);
-      std::byte* const received = parts_[0].of(*inner_, machines_.size() * count * wide_item);
-      for (int m = 0; m < machines(); ++m) {
-        if (m != here) {
-          post_receive(partner(m), received + static_cast<std::size_t>(m) * count * wide_item,
-                       count * wide_item);
-        }
-      }
-      std::byte* mine = nullptr;
-      // Begin with the next machine, so that not all send to the same one at a time.
-      std::size_t next = 0;
-      for (int m = 0; m <= here; ++m) next += ranks_of(m).size();
-      for (std::size_t j = 0; j < order_.size(); ++j) {
-        const std::size_t i = (next + j) % order_.size();
-        const int q = order_[i];
-        const int worker = local_of(q) % width();
-        std::byte* source = in.data + (static_cast<std::size_t>(q) * out.count + begin) * item;
-        if (wide != in.dtype) {
-          std::byte* const packed = packed_.of(*inner_, count * wide_item);
-          host::convert(wide, packed, in.dtype, source, count, 1.0F);
-          source = packed;
-        }
-        std::byte* const target = partial + i * count * wide_item;
-        const TensorView from = view_of(source, count, wide);
-        const TensorView to = view_of(target, count, wide);
-        inside(2, [&](const CallOptions& o) {
-          inner_->reduce({&from, 1},
-                         worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
-                         summed(op), worker, o);
-        });
-        if (q == rank_) mine = target;
-        if (worker != local_of(rank_) || is_here(q)) continue;
-        post_send(q, target, count * wide_item);
-        progress();
-      }
-      std::vector<const std::byte*> sources;
-      for (int m = 0; m < machines(); ++m) {
-        if (m != here) await_received(partner(m));
-        sources.push_back(m == here ? mine
-                                    : received + static_cast<std::size_t>(m) * count * wide_item);
-      }
-      std::byte* const sums = results_[0].of(*inner_, count * wide_item);
-      host::reduce(wide, summed(op), sums, nullptr, sources, count);
-      finish_values(wide, op, sums, in.dtype, out.data + begin * item, count);
-      await_all_sent();
-    }
-  });
 }
 
 }  // namespace fastdist::net

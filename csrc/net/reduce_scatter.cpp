@@ -1,0 +1,79 @@
+// reduce_scatter between machines: each destination's part is reduced within every machine by the
+// rank that sends it there.
+
+#include <algorithm>
+#include <vector>
+
+#include "host/kernels.h"
+#include "net/communicator.h"
+#include "net/inside.h"
+#include "net/sums.h"
+
+namespace fastdist::net {
+namespace {
+
+constexpr std::size_t kChunkBytes = std::size_t{2} << 20;
+
+}  // namespace
+
+void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
+                                     const CallOptions& options) {
+  const auto signature = signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1});
+  run(signature, options, {}, nullptr, [&] {
+    const DType wide = dtype_of_sums(in.dtype);
+    const std::size_t item = size_of(in.dtype);
+    const std::size_t wide_item = size_of(wide);
+    const std::size_t chunk = kChunkBytes / places_.size() / item + 1;
+    const int here = machine_of(rank_);
+    for (std::size_t begin = 0; begin < out.count; begin += chunk) {
+      const std::size_t count = std::min(chunk, out.count - begin);
+      std::byte* const partial = own_[0].of(*inner_, places_.size() * count * wide_item);
+      std::byte* const received = parts_[0].of(*inner_, machines_.size() * count * wide_item);
+      for (int m = 0; m < machines(); ++m) {
+        if (m != here) {
+          post_receive(partner(m), received + static_cast<std::size_t>(m) * count * wide_item,
+                       count * wide_item);
+        }
+      }
+      std::byte* mine = nullptr;
+      // Begin with the next machine, so that not all send to the same one at a time.
+      std::size_t next = 0;
+      for (int m = 0; m <= here; ++m) next += ranks_of(m).size();
+      for (std::size_t j = 0; j < order_.size(); ++j) {
+        const std::size_t i = (next + j) % order_.size();
+        const int q = order_[i];
+        const int worker = local_of(q) % width();
+        std::byte* source = in.data + (static_cast<std::size_t>(q) * out.count + begin) * item;
+        if (wide != in.dtype) {
+          std::byte* const packed = packed_.of(*inner_, count * wide_item);
+          host::convert(wide, packed, in.dtype, source, count, 1.0F);
+          source = packed;
+        }
+        std::byte* const target = partial + i * count * wide_item;
+        const TensorView from = view_of(source, count, wide);
+        const TensorView to = view_of(target, count, wide);
+        inside(2, [&](const CallOptions& o) {
+          inner_->reduce({&from, 1},
+                         worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
+                         summed(op), worker, o);
+        });
+        if (q == rank_) mine = target;
+        if (worker != local_of(rank_) || is_here(q)) continue;
+        post_send(q, target, count * wide_item);
+        progress();
+      }
+      std::vector<const std::byte*> sources;
+      for (int m = 0; m < machines(); ++m) {
+        if (m != here) await_received(partner(m));
+        sources.push_back(m == here ? mine
+                                    : received + static_cast<std::size_t>(m) * count * wide_item);
+      }
+      std::byte* const sums = results_[0].of(*inner_, count * wide_item);
+      host::reduce(wide, summed(op), sums, nullptr, sources, count);
+      finish_sums(wide, op, places_.size(), sums, in.dtype, out.data + begin * item, count);
+      await_all_sent();
+    }
+  });
+}
+
+}  // namespace fastdist::net

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,46 @@ class RankError(AssertionError):
         super().__init__("\n".join(f"rank {r}: {e}" for r, e in sorted(errors.items())))
 
 
+def run_in_threads(
+    makers: Sequence[Callable[[], Communicator]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    limit_s: float,
+) -> list[Any]:
+    """Run a function of each rank's communicator in a thread that makes the communicator."""
+    results: list[Any] = [None] * len(makers)
+    errors: dict[int, BaseException | str] = {}
+    communicators: list[Communicator] = []
+
+    def body(rank: int, make: Callable[[], Communicator]) -> None:
+        try:
+            comm = make()
+            communicators.append(comm)
+            try:
+                results[rank] = function(comm, *args)
+            except BaseException:
+                comm.close()
+                raise
+        except BaseException:
+            errors[rank] = traceback.format_exc()
+
+    threads = [
+        threading.Thread(target=body, args=numbered, daemon=True) for numbered in enumerate(makers)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        errors[-1] = f"still running after {limit_s} s"
+    if errors:
+        raise RankError(errors)
+    for communicator in communicators:
+        communicator.close()
+    return results
+
+
 class ThreadRanks:
     """Ranks as threads of this process, fresh for every call."""
 
@@ -36,30 +76,8 @@ class ThreadRanks:
         self.size = size
 
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
-        results: list[Any] = [None] * self.size
-        errors: dict[int, BaseException | str] = {}
-
-        def body(comm: Communicator) -> None:
-            try:
-                results[comm.rank] = function(comm, *args)
-            except BaseException:
-                errors[comm.rank] = traceback.format_exc()
-                comm.close()
-
-        communicators = fastdist.local_group(self.size)
-        threads = [threading.Thread(target=body, args=(c,), daemon=True) for c in communicators]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + limit_s
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
-            errors[-1] = f"still running after {limit_s} s"
-        if errors:
-            raise RankError(errors)
-        for communicator in communicators:
-            communicator.close()
-        return results
+        makers = [lambda c=c: c for c in fastdist.local_group(self.size)]
+        return run_in_threads(makers, function, args, limit_s)
 
     def close(self) -> None:
         pass

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +16,7 @@ from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.net import NetEngine
 from fastdist.errors import CollectiveMismatchError
-from ranks import RankError
+from ranks import run_in_threads
 from reference import SMALL_FLOATS, reduced
 
 TIMEOUT_S = 60.0
@@ -53,34 +50,8 @@ class MachineThreads:
         return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
 
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
-        results: list[Any] = [None] * self.size
-        errors: dict[int, BaseException | str] = {}
-        communicators: list[Communicator] = []
-
-        def body(rank: int, make: Callable[[], NetEngine]) -> None:
-            try:
-                comm = Communicator(make(), TIMEOUT_S)
-                communicators.append(comm)
-                results[rank] = function(comm, *args)
-            except BaseException:
-                errors[rank] = traceback.format_exc()
-
-        threads = [
-            threading.Thread(target=body, args=(rank, make), daemon=True)
-            for rank, make in enumerate(self.makers())
-        ]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + limit_s
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
-            errors[-1] = f"still running after {limit_s} s"
-        if errors:
-            raise RankError(errors)
-        for comm in communicators:
-            comm.close()
-        return results
+        makers = [lambda make=make: Communicator(make(), TIMEOUT_S) for make in self.makers()]
+        return run_in_threads(makers, function, args, limit_s)
 
     def close(self) -> None:
         pass

@@ -91,7 +91,7 @@ Signature signature_of(Signature call, TensorViews arrays) noexcept {
 Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> counts) noexcept {
   Signature call = signature_of({.op = Op::kAllToAll}, arrays);
   if (counts.empty()) return call;
-  std::uint64_t hash = 0;
+  std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
   const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
   for (const std::size_t c : counts) mix(c);
   for (const TensorView& a : arrays) mix(static_cast<std::uint64_t>(a.dtype));

@@ -26,11 +26,7 @@ constexpr int kSpinsPerClock = 32;
 constexpr std::chrono::seconds kLongestAccess{1};
 
 Layout layout_of(int ranks, const Tuning& tuning) {
-  return {ranks,
-          tuning.slot_bytes,
-          tuning.chunk_bytes,
-          tuning.ring_chunks * tuning.chunk_bytes,
-          tuning.lane_bytes,
+  return {ranks, tuning.slot_bytes, tuning.chunk_bytes, tuning.ring_chunks * tuning.chunk_bytes,
           tuning.lane_chunks * tuning.lane_bytes};
 }
 

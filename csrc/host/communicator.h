@@ -10,6 +10,7 @@
 // soon as all headers of a call have been seen.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -242,7 +243,8 @@ class HostCommunicator final : public BlockingCommunicator {
   std::uint64_t sequence_ = 0;
   std::size_t position_ = 0;  // in the rings, the same on all ranks
   CopyToPeers copy_to_peers_;
-  Wait wait_{};                              // of the current collective
+  alignas(kCacheLine) std::array<std::byte, kBlock> scratch_{};  // results on their way
+  Wait wait_{};                                                  // of the current collective
   std::vector<const std::byte*> sources_;    // of the current collective, per rank
   std::vector<std::byte*> targets_;          // of the current collective, per rank
   std::vector<Range> outgoing_, incoming_;   // of the current collective, per rank

@@ -143,7 +143,6 @@ struct Layout {
   std::size_t slot_bytes;   // payload of a slot
   std::size_t chunk_bytes;  // most bytes of input per round
   std::size_t ring_bytes;   // a multiple of chunk_bytes
-  std::size_t lane_bytes;   // most bytes of a send per round
   std::size_t lane_ring_bytes;
 
   [[nodiscard]] std::size_t slot(int parity) const noexcept {
@@ -152,14 +151,11 @@ struct Layout {
   }
   [[nodiscard]] std::size_t inputs() const noexcept { return align(slot(2)); }
   [[nodiscard]] std::size_t results() const noexcept { return inputs() + align(ring_bytes); }
-  // For this rank alone: a block of results on its way to several places.
-  [[nodiscard]] std::size_t scratch() const noexcept {
+  [[nodiscard]] std::size_t lane_ring(int peer) const noexcept {
     const std::size_t most_parts = ring_bytes / least_chunk();
     const std::size_t slices = ring_bytes / static_cast<std::size_t>(ranks);
-    return results() + align(slices + most_parts * kCacheLine);
-  }
-  [[nodiscard]] std::size_t lane_ring(int peer) const noexcept {
-    return scratch() + kBlock + static_cast<std::size_t>(peer) * align(lane_ring_bytes);
+    return results() + align(slices + most_parts * kCacheLine) +
+           static_cast<std::size_t>(peer) * align(lane_ring_bytes);
   }
   [[nodiscard]] std::size_t bytes() const noexcept { return lane_ring(ranks); }
 

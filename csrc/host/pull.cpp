@@ -122,11 +122,11 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
     const std::size_t chunk = chunk_for(source_bytes, layout_.least_chunk(), tuning_.chunk_bytes);
     return std::max(kCacheLine, chunk / parts / kCacheLine * kCacheLine);
   };
-  const auto turn_of = [&](std::size_t chunk) {
+  const auto turn_with = [&](std::size_t chunk) {
     return Turn(position_, chunk * parts, layout_.ring_bytes);
   };
   const std::size_t own_chunk = chunk_of(plan.source.bytes());
-  const Turn own_turn = turn_of(own_chunk);
+  const Turn own_turn = turn_with(own_chunk);
   const auto part = [](const Range& whole, std::size_t round, std::size_t chunk) {
     const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
     return Range{begin, std::min(whole.end, begin + chunk)};
@@ -187,7 +187,8 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
       const Range take = part(incoming_[q], round, chunk);
       if (take.size() == 0) continue;
       await(p, peer(p).control->exposed, progress(sequence_, round + 1));
-      const std::byte* staged = input_of(p, turn_of(chunk), round) + (plan.shared ? 0 : r * chunk);
+      const std::byte* staged =
+          input_of(p, turn_with(chunk), round) + (plan.shared ? 0 : r * chunk);
       plan.target.for_each_piece(
           take.begin, take.end,
           [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {

@@ -72,15 +72,9 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
                                      int root, const CallOptions& options) {
   Signature signature = rooted(name, root);
   signature.reduce_op = op;
-  if (in.size() == 1) {
-    signature.order = static_cast<std::uint16_t>(in[0].order);
-  } else {
-    signature.list = list_hash(in);
-  }
+  signature = signature_of(signature, in);
   for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
-    signature.dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
-    signature.count = inputs.bytes() / size_of(signature.dtype);
     const Results results = name == Op::kAllReduce ? Results::kEverywhere
                             : name == Op::kReduce  ? Results::kAtRoot
                                                    : Results::kOwnSlice;
@@ -96,7 +90,7 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
         !run_in.empty() && !run_out.empty() && run_in[0].data == run_out[0].data;
     reduce_run({.in = std::move(inputs),
                 .out = ArrayList(run_out),
-                .dtype = signature.dtype,
+                .dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype,
                 .op = op,
                 .results = results,
                 .root = root,
@@ -187,7 +181,7 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   const std::size_t share = own ? bytes / n : round_up((bytes + n - 1) / n, kCacheLine);
   const std::size_t begin = std::min(bytes, r * share);
   const std::size_t end = std::min(bytes, begin + share);
-  std::byte* scratch = me().block + layout_.scratch();
+  std::byte* scratch = scratch_.data();
   begin_access();
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) check_active(p);
@@ -301,7 +295,7 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
   }
   constexpr std::size_t kCopied = kBlock / 2;  // which the first-level cache then still holds
   std::byte* result = result_of(rank_, turn, round);
-  std::byte* scratch = me().block + layout_.scratch();
+  std::byte* scratch = scratch_.data();
   const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
   const bool copies = copy_to_peers_.past_caches();
   const bool exposes = call.results == Results::kEverywhere ||
@@ -324,8 +318,9 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
           const std::size_t out_at =
               call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
           std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
-          std::byte* sum = keeps && !call.stream ? out : scratch;
-          std::byte* also = copies || !exposes ? nullptr : result + offset;
+          std::byte* shared = exposes && !copies ? result + offset : nullptr;
+          std::byte* sum = keeps && !call.stream ? out : keeps || copies ? scratch : shared;
+          std::byte* also = sum == shared ? nullptr : shared;
           host::reduce(call.dtype, call.op, sum, also, sources_, part / item);
           if (keeps && call.stream) copy(out, sum, part, true);
           if (exposes && copies) copy_to_peers_(result + offset, sum, part);

@@ -25,7 +25,7 @@ std::size_t last_level_cache_bytes() {
 Tuning tuning_for(int ranks) {
   Tuning tuning;
   const auto n = static_cast<std::size_t>(ranks);
-  // All lanes of a rank together use 2 MiB.
+  // All lanes of a rank together use at most 2 MiB, or 32 KiB each.
   const std::size_t share = (std::size_t{2} << 20) / n;
   tuning.lane_bytes =
       std::clamp(share / tuning.lane_chunks, std::size_t{16} << 10, tuning.lane_bytes);

@@ -48,8 +48,9 @@ class Launch:
     """A rank and its job, as set by the launcher.
 
     Attributes:
-        launcher: "fastdist run", "torchrun", "environment" (RANK and WORLD_SIZE set by hand),
-            "openmpi", "hydra" (MPICH, Intel MPI), "srun" or "init" (arguments of `fastdist.init`).
+        launcher: "fastdist run", "fastdist.launch", "torchrun", "environment" (RANK and WORLD_SIZE
+            set by hand), "openmpi", "hydra" (MPICH, Intel MPI), "srun" or "init" (arguments of
+            `fastdist.init`).
         rank: from 0 to world_size - 1.
         world_size: number of ranks in the job, on all machines.
         local_rank: from 0 to local_world_size - 1, among the ranks of this machine.

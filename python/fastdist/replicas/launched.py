@@ -6,13 +6,19 @@ import json
 import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+from fastdist.cluster.launch import detect_launch, note_launch
 
 
 def main(folder: Path, replica: int) -> int:
     """Call the function pickled in the folder; write its result or error there."""
     import cloudpickle  # type: ignore[import-untyped]
 
+    launch = detect_launch()
+    assert launch is not None
+    note_launch(replace(launch, launcher="fastdist.launch"))
     sys.path[:] = json.loads((folder / "path").read_text())
     try:
         fn, args, kwargs = pickle.loads((folder / "call").read_bytes())

@@ -26,9 +26,9 @@ class MirroredStrategy(ReplicatedStrategy):
     only if they fail, and end with this process.
 
     Args:
-        devices: devices of the replicas; None: every GPU, or else one CPU. `["cpu:0", "cpu:1"]`
-            makes two replicas on the CPU. Under a launcher: one device per process, or one device
-            for all processes.
+        devices: devices of the replicas; None: those of the replicas that run already, or else
+            every GPU, or else one CPU. `["cpu:0", "cpu:1"]` makes two replicas on the CPU. Under a
+            launcher: one device per process, or one device for all processes.
         options: communication options.
 
     Raises:
@@ -57,17 +57,20 @@ def replica_of_machine(
 
     Args:
         strategy: name of the strategy, for messages.
-        given: devices of the replicas; None: every GPU, or else one CPU.
+        given: devices of the replicas; None: those of the replicas that run already, or else every
+            GPU, or else one CPU.
         options: communication options.
 
     Raises:
         ClusterConfigError: the processes do not fit the devices.
     """
-    is_started = started_replica() is not None
+    replica = started_replica()
     launch = detect_launch()
-    if is_started or launch is None or launch.world_size == 1:
+    if replica is not None or launch is None or launch.world_size == 1:
+        if replica is not None and given is None:
+            given = usable_devices(replica.devices, "devices")
         own = given or every_device()
-        if len(own) == 1 and not is_started:
+        if len(own) == 1 and replica is None:
             return own[0], None
         place = join_replicas(strategy, own)
         use_own_cores(len(own))

@@ -30,7 +30,7 @@ class CentralStorageStrategy(ReplicatedStrategy):
     does not, since another replica may load first.
 
     Args:
-        compute_devices: devices of the replicas; None: every GPU, or else one CPU.
+        compute_devices: devices of the replicas; None: as in `MirroredStrategy`.
         parameter_device: device of parameters and optimizer states; None: the compute device if
             there is only one, else the CPU.
         options: communication options.

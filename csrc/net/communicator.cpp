@@ -75,7 +75,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   options_ = &options;
   Wait wait(calls_, options.whole != nullptr ? *options.whole : signature, options.caller);
   wait_ = &wait;
-  const Watcher watcher(*this, wait);
+  const Watcher watcher(*this, wait, true);
   watcher_ = &watcher;
   const Signature& call = wait.signature;
   Record own{{sequence_, call.packed(), call.count, call.list}, {}};

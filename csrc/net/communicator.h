@@ -137,17 +137,21 @@ class NetCommunicator final : public BlockingCommunicator {
   // Makes waits within the machine notice what happens beyond it.
   class Watcher final : public Caller {
    public:
-    Watcher(NetCommunicator& communicator, Wait& wait) : communicator_(communicator), wait_(wait) {}
+    // Of a collective if `moves` is true: bytes for other machines move on meanwhile.
+    Watcher(NetCommunicator& communicator, Wait& wait, bool moves)
+        : communicator_(communicator), wait_(wait), moves_(moves) {}
     [[nodiscard]] std::string location() const override { return wait_.caller->location(); }
     void check_interrupt() const override {
       wait_.caller->check_interrupt();
       communicator_.check_failures(wait_);
+      if (moves_) communicator_.progress();
     }
     void may_block() const override { wait_.caller->may_block(); }
 
    private:
     NetCommunicator& communicator_;
     Wait& wait_;
+    bool moves_;
   };
 
   // Memory that the ranks of the machine can read, which grows as needed.

@@ -67,7 +67,7 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
   transfer(signature, ++peer(dst).sent, options, [&](Wait& wait) {
     if (!is_here(dst)) return send_across(in, dst, wait, options);
-    const Watcher watcher(*this, wait);
+    const Watcher watcher(*this, wait, false);
     try {
       inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {
@@ -80,7 +80,7 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
   const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
   transfer(signature, ++peer(src).received, options, [&](Wait& wait) {
     if (!is_here(src)) return recv_across(out, src, wait, options);
-    const Watcher watcher(*this, wait);
+    const Watcher watcher(*this, wait, false);
     try {
       inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &signature});
     } catch (const Error& error) {

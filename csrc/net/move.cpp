@@ -148,13 +148,21 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
       from[static_cast<std::size_t>(q)] = peer(q).stream.to_receive();
       post_receive(q, out.data + static_cast<std::size_t>(q) * bytes, bytes);
     }
+    std::vector<std::uint64_t> to(machines_.size());
     for (int step = 1; step < machines(); ++step) {
-      post_send(partner((here + step) % machines()), in.data, bytes);
+      const int m = (here + step) % machines();
+      to[static_cast<std::size_t>(m)] = peer(partner(m)).stream.to_send();
+      post_send(partner(m), in.data, bytes);
     }
     progress();
     gather_here(in, out.data, -1);
     for (std::size_t begin = 0; begin < bytes; begin += kChunkBytes) {
       const std::size_t end = std::min(bytes, begin + kChunkBytes);
+      // A rank that waits for others of its machine hardly sends. So all send a piece before any
+      // waits for others to share it; else the machines may wait for each other.
+      for (int m = 0; m < machines(); ++m) {
+        if (m != here) await_sent(partner(m), to[static_cast<std::size_t>(m)] + end);
+      }
       for (const int q : order_) {
         if (is_here(q)) continue;
         const int reader = local_of(q) % width();

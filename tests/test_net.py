@@ -197,3 +197,22 @@ def check_compared_with_others(comm: Communicator) -> int:
 def test_calls_of_other_engines_are_compared_in_order(places: Places) -> None:
     ranks = MachineThreads(places)
     assert ranks.run(check_compared_with_others) == [ranks.size] * ranks.size
+
+
+def gather_more_than_links_hold(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    x = np.full(4_000_000, r + 1.0, np.float32)
+    for _ in range(3):
+        gathered = comm.all_gather(x, timeout=5.0).reshape(n, -1)
+        assert (gathered[:, -1] == np.arange(1, n + 1)).all()
+        assert (comm.broadcast(x.copy(), 1, timeout=5.0) == 2).all()
+        assert (comm.all_reduce(x.copy(), timeout=5.0) == n * (n + 1) / 2).all()
+        assert (comm.reduce_scatter(x, timeout=5.0) == n * (n + 1) / 2).all()
+        received = comm.all_to_all(x, timeout=5.0).reshape(n, -1)
+        assert (received[:, 0] == np.arange(1, n + 1)).all()
+        joined = comm.gather(x, 0, timeout=5.0)
+        assert joined is None or joined[-1] == n
+
+
+def test_arrays_that_fill_the_links() -> None:
+    MachineThreads(((0, 1), (2, 3))).run(gather_more_than_links_hold)

@@ -41,8 +41,9 @@ struct Signature {
 // Computes `Signature::list` for a list of arrays; never 0.
 [[nodiscard]] std::uint64_t list_hash(TensorViews arrays) noexcept;
 
-[[nodiscard]] constexpr Signature rooted(Op op, int root) noexcept {
-  return {.op = op, .root = static_cast<std::int16_t>(root)};
+[[nodiscard]] constexpr Signature rooted(Op op, int root,
+                                         ReduceOp reduce_op = ReduceOp::kSum) noexcept {
+  return {.op = op, .reduce_op = reduce_op, .root = static_cast<std::int16_t>(root)};
 }
 
 // Returns `call` with the fields that describe `arrays` filled in.

@@ -211,6 +211,7 @@ class HostCommunicator final : public BlockingCommunicator {
   // pull.cpp
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
   void pull_announced(const PullPlan& plan, bool stages_input);
+  [[nodiscard]] bool stages_input_of(int p) noexcept;
   void pull_staged(const PullPlan& plan, bool stages_input, bool stream);
 
   // lanes.cpp

@@ -71,7 +71,7 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
     const Header& theirs = header_of(p);
     const std::uint64_t their_input = theirs.input.load(std::memory_order_relaxed);
     const std::size_t their_bytes = theirs.output.load(std::memory_order_relaxed);
-    const bool is_staged = their_input == 0 && their_bytes > tuning_.slot_bytes;
+    const bool is_staged = stages_input_of(p);
     if (is_staged) most_staged = std::max(most_staged, their_bytes);
     if (take.size() == 0) continue;
     if (p == rank_) {
@@ -108,9 +108,17 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
   }
   if (accesses) end_access();
   if (any_staged) pull_staged(plan, stages_input, stream);
-  if (most_staged != 0)
+  if (most_staged != 0) {  // from the headers, and so the same on all ranks
     position_ = round_up(position_ + most_staged, kCacheLine) % layout_.ring_bytes;
+  }
   publish(me().control->consumed, progress(sequence_, kAllRounds));
+}
+
+// Returns whether rank p's input goes through its staging area.
+bool HostCommunicator::stages_input_of(int p) noexcept {
+  const Header& theirs = header_of(p);
+  return theirs.input.load(std::memory_order_relaxed) == 0 &&
+         theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
 }
 
 void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool stream) {
@@ -134,11 +142,7 @@ void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool
   const auto chunk_from = [&](int p) {
     return chunk_of(header_of(p).output.load(std::memory_order_relaxed));
   };
-  const auto staged_from = [&](int p) {
-    const Header& theirs = header_of(p);
-    return p != rank_ && theirs.input.load(std::memory_order_relaxed) == 0 &&
-           theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
-  };
+  const auto staged_from = [&](int p) { return p != rank_ && stages_input_of(p); };
   std::size_t give_rounds = 0;
   std::size_t take_rounds = 0;
   for (int p = 0; p < size(); ++p) {

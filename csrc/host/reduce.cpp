@@ -70,9 +70,7 @@ void HostCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
 // Splits a list into runs of one dtype; every run's header has the hash of the whole list.
 void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name,
                                      int root, const CallOptions& options) {
-  Signature signature = rooted(name, root);
-  signature.reduce_op = op;
-  signature = signature_of(signature, in);
+  const Signature signature = signature_of(rooted(name, root, op), in);
   for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
     const Results results = name == Op::kAllReduce ? Results::kEverywhere

@@ -30,9 +30,7 @@ void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
 
 void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
                               const CallOptions& options) {
-  Signature signature = rooted(Op::kReduce, root);
-  signature.reduce_op = op;
-  Call call(*this, signature_of(signature, in), options);
+  Call call(*this, signature_of(rooted(Op::kReduce, root, op), in), options);
   Group group(*this, options);
   for (std::size_t i = 0; i < in.size(); ++i) {
     reduce_one(in[i], rank_ == root ? out[i] : in[i], op, root, options);

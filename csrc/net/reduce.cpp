@@ -87,9 +87,7 @@ void NetCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int r
 // Splits a list into runs of one dtype; every run's record has the hash of the whole list.
 void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                                     const CallOptions& options) {
-  Signature signature = rooted(name, root);
-  signature.reduce_op = op;
-  signature = signature_of(signature, in);
+  const Signature signature = signature_of(rooted(name, root, op), in);
   const bool is_compressed = options.whole != nullptr && options.whole->compress.has_value();
   for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
@@ -110,8 +108,6 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
         .chunks = 0,
         .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
         .direct = links_.reduces_directly(machines(), static_cast<double>(count * size_of(dtype)))};
-    signature.dtype = dtype;
-    signature.count = count;
     run(signature, options, run_in, [&] { reduce_payloads(call); }, [&] { reduce_chunks(call); });
   });
 }

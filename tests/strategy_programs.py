@@ -5,6 +5,7 @@ A test hands a function to `strategies.run`, which calls it with a strategy once
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import random
@@ -171,17 +172,41 @@ class ProgramsContract:
             if strategy.num_replicas_in_sync == 1:
                 return
             model = nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-            def step(x: torch.Tensor) -> None:
-                optimizer.zero_grad()
+            def with_an_optimizer(x: torch.Tensor) -> None:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 model(x).square().sum().backward()
                 optimizer.step()
 
-            first, second = strategy.distribute_dataset(rows(16), global_batch_size=8)
-            strategy.run(step, (first,))
-            with pytest.raises(ValueError, match=r"made outside the scope.*strategy\.scope\(\)"):
-                strategy.run(step, (second,))
+            def by_hand(x: torch.Tensor) -> None:
+                model(x).sum().backward()
+                model.weight.data.sub_(model.weight.grad)
+                model.zero_grad()
+
+            class Trainer:
+                def __init__(self) -> None:
+                    self.parts = {"model": model}
+
+                def step(self, x: torch.Tensor, scale: float = 1.0) -> None:
+                    self.helper(x * scale)
+
+                def helper(self, x: torch.Tensor) -> None:
+                    self.parts["model"](x).sum().backward()
+
+            compiled = torch.compile(by_hand, backend="eager")
+            trainer = Trainer()
+            scaled = functools.partial(trainer.step, scale=2.0)
+            (batch,) = strategy.distribute_dataset(rows(8), global_batch_size=8)
+            for step in (with_an_optimizer, by_hand, trainer.step, scaled, compiled, by_hand):
+                with pytest.raises(ValueError, match=r"Linear's \w+ was made outside the scope"):
+                    strategy.run(step, (batch,))
+            with pytest.raises(ValueError, match=r"Linear's \w+ was made outside the scope"):
+                strategy.run(lambda given, x: given(x).sum().backward(), (nn.Linear(4, 1), batch))
+            average = torch.optim.swa_utils.AveragedModel(model)  # is not trained
+            strategy.run(lambda x: average.update_parameters(model), (batch,))
+            model(torch.ones(1, 4)).sum().backward()  # not in run
+            model.requires_grad_(False)
+            strategy.run(lambda x: model(x).sum(), (batch,))
 
         strategies.run(case)
 
@@ -220,6 +245,8 @@ class ProgramsContract:
             def uneven() -> None:
                 fd.get_replica_context().all_reduce("sum", torch.ones(1 + replica_id()))
 
+            if strategy.num_replicas_in_sync == 1:
+                return
             with pytest.raises(CollectiveMismatchError) as caught:
                 strategy.run(uneven)
             lines = str(caught.value).splitlines()[1:]
@@ -239,6 +266,9 @@ class ProgramsContract:
                 model(x).sum().backward()
 
             (batch,) = strategy.distribute_dataset(rows(1), global_batch_size=4)
+            if strategy.num_replicas_in_sync == 1:
+                strategy.run(step, (batch,))
+                return
             error: type[FastdistError] = PeerFailureError
             message = "rank [0-9] "
             if strategy.local_replica_ids[0] > 0:
@@ -475,6 +505,38 @@ class ProgramsContract:
                     assert expert.running_mean.tolist() == pytest.approx(
                         [100.0 * i] * expert.num_features
                     )
+
+        strategies.run(case)
+
+    def test_buffers_that_are_written_without_backward(self, strategies: Any) -> None:
+        def forward(strategy: Strategy, norm: nn.Module, values: torch.Tensor) -> list[Any]:
+            return [
+                strategy.run(lambda x: norm(x).sum(), (batch,))
+                for batch in strategy.distribute_dataset(values, global_batch_size=16)
+            ]
+
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                norm = nn.BatchNorm1d(2, momentum=1.0)
+            values = rows(2 * n + 3, 2)  # divided unevenly
+            results = forward(strategy, norm, values)
+            strategy.check_in_sync()
+            require_close([norm.running_mean], [values.mean(0)], 1e-6)
+            assert norm.num_batches_tracked.item() == 1
+            results = forward(strategy, norm, -values)
+            strategy.reduce("sum", results[0])
+            require_close([norm.running_mean], [-values.mean(0)], 1e-6)
+
+            def skipping(x: torch.Tensor) -> None:
+                loss = norm(x).square().sum()
+                if replica_id():
+                    loss.backward()
+
+            if n > 1:
+                (batch,) = strategy.distribute_dataset(values, global_batch_size=16)
+                with pytest.raises(CollectiveMismatchError, match="in skipping"):
+                    (strategy.run(skipping, (batch,)), strategy.reduce("sum", 1.0))
 
         strategies.run(case)
 

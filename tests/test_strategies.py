@@ -107,7 +107,12 @@ def strategies(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 class Contract(
-    StrategyContract, TrainingContract, MembersContract, VariableContract, MetricsContract
+    StrategyContract,
+    TrainingContract,
+    MembersContract,
+    VariableContract,
+    MetricsContract,
+    ProgramsContract,
 ):
     """The whole contract."""
 
@@ -279,20 +284,12 @@ def test_devices_that_are_not_there() -> None:
             make("cpu:0")
         with pytest.raises(ValueError, match="'nonsense' is not a torch device"):
             make(["nonsense"])
+        for kind in ("meta", "hpu"):
+            with pytest.raises(ValueError, match=f"{kind} cannot be used"):
+                make([kind, kind])
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):
             fd.MirroredStrategy(["cuda:0", "cuda:1"])
-
-
-class TestProgramsMirrored(ProgramsContract):
-    sizes = (2,)
-    slow_sizes = (3,)
-    make = staticmethod(TestMirrored.make)
-
-
-class TestProgramsCentral(ProgramsContract):
-    sizes = (2,)
-    make = staticmethod(TestCentralStorage.make)
 
 
 class TestModulesMirrored(StrategyModules):

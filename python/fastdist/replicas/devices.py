@@ -57,24 +57,32 @@ def usable_device(name: str | torch.device) -> torch.device:
             raise ValueError(f"{device} cannot be used: this machine has GPUs 0 to {gpus - 1}")
         return device
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        torch.ones(1, device=device).item()
+    except Exception as error:  # each device module raises others
         raise ValueError(f"{device} cannot be used: {error}") from None
     return device
 
 
 def usable_devices(names: Sequence[str | torch.device], argument: str) -> list[torch.device]:
-    """Convert each name by `usable_device`.
+    """Convert each name of a replica's device by `usable_device`.
 
     Raises:
         TypeError: the names are not a sequence.
-        ValueError: the sequence is empty, or torch cannot use a device.
+        ValueError: the sequence is empty, torch cannot use a device, or there are several that are
+            neither CPUs nor GPUs of CUDA.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(f'{argument} must be a list, such as ["cpu:0", "cpu:1"], got {names!r}')
     if not names:
         raise ValueError(f"{argument} must not be empty; None uses all GPUs, or else the CPU")
-    return [usable_device(name) for name in names]
+    devices = [usable_device(name) for name in names]
+    for device in devices:
+        if len(devices) > 1 and device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"several replicas can be on cpu and cuda devices, got {device}; for the cores of "
+                "a TPU there is fd.TPUStrategy"
+            )
+    return devices
 
 
 def use_own_cores(replicas: int) -> None:

@@ -37,6 +37,7 @@ from fastdist.training.modules import (
     sparse_parameters,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
+from fastdist.training.outside import OutsideParameters
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -108,6 +109,7 @@ class AdoptedModules:
         self._accumulation = Accumulation()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
+        self._outside = OutsideParameters(self.has)
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
 
@@ -302,8 +304,9 @@ class AdoptedModules:
             self._central.take_parameters(self.workers, self._central.moved())
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """A context manager around the user's function."""
+    def run(self, fn: Callable[..., Any], given: Any) -> Iterator[None]:
+        """A context manager around the user's function; `given` is its pair of args and kwargs."""
+        self._outside.watch(fn, given)
         if self._central is not None and self.workers is not None:
             self.workers.barrier()  # what replicas have written between runs is there
             self._central.note_versions()
@@ -312,6 +315,11 @@ class AdoptedModules:
         if self._central is not None and self.workers is not None:
             self._central.require_unchanged()
             self.workers.barrier()  # no replica writes while another one computes
+
+    def average_buffers(self) -> None:
+        """Average the buffers that runs without backward have written. Every replica must call."""
+        if self.sync is not None:
+            self.sync.average_buffers()
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
         """Call `call` with the component of a variable. Every replica must call.

@@ -147,7 +147,7 @@ class ReplicatedStrategy(Strategy):
         self._members.refresh()
         self._is_running = True
         try:
-            with scope, self._members.run():
+            with scope, self._members.run(fn, given):
                 result = self._call(fn, given, examples, seed)
         except BaseException:
             self._leave()
@@ -239,6 +239,7 @@ class ReplicatedStrategy(Strategy):
             if examples is not None and examples.count(examples[0]) != len(examples):
                 weights = [examples[self.local_replica_ids[0]] / sum(examples)]
         with self._talking() as workers:
+            self._members.average_buffers()
             return reduce_values(workers, op, self.local_results(value), axis, weights)
 
     def update(
@@ -257,6 +258,7 @@ class ReplicatedStrategy(Strategy):
 
     def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
         with self._talking() as workers:
+            self._members.average_buffers()
             return gather_values(workers, self.local_results(value), axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -284,6 +286,7 @@ class ReplicatedStrategy(Strategy):
         """
         with self._talking():
             self._members.refresh()
+            self._members.average_buffers()
             self._members.require_in_sync()
 
 

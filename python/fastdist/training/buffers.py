@@ -1,10 +1,10 @@
 """Keeps the buffers of modules, such as BatchNorm's running statistics, equal on all replicas.
 
-At the end of backward, each buffer that forward has written is replaced by its mean over replicas,
-weighted by examples. Running statistics are linear in the statistics of each batch, so averaging
-them in every step gives the same result as averaging them once at the end (tf.distribute: ON_READ,
-MEAN), and reading them needs no communication. A replica that has not written a module's buffers,
-or had no examples, contributes nothing to them.
+At the end of backward, and where replicas communicate outside runs, each buffer that forward has
+written is replaced by its mean over replicas, weighted by examples. Running statistics are linear
+in the statistics of each batch, so averaging them in every step gives the same result as averaging
+them once at the end (tf.distribute: ON_READ, MEAN), and reading them needs no communication. A
+replica that has not written a module's buffers, or had no examples, contributes nothing to them.
 """
 
 from __future__ import annotations

@@ -112,6 +112,7 @@ class GradientSync:
         self._task = -1  # id of the backward under way
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
+        self._examples: tuple[int, ...] | None = None  # of the last run
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._next = 0  # next bucket to send
@@ -152,6 +153,7 @@ class GradientSync:
                 replica without examples keeps its buffers unchanged.
         """
         self._contributions.examples = examples
+        self._examples = examples
         self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
@@ -160,6 +162,23 @@ class GradientSync:
         finally:
             self._buffer_sync.restore()
             self._contributions.examples = None
+
+    def average_buffers(self) -> None:
+        """Average the buffers that forward has written since the last backward.
+
+        Every replica must call, outside a run. The question differs in dtype from that of a
+        backward, so that a replica that skipped its backward is told.
+        """
+        if not self._buffer_sync.places:
+            return
+        self._contributions.examples = self._examples
+        examples = self._contributions.own_examples()
+        self._contributions.examples = None
+        written = self._buffer_sync.weights(examples).double()
+        self._questions.all_reduce(written)
+        work = self._buffer_sync.send(self._communicator, examples, written)
+        if work is not None:
+            work.wait()
 
     @property
     def is_reducing(self) -> bool:

@@ -1,0 +1,141 @@
+"""Refuses gradients of parameters that a function uses and the strategy does not keep equal.
+
+A function's modules are looked for where Python functions have them: in its arguments, closures,
+global variables and attributes, and in the functions of the same package that it calls by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastdist.replicas.context import state
+
+_MAX_DEPTH = 6  # of the objects and functions that lead to a module
+
+
+class OutsideParameters:
+    """The trainable parameters that functions use and that are not the strategy's.
+
+    Args:
+        is_own: a method that tells whether a parameter is the strategy's.
+    """
+
+    def __init__(self, is_own: Callable[[torch.Tensor], bool]) -> None:
+        self._is_own = weakref.WeakMethod(is_own)
+        # By function, or by the object of a method: the code of those that were searched.
+        self._searched: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+        self._watched = WeakTensorKeyDictionary()
+
+    def watch(self, fn: Callable[..., Any], given: Any) -> None:
+        """Make backward of a run raise where it reaches a parameter that is not the strategy's.
+
+        Args:
+            fn: the function that runs; it is searched the first time.
+            given: its pair of args and kwargs.
+        """
+        inner = _innermost(fn)
+        owner = fn.__self__ if isinstance(fn, MethodType) else fn
+        try:
+            searched = self._searched.setdefault(owner, set())
+        except TypeError:  # cannot be a key
+            searched = set()
+        code = getattr(inner, "__code__", type(inner))  # keeps nothing that the function keeps
+        if code in searched:
+            return
+        searched.add(code)
+        is_own = self._is_own()
+        assert is_own is not None
+        for module in _modules_of(fn, given):
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and not is_own(parameter):
+                    self._watch_one(f"{type(module).__name__}'s {name}", parameter)
+
+    def _watch_one(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter in self._watched:
+            return
+        self._watched[parameter] = None
+        known = self._is_own
+
+        def refuse(reached: torch.Tensor) -> None:
+            is_own = known()
+            if state.replica is None or is_own is None or is_own(reached):
+                return
+            raise ValueError(
+                f"{name} was made outside the scope, so every replica trains a separate model: "
+                "make the module and its optimizer inside `with strategy.scope():`, or pass the "
+                "module to strategy.mirror. If it is not to be trained, call "
+                "requires_grad_(False) on it"
+            )
+
+        parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in wrappers, bound methods and partials."""
+    inner: Callable[..., Any] = inspect.unwrap(fn)
+    while isinstance(inner, (functools.partial, MethodType)):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    return inner
+
+
+def _modules_of(used: Callable[..., Any], given: Any) -> Iterator[nn.Module]:
+    package = _package(getattr(_innermost(used), "__module__", None))
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(used, 0), (given, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield value
+        else:
+            waiting += [(part, depth + 1) for part in _parts(value, package)]
+
+
+def _parts(value: Any, package: str) -> list[Any]:
+    """Return the values that lie in a value, or that a function refers to."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        if _package(value.__module__) != package:
+            return [getattr(value, "__wrapped__", None), *cells]
+        names = _names(value.__code__)
+        named = [value.__globals__[name] for name in names if name in value.__globals__]
+        return [*cells, *named, *(value.__defaults__ or ())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)[:1000]
+    if isinstance(value, dict):
+        return list(value.values())[:1000]
+    if isinstance(value, (type, ModuleType, torch.Tensor)) or not hasattr(value, "__dict__"):
+        return []
+    return list(vars(value).values()) if _package(type(value).__module__) == package else []
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names that code uses, also in the functions that it defines."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]

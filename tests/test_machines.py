@@ -375,6 +375,44 @@ def test_a_slow_link(ranks: MachineRanks) -> None:
             subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", name, "root"], timeout=20)
 
 
+LOSS = """table inet loss {
+  chain input {
+    type filter hook input priority 0;
+    iifname != "lo" numgen random mod 100 < 5 drop
+  }
+}
+"""
+
+
+def reduce_and_send(comm: Communicator) -> None:
+    for turn, size in enumerate((1, 20_000, 300_000) * 3):
+        x = np.full(size, comm.rank + turn, np.float32)
+        comm.all_reduce(x)
+        assert (x == 6 + 4 * turn).all()
+        y = np.empty(size, np.float32)
+        with comm.group():
+            comm.send(np.full(size, comm.rank, np.float32), (comm.rank + 1) % 4)
+            comm.recv(y, (comm.rank - 1) % 4)
+        assert (y == (comm.rank - 1) % 4).all()
+
+
+def test_a_link_that_loses_packets(network: Network) -> None:
+    """One packet of twenty is lost in each direction, also while the ranks connect."""
+    if shutil.which("nft") is None:
+        pytest.skip("needs nft (nftables)")
+    ranks = MachineRanks(network)
+    try:
+        for machine in (0, 1):
+            subprocess.run(
+                network.command(machine, "nft", "-f", "-"), input=LOSS, text=True, check=True
+            )
+        ranks.run(reduce_and_send)
+    finally:
+        for machine in (0, 1):
+            subprocess.run(network.command(machine, "nft", "delete", "table", "inet", "loss"))
+        ranks.close()
+
+
 def die_in_split(comm: Communicator) -> None:
     comm.barrier()
     if comm.rank == 3:

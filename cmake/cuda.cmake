@@ -152,12 +152,12 @@ if(FASTDIST_BUILDS_CUDA)
     message(FATAL_ERROR "CUDA ${oldest_cuda} or newer is needed, got ${CMAKE_CUDA_COMPILER_VERSION} "
                         "(${CMAKE_CUDA_COMPILER}); FASTDIST_CUDA=off builds without it")
   endif()
-  # Code for these chips, and PTX of the first and last for the chips between and after them.
+  # Code for these chips, which those of the same generation run too, and PTX for later ones.
   if(chosen_architectures STREQUAL "")
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
-      set(all_architectures 80 90)
+      set(all_architectures 75-real 80-real 90)
     else()
-      set(all_architectures 80 90-real 100-real 120)
+      set(all_architectures 75-real 80-real 90-real 100-real 120)
     endif()
     set(CMAKE_CUDA_ARCHITECTURES "${all_architectures}" CACHE STRING "chips to build for" FORCE)
   endif()

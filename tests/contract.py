@@ -46,6 +46,51 @@ from reference import (
 SIZES = [0, 1, 3, 17, 1000, 5_003, 70_001, 700_001]
 
 
+def check_calls_as_one(comm: Communicator) -> None:
+    n = comm.world_size
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    for size in (3, 700_001):
+        x, y, z = np.full(size, comm.rank), np.full(size, -1), np.ones(4)
+        with comm.group():
+            if n > 1:
+                comm.send(x, after)
+                assert comm.recv(y, before) is y
+            assert comm.all_reduce(z) is z
+            joined = comm.all_gather(np.array([comm.rank]))
+            best = comm.reduce(np.array([comm.rank]), "max", out=np.array([-1]))
+        assert n == 1 or set(y) == {before}
+        assert set(z) == {n}
+        assert joined.tolist() == list(range(n))
+        assert comm.rank > 0 or best[0] == n - 1
+    refused = {
+        "barrier": comm.barrier,
+        "all_gather_object": lambda: comm.all_gather_object(1),
+        "broadcast_object": lambda: comm.broadcast_object(1),
+        "split": lambda: comm.split(0),
+        "group": lambda: comm.group().__enter__(),
+        "all_to_all with splits": lambda: comm.all_to_all(np.ones(n), splits=[1] * n),
+        r"all_reduce\(async_op=True\)": lambda: comm.all_reduce(z, async_op=True),
+    }
+    if n > 1:
+        y, wrong = (
+            np.full(3, -1),
+            (lambda: comm.send("abc", after), lambda: comm.send(y, comm.rank)),
+        )
+        for call in wrong:
+            with pytest.raises((TypeError, ValueError)), comm.group():
+                (comm.recv(y, before), call())
+            with comm.group():
+                comm.send(np.full(3, comm.rank), after)
+                comm.recv(y, before)  # the one that was refused is not made
+            assert set(y) == {before}
+    for name, call in refused.items():
+        with pytest.raises(ValueError, match=f"{name} cannot be in a group"), comm.group():
+            (comm.all_reduce(z), call())  # the first is not made
+    assert set(z) == {n}
+    comm.all_reduce(z)
+    assert set(z) == {n * n}
+
+
 def inputs_of(comm: Communicator, dtype: str, size: int, seed: int) -> list[np.ndarray]:
     return [sample(dtype, size, seed, r) for r in range(comm.world_size)]
 
@@ -473,6 +518,9 @@ class CommunicatorContract:
 
     def test_all_to_all_with_splits(self, ranks: Any) -> None:
         ranks.run(check_splits)
+
+    def test_calls_as_one(self, ranks: Any) -> None:
+        ranks.run(check_calls_as_one)
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)

@@ -27,6 +27,8 @@ class Graph(ABC):
 class GpuArrays(ABC):
     """The functions of an array library that the tests need, on the thread's current stream."""
 
+    are_virtual = False
+
     @abstractmethod
     def device_count(self) -> int: ...
     @abstractmethod
@@ -135,6 +137,8 @@ class TorchArrays(GpuArrays):
 
 
 class VirtualArrays(GpuArrays):
+    are_virtual = True
+
     def __init__(self) -> None:
         import virtual_arrays
 
@@ -180,6 +184,9 @@ class VirtualArrays(GpuArrays):
     def graph(self) -> Graph:
         graph: Graph = self._virtual.Graph()
         return graph
+
+    def bytes_in_use(self, device: int) -> int:
+        return self._virtual.bytes_in_use(device)
 
 
 def choose() -> GpuArrays:

@@ -8,6 +8,7 @@ Started by test_communicator_gpu.py:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fastdist as fd
+import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
@@ -129,7 +131,7 @@ def on_given_streams(comm: Communicator) -> None:
         comm.all_reduce(np.ones(3), stream=handle)
     with pytest.raises(TypeError, match="stream must be a stream of torch"):
         comm.all_reduce(x, stream="side")
-    if os.environ.get("FASTDIST_NCCL_BLOCKING") == "0":
+    if os.environ.get("NCCL_COMM_BLOCKING") == "0":
         with pytest.raises(ValueError, match="the per-thread default stream needs"):
             comm.all_reduce(x, stream=2)
 
@@ -219,6 +221,108 @@ def bad_arrays(comm: Communicator) -> None:
     assert arrays.is_full(x, comm.world_size)
 
 
+def registering(comm: Communicator) -> None:
+    x, many = arrays.full(1000, 1), [arrays.full(size, 1) for size in (3, 0, 5000)]
+    lent = [comm.register(x), comm.register(many)]
+    for turn in range(3):
+        comm.all_reduce(x)
+        comm.all_reduce(many)
+        assert arrays.is_full(x, comm.world_size ** (turn + 1))
+        assert arrays.is_full(many[2], comm.world_size ** (turn + 1))
+        if turn == 0:
+            lent.pop().close()
+    with pytest.raises(ValueError, match="register is for arrays on GPUs"):
+        comm.register(np.ones(3))
+    comm.close()
+    del lent
+
+
+def in_memory_of_nccl(comm: Communicator) -> None:
+    """The functions by which torch allocates, and a tensor by them where there is torch."""
+    if arrays.are_virtual:
+        functions = ctypes.CDLL(_core.__file__)
+        functions.fastdist_allocate.restype = ctypes.c_void_p
+        comm.all_reduce(arrays.full(3, 1))
+        address = functions.fastdist_allocate(ctypes.c_size_t(1000), 0, None)
+        assert _core.cuda_device_of(address) == comm.rank % arrays.device_count()
+        functions.fastdist_free(ctypes.c_void_p(address), ctypes.c_size_t(1000), 0, None)
+        assert _core.cuda_device_of(address) is None
+        return
+    import torch
+
+    pool = comm.memory_pool()
+    with torch.cuda.use_mem_pool(pool):
+        x = torch.ones(1000, device="cuda")
+    lent = comm.register(x)
+    comm.all_reduce(x)
+    assert arrays.is_full(x, comm.world_size)
+    lent.close()
+
+
+def between_two(comm: Communicator) -> None:
+    """Sends and receives that are called in any order, alone and in groups."""
+    n = comm.world_size
+    after, before = (comm.rank + 1) % n, (comm.rank - 1) % n
+    items = [arrays.full(1000, comm.rank), arrays.full(7, comm.rank)]
+    sent = comm.send(items, after, async_op=True)  # connects; the caller may change its list
+    items.clear()
+    got = [arrays.full(1000, -1), arrays.full(7, -1)]
+    comm.recv(got, before)
+    assert all(arrays.is_full(array, before) for array in got)
+    sent.synchronize()
+    stream = arrays.new_stream()
+    with arrays.use_stream(stream):
+        ones = arrays.full(50_000, 1)
+        handle = arrays.current_stream()
+    comm.send(ones, after, stream=handle)
+    del ones  # the call keeps it
+    arrays.full(50_000, 7)
+    comm.all_reduce(arrays.full(3, 1))
+    ones = arrays.full(50_000, -1)
+    comm.recv(ones, before)  # on another stream than what it might wait for
+    assert arrays.is_full(ones, 1)
+    for size in (1000, 300_000, 3):
+        x, y, z = arrays.full(size, comm.rank), arrays.full(size, -1), arrays.full(10, 1)
+        sent = comm.send(x, after, async_op=True)
+        comm.recv(y, before, async_op=True).wait()
+        sent.wait()
+        assert arrays.is_full(y, before)
+        received = comm.recv(x, after, async_op=True)
+        comm.all_reduce(z)  # does not wait for what is sent after it
+        assert arrays.is_full(z, n)
+        comm.send(y, before)
+        assert arrays.is_full(received.synchronize(), comm.rank)
+    if comm.rank == 0:
+        time.sleep(0.3)  # the others' calls wait until this rank connects
+    works = [comm.send(arrays.full(9, i), after, async_op=True) for i in range(5)]
+    outs = [arrays.full(9, -1) for _ in range(5)]
+    for i, out in enumerate(outs):
+        comm.recv(out, before)
+        assert arrays.is_full(out, i)
+    for work in works:
+        work.synchronize()
+
+    z, shorts = arrays.full(10, 1), arrays.full(10, 1, "int16")
+    many = [arrays.full(size, 1) for size in (3, 4)]
+    host = np.full(5, comm.rank)
+    with comm.group():
+        comm.all_reduce(z)
+        comm.send(arrays.full(9, comm.rank), after)
+        comm.all_reduce(shorts)
+        comm.send(host, before)
+        comm.all_reduce(many)
+        assert comm.recv(outs[0], before) is outs[0]
+        got = comm.recv(np.full(5, -1), after)
+    assert arrays.is_full(outs[0], before)
+    assert got.tolist() == [after] * 5
+    assert all(arrays.is_full(array, n) for array in (z, *many))
+    assert arrays.is_full(shorts, n, "int16")
+    refusal = "a call with stream or bucket_bytes cannot be in a group"
+    with pytest.raises(ValueError, match=refusal), comm.group():
+        comm.all_reduce(z, stream=arrays.current_stream())
+    comm.barrier()
+
+
 def call_again_and_again(comm: Communicator) -> None:
     """Call until an error arrives: the first call only waits on the device."""
     for _ in range(100):
@@ -235,6 +339,63 @@ def a_late_rank(comm: Communicator) -> None:
         time.sleep(2)
         with pytest.raises((CollectiveTimeoutError, PeerFailureError)):
             call_again_and_again(comm)
+
+
+def a_silent_peer(comm: Communicator) -> None:
+    """A peer that ends instead of calling its part, and one that never calls it."""
+    x = arrays.full(4, 1)
+    comm.all_reduce(x)
+    last = comm.world_size - 1
+    if comm.rank > 0:
+        comm.barrier()
+        if comm.rank == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    comm.barrier()
+    start = time.monotonic()
+    for call in (comm.recv, comm.send):
+        with pytest.raises(PeerFailureError) as failure:
+            call(x, last)
+        assert failure.value.ranks == (last,)
+    assert time.monotonic() - start < 5
+
+
+def a_peer_that_does_not_call(comm: Communicator) -> None:
+    x = arrays.full(4, 1)
+    comm.all_reduce(x)
+    if comm.rank == 0:
+        work = comm.recv(x, 1, timeout=0.5, async_op=True)
+        assert not work.is_done()
+        with pytest.raises(CollectiveTimeoutError, match=r"has not begun after 0\.1 s"):
+            work.synchronize(0.1)
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 has not called its part"):
+            work.wait()
+        assert work.is_done()
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 has not called its part"):
+            comm.recv(x, 1)
+        with pytest.raises(FastdistError, match="rank 1 has not called its part"):
+            comm.all_reduce(x)  # nothing is right after a call that failed
+    comm.barrier()
+
+
+def a_receive_in_vain(comm: Communicator) -> None:
+    """A call that fails between connected ranks is told by the next one too."""
+    comm.all_reduce(arrays.full(1, 1))
+    x = arrays.full(4, comm.rank)
+    if comm.rank == 1:
+        comm.send(x, 0)
+    if comm.rank == 0:
+        comm.recv(x, 1)
+        assert arrays.is_full(x, 1)
+        work = comm.recv(x, 1, timeout=0.5, async_op=True)
+        time.sleep(1.5)
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.5 s"):
+            comm.recv(x, 1, stream=0)
+        with pytest.raises(CollectiveTimeoutError, match=r"within 0\.5 s"):
+            comm.all_reduce(x)
+        with pytest.raises(CollectiveTimeoutError):
+            work.synchronize()
+    comm.barrier()
 
 
 def a_killed_rank(comm: Communicator) -> None:

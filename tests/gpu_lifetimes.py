@@ -34,6 +34,18 @@ def streams(r: Rank) -> None:
         r.call_async("all_reduce", a.full(1 << 16, 1), "sum", None, None, 0) for _ in range(20)
     ]
     assert all(a.is_full(work.synchronize(), r.size) for work in works)
+    # Also if the caller changes its list.
+    for _ in range(5):
+        items, outs = [a.full(n, 1) for n in (200_000, 100_000)], [a.full(200_000, 0), a.full(9, 0)]
+        items[1] = a.full(9, 1)
+        if r.rank == r.size - 1:
+            time.sleep(0.01)
+        work = r.call_async("all_reduce", items, "sum", outs, None, 0)
+        items.clear()
+        others = [a.full(n, 7) for n in (200_000, 100_000, 9)]  # may get their memory
+        work.wait(a.current_stream())
+        assert all(a.is_full(out, r.size) for out in outs)
+        del others
 
 
 def alternating(r: Rank) -> None:
@@ -118,6 +130,55 @@ def graphs(r: Rank) -> None:
         assert all(np.allclose(a.numpy(y, "float32"), value * r.size, 0.1) for y in many)
         assert a.is_full(shorts, value * r.size, "int16")
     del graph
+
+
+def graphs_on_two_streams(r: Rank) -> None:
+    """Calls of one graph share buckets in order, and those of other graphs have others."""
+    a = r.arrays
+    lists = [[a.full(n, 0) for n in (9_000, 300, 9_000)] for _ in range(3)]
+    for arrays in lists:
+        r.call("all_reduce", arrays, "sum", None, None, 0)
+    a.synchronize()
+    r.host.barrier()
+    graph, other = a.graph(), a.graph()
+    with graph.capture():
+        work = r.call_async("all_reduce", lists[0], "sum", None, None, 0)
+        r.call("all_reduce", lists[1], "sum", None, None, 0)
+        work.wait(a.current_stream())
+    with other.capture():
+        r.call("all_reduce", lists[2], "sum", None, None, 0)
+    r.host.barrier()
+    for _ in range(5):
+        for value, arrays in enumerate(lists, 1):
+            for x in arrays:
+                a.fill(x, value)
+        graph.launch()
+        other.launch()
+        a.synchronize()
+        for value, arrays in enumerate(lists, 1):
+            assert all(a.is_full(x, value * r.size) for x in arrays), f"list {value}"
+    r.host.barrier()
+
+
+def graphs_that_come_and_go(r: Rank) -> None:
+    """The memory of a graph's calls goes with it."""
+    a = r.arrays
+    x, y = a.full(1 << 20, 0), a.full(10, 0)
+    r.call("all_reduce", [x, y], "sum", None, None, 0)
+    used = []
+    for _ in range(8):
+        r.host.barrier()
+        graph = a.graph()
+        with graph.capture():
+            r.call("all_reduce", [x, y], "sum", None, None, 0)
+        r.host.barrier()
+        graph.launch()
+        a.synchronize()
+        del graph
+        r.call("all_reduce", y, "sum", None, None, 0)
+        a.synchronize()
+        used.append(a.bytes_in_use(r.device))  # type: ignore[attr-defined]
+    assert used[-1] == used[1], used
 
 
 def outlived(r: Rank) -> None:
@@ -247,6 +308,7 @@ def uncompared(r: Rank) -> None:
     if r.size == 1:
         return
     gpu = r.connect(r.new_id())
+    r.host.barrier()  # or the failure reaches a rank that still connects
     x = r.arrays.full(10 + r.rank, 1)
     with pytest.raises(fastdist.errors.FastdistError, match=r"ranks disagree|rank has failed"):
         r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=20.0).synchronize(60)
@@ -259,6 +321,7 @@ PARTS: tuple[Any, ...] = (
     alternating,
     memory,
     graphs,
+    graphs_on_two_streams,
     outlived,
     meanwhile,
     bad_input,
@@ -266,4 +329,4 @@ PARTS: tuple[Any, ...] = (
     absent,
     aborting,
 )
-VIRTUAL_PARTS = (uncompared, memory_of_one)
+VIRTUAL_PARTS = (uncompared, memory_of_one, graphs_that_come_and_go)

@@ -19,9 +19,22 @@ IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
 LIMIT_S = 150
 
 # Parts that need no other rank, parts that need one, and parts that lose a rank.
-ALONE = ["every_op", "among_calls_on_the_host", "on_given_streams", "bad_arrays"]
-TOGETHER = ["disagreement", "groups", "shrinking", "aborting"]
-LOSING = ["a_late_rank", "a_killed_rank"]
+ALONE = [
+    "every_op",
+    "among_calls_on_the_host",
+    "on_given_streams",
+    "bad_arrays",
+    "registering",
+    "in_memory_of_nccl",
+]
+TOGETHER = ["disagreement", "groups", "shrinking", "aborting", "between_two"]
+LOSING = [
+    "a_late_rank",
+    "a_killed_rank",
+    "a_silent_peer",
+    "a_peer_that_does_not_call",
+    "a_receive_in_vain",
+]
 
 pytestmark = [
     *([] if IS_VIRTUAL else [pytest.mark.gpu]),
@@ -71,7 +84,14 @@ def test_threads_with_a_gpu_each(ranks: int, part: str) -> None:
 @pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
 def test_calls_that_do_not_block(part: str) -> None:
     command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
-    passes(start(command, 1, FASTDIST_NCCL_BLOCKING="0"))
+    passes(start(command, 1, NCCL_COMM_BLOCKING="0"))
+
+
+@pytest.mark.skipif(not IS_VIRTUAL, reason="torch's tensors have it already")
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+def test_arrays_that_c_code_reads(part: str) -> None:
+    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
+    passes(start(command, 1, VIRTUAL_ARRAYS="exchanged"))
 
 
 def test_threads_with_the_same_gpu_are_refused() -> None:
@@ -105,7 +125,7 @@ def test_ranks_are_lost(ranks: int, part: str) -> None:
         start(["gpu_communicator.py", part], 1, **job, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(ranks)
     ]
-    lost = ranks - 1 if part == "a_killed_rank" else None
+    lost = ranks - 1 if part in ("a_killed_rank", "a_silent_peer") else None
     for rank, process in enumerate(started):
         if rank == lost:
             process.communicate(timeout=LIMIT_S)

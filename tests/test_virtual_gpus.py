@@ -63,6 +63,10 @@ def test_older_libraries(version: str) -> None:
     as_processes(2, 1, parts, VIRTUAL_NCCL_VERSION=version, VIRTUAL_NCCL_WINDOWS="0")
 
 
+def test_windows_that_one_rank_does_not_get() -> None:
+    as_threads(2, ["lists", "memory", "graphs"], VIRTUAL_NCCL_REFUSES="1")
+
+
 @pytest.mark.parametrize("version", ["22703", "23004"])
 def test_calls_that_do_not_block(version: str) -> None:
     as_threads(3, [*LIFETIMES, *COLLECTIVES[1:]], VARIANT="polling", VIRTUAL_NCCL_VERSION=version)
@@ -95,12 +99,41 @@ print([runtime.virtual_gpu_has_context(device) for device in range(2)])
 """
 
 
+# The same by a thread whose current device is the first GPU.
+FROM_ANOTHER_DEVICE = """
+import ctypes, sys, threading
+sys.path.insert(0, "virtual_gpu")
+import numpy as np
+import virtual_arrays
+import fastdist
+made = []
+def make():
+    virtual_arrays.set_device(1)
+    made.extend(virtual_arrays.array(np.ones(n, "float32")) for n in (8, 9))
+thread = threading.Thread(target=make)
+thread.start()
+thread.join()
+comm = fastdist.init()
+comm.all_reduce(made[0])
+comm.all_reduce(made)
+comm.all_reduce(made[0], async_op=True).synchronize()
+assert virtual_arrays.current_device() == 0
+comm.close()
+runtime = ctypes.CDLL(str(virtual_arrays.FOLDER / "libvirtual_cudart.so"))
+print([runtime.virtual_gpu_has_context(device) for device in range(2)])
+"""
+
+
 @pytest.mark.parametrize("way", ["blocking", "polling"])
 def test_no_memory_is_taken_of_other_gpus(way: str) -> None:
-    command = [sys.executable, "-c", ALONE_ON_THE_SECOND, way]
-    result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "[0, 1]\n"
+    environ = os.environ | {"NCCL_COMM_BLOCKING": str(int(way == "blocking"))}
+    for program in (ALONE_ON_THE_SECOND, FROM_ANOTHER_DEVICE):
+        command = [sys.executable, "-c", program, way]
+        result = subprocess.run(
+            command, cwd=HERE, capture_output=True, text=True, timeout=60, env=environ
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "[0, 1]\n"
 
 
 # Two ranks as threads; argv: the device of the second rank, blocking or polling.

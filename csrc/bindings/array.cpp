@@ -14,6 +14,7 @@
 #include "bindings/array_layout.h"
 #include "bindings/dlpack.h"
 #include "core/error.h"
+#include "cuda/devices.h"
 
 namespace py = pybind11;
 
@@ -170,6 +171,12 @@ void check_placement(const dlpack::Device& device, const Placement& placement,
                                : "on device " + std::to_string(device.id) +
                                      " (DLPack device type " + std::to_string(device.type) + ")");
   }
+  if (device.type == dlpack::kCuda && cuda::is_built()) {
+    throw Error(ErrorCode::kValue, std::string(argument) +
+                                       " must be in host memory, like the first array of the "
+                                       "call, got an array on cuda:" +
+                                       std::to_string(device.id));
+  }
   if (!on_host) {
     throw Error(ErrorCode::kUnsupported,
                 std::string(argument) + " is on a device (DLPack device type " +
@@ -287,8 +294,19 @@ TensorView view_buffer(py::handle object, Access access, const char* argument, p
   return view_numpy(array, access, argument);
 }
 
+// The array that `gpu_of` was asked for last, if its type has an exchange table. The GIL guards it: a
+// thread that finds another thread's array here asks again.
+struct Described {
+  PyObject* object = nullptr;
+  dlpack::Tensor tensor;
+};
+Described described;
+
 TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
                           const Placement& placement, const char* argument) {
+  if (described.object == object.ptr()) {
+    return view_dlpack(described.tensor, object, placement, argument);
+  }
   dlpack::Tensor tensor;
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
     const py::error_already_set error;  // its text has a stack trace after the first line
@@ -299,14 +317,19 @@ TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
   return view_dlpack(tensor, object, placement, argument);
 }
 
+PyTypeObject* numpy_type() {
+  static PyObject* const ndarray =
+      py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
+  return reinterpret_cast<PyTypeObject*>(ndarray);
+}
+
 TensorView view_host_array(py::handle object, Access access, const char* argument,
                            py::object& holder) {
   PyTypeObject* type = Py_TYPE(object.ptr());
-  static PyObject* const ndarray =
-      py::object(py::module_::import("numpy").attr("ndarray")).release().ptr();
-  if (type == reinterpret_cast<PyTypeObject*>(ndarray)) return view_numpy(object, access, argument);
+  PyTypeObject* const ndarray = numpy_type();
+  if (type == ndarray) return view_numpy(object, access, argument);
   if (const auto* api = exchange_api(type)) return view_exchanged(*api, object, {}, argument);
-  if (PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(ndarray)) != 0) {
+  if (PyType_IsSubtype(type, ndarray) != 0) {
     if (py::module_::import("numpy.ma").attr("isMaskedArray")(object).cast<bool>()) {
       throw Error(ErrorCode::kType, std::string(argument) +
                                         " must not be a masked array, got a mask that collectives "
@@ -370,6 +393,48 @@ bool overlap(const TensorView& a, const TensorView& b) {
 }
 
 }  // namespace
+
+int gpu_of(py::handle arrays) {
+  PyObject* const object = arrays.ptr();
+  PyTypeObject* const type = Py_TYPE(object);
+  if (type == numpy_type()) return kOnHost;
+  if (PyList_Check(object) != 0 || PyTuple_Check(object) != 0) {
+    int found = kOnHost;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
+      found = gpu_of(PySequence_Fast_GET_ITEM(object, i));
+      if (found != kSomeGpu) break;
+    }
+    return found;
+  }
+  if (const auto* api = exchange_api(type)) {
+    if (api->tensor_from_object(object, &described.tensor) != 0) {
+      PyErr_Clear();  // the conversion reports it
+      return kOnHost;
+    }
+    described.object = object;
+    const dlpack::Device device = described.tensor.device;
+    return device.type == dlpack::kCuda ? device.id : kOnHost;
+  }
+  if (PyObject_CheckBuffer(object) != 0) return kOnHost;
+  const py::object found =
+      py::module_::import("fastdist.collectives.engines.gpu_arrays").attr("device_of")(arrays);
+  return found.is_none() ? kOnHost : found.cast<int>();
+}
+
+std::optional<void*> current_stream(py::handle arrays, int gpu) {
+  PyObject* object = arrays.ptr();
+  if (PyList_Check(object) != 0 || PyTuple_Check(object) != 0) {
+    if (PySequence_Fast_GET_SIZE(object) == 0) return std::nullopt;
+    object = PySequence_Fast_GET_ITEM(object, 0);
+  }
+  const auto* api = exchange_api(Py_TYPE(object));
+  if (api == nullptr || api->current_stream == nullptr) return std::nullopt;
+  void* stream = nullptr;
+  if (api->current_stream(dlpack::kCuda, gpu, &stream) != 0) throw py::error_already_set();
+  return stream;
+}
+
+ForgetDescription::~ForgetDescription() { described.object = nullptr; }
 
 Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
     : argument_(argument) {

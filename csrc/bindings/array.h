@@ -19,6 +19,27 @@ struct Placement {
   std::optional<int> device;
 };
 
+// --- Where an array is --------------------------------------------------------------------------
+
+inline constexpr int kOnHost = -2;
+inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not say which
+
+// Returns the GPU of an array, or of the first array of a list that has one; or kOnHost, kSomeGpu.
+[[nodiscard]] int gpu_of(pybind11::handle arrays);
+// Returns the current stream of the library of an array, or of a list's first array, on a GPU;
+// nothing if the library has no C function for that.
+[[nodiscard]] std::optional<void*> current_stream(pybind11::handle arrays, int gpu);
+
+// `gpu_of` keeps the description of the array that it was asked for, for the conversion that
+// follows. This forgets it at the end of the call.
+class ForgetDescription {
+ public:
+  ForgetDescription() = default;
+  ForgetDescription(const ForgetDescription&) = delete;
+  ForgetDescription& operator=(const ForgetDescription&) = delete;
+  ~ForgetDescription();
+};
+
 // One array or a list of arrays, with the objects that keep the memory valid.
 class Arrays {
  public:

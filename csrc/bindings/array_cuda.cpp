@@ -10,7 +10,7 @@
 
 #include "bindings/array_layout.h"
 #include "core/error.h"
-#include "cuda/devices.h"
+#include "cuda/driver.h"
 
 namespace py = pybind11;
 

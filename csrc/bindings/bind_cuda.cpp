@@ -5,6 +5,7 @@
 
 #include "bindings/bind.h"
 #include "cuda/devices.h"
+#include "cuda/driver.h"
 
 namespace py = pybind11;
 
@@ -14,6 +15,7 @@ void bind_cuda(py::module_& m) {
   py::class_<cuda::DeviceFacts>(m, "Device")
       .def_readonly("name", &cuda::DeviceFacts::name)
       .def_readonly("uuid", &cuda::DeviceFacts::uuid)
+      .def_readonly("pci", &cuda::DeviceFacts::pci)
       .def_readonly("major", &cuda::DeviceFacts::major)
       .def_readonly("minor", &cuda::DeviceFacts::minor)
       .def_readonly("multiprocessors", &cuda::DeviceFacts::multiprocessors)

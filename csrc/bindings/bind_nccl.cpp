@@ -11,6 +11,7 @@
 #include "bindings/bind.h"
 #include "bindings/checker.h"
 #include "bindings/gpu.h"
+#include "bindings/router.h"
 #include "core/error.h"
 #include "nccl/library.h"
 
@@ -38,10 +39,12 @@ std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made,
 }
 
 std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
-                             const py::object& host, const py::object& timeout) {
+                             const py::object& host, const py::object& timeout,
+                             const std::optional<std::pair<int, int>>& lane) {
   const std::string bytes = id;
   auto checker = make_checker(host);
-  nccl::Connection connection{{}, rank, size, device, blocking, checker.get()};
+  nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
+  if (lane) connection.lane = {lane->first, lane->second};
   if (bytes.size() != sizeof(connection.id.bytes)) {
     throw Error(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got " +
                                        std::to_string(bytes.size()) + " bytes");
@@ -86,6 +89,24 @@ GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
   return {std::move(memory), bytes, self.communicator().device()};
 }
 
+// Arrays that NCCL may use without a copy.
+struct GpuRegistration {
+  py::object arrays;
+  std::vector<std::shared_ptr<void>> registrations;
+};
+
+GpuRegistration lend(Gpu& self, const py::object& arrays, const py::object& timeout) {
+  const Arrays views(arrays, Access::kRead, "array", self.placement());
+  GpuRegistration result{arrays, {}};
+  without_gil(timeout, [&](const CallOptions& options) {
+    for (const TensorView& view : views.views()) {
+      if (view.count == 0) continue;
+      result.registrations.push_back(self.communicator().lend(view.data, view.bytes(), options));
+    }
+  });
+  return result;
+}
+
 // Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
 // copy.
 py::dict array_interface(const GpuMemory& memory) {
@@ -102,7 +123,9 @@ py::dict array_interface(const GpuMemory& memory) {
 
 py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
   work.owner->communicator().check_usable();
-  work.mark->make_wait(to_stream(stream));
+  const nccl::StreamHandle waiting = to_stream(stream);
+  work.mark->make_wait(waiting);
+  if (waiting == work.from) work.owner->release(work.mark.get());
   return work.result;
 }
 
@@ -129,6 +152,7 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     pause = std::min(pause * 2, kLongestPause);
   }
+  work.owner->release(work.mark.get());
   work.owner->communicator().check_usable();
   return work.result;
 }
@@ -166,23 +190,63 @@ void bind_library(py::module_& m) {
 void bind_nccl(py::module_& m) {
   bind_library(m);
   m.attr("NCCL_BUCKET_BYTES") = nccl::kDefaultBucketBytes;
+  py::class_<GpuMark>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
       .def("wait", &wait_on_stream)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
+  py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](GpuRegistration& lent) {
+    lent.registrations.clear();
+    lent.arrays = py::none();
+  });
   py::class_<GpuMemory>(m, "GpuMemory")
       .def_readonly("nbytes", &GpuMemory::bytes)
       .def_readonly("device", &GpuMemory::device)
       .def_property_readonly("__cuda_array_interface__", &array_interface);
+  py::class_<Router>(m, "Router")
+      .def(py::init<py::object, py::object>())
+      .def("connect",
+           [](Router& router, int gpu, py::dict calls) { router.connect(gpu, std::move(calls)); })
+      .def("calls", &routed_calls);
+  m.def("check_arrays", [](const py::object& arrays) {
+    const ForgetDescription forget;
+    if (gpu_of(arrays) == kOnHost) (void)Arrays(arrays, Access::kRead, "array");
+  });
+  m.def("current_stream", [](const py::object& arrays, int gpu) -> py::object {
+    const auto stream = current_stream(arrays, gpu);
+    if (!stream) return py::none();
+    return py::int_(reinterpret_cast<std::uintptr_t>(*stream));
+  });
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
-      .def_static("connect", &connect)
+      .def_static("connect", &connect, py::arg("id"), py::arg("rank"), py::arg("size"),
+                  py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
+                  py::arg("lane") = py::none())
+      .def_property_readonly(
+          "own_stream",
+          [](Gpu& g) { return reinterpret_cast<std::uintptr_t>(g.communicator().own_stream()); })
+      .def("record",
+           [](Gpu& g, const py::object& stream) {
+             return GpuMark{g.communicator().record(to_stream(stream))};
+           })
+      .def("follow",
+           [](Gpu& g, const GpuMark& point) {
+             point.mark->make_wait(g.communicator().own_stream());
+           })
+      .def("share_failures",
+           [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
+      .def("run_group",
+           [](Gpu& g, const py::function& calls, const py::object& stream,
+              const py::object& timeout) {
+             g.run_group(calls, {to_stream(stream)}, to_duration(timeout));
+           })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
       .def("calls", &gpu_calls)
       .def("keep_for_last",
-           [](Gpu& g, const py::object& stream, py::object arrays) {
-             g.keep_for_last(to_stream(stream), std::move(arrays));
+           [](Gpu& g, const py::object& stream, const py::tuple& arrays) {
+             g.keep_for_last(to_stream(stream), arrays);
            })
       .def("allocate", &allocate)
+      .def("lend", &lend)
       .def("abort",
            [](Gpu& g, const std::string& why) {
              const GilRelease release;

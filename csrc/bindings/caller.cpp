@@ -46,19 +46,19 @@ void retake_gil(PyThreadState* state) noexcept {
 }
 
 std::string python_location() {
-  std::string inner;  // in torch: the user's frame may be in another thread
+  std::string inner;  // in a library: the user's frame may be in another thread
   py::object frame =
       py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none()) {
     const std::string module =
         to_utf8(py::str(frame.attr("f_globals").attr("get")("__name__", "")));
-    const bool is_torch = is_in_package(module, "torch");
-    if (!is_in_package(module, "fastdist") && (!is_torch || inner.empty())) {
+    const bool is_library = is_in_package(module, "torch") || module == "contextlib";
+    if (!is_in_package(module, "fastdist") && (!is_library || inner.empty())) {
       const py::object code = frame.attr("f_code");
       std::string found = to_utf8(
           py::str("{}:{} in {}")
               .format(code.attr("co_filename"), frame.attr("f_lineno"), code.attr("co_name")));
-      if (!is_torch) return found;
+      if (!is_library) return found;
       inner = std::move(found);
     }
     frame = frame.attr("f_back");

@@ -16,6 +16,7 @@
 #include "bindings/call_arguments.h"
 #include "bindings/endpoint.h"
 #include "bindings/fast_call.h"
+#include "bindings/router.h"
 #include "core/error.h"
 #include "core/signature.h"
 #include "host/compress.h"
@@ -245,6 +246,34 @@ py::object barrier(Endpoint& self, Timeout timeout, bool async) {
                   py::none(), py::none(), timeout, async);
 }
 
+// A builtin that calls `kFunction` for arrays on the host, and a Router's other engine for those on
+// a GPU.
+template <auto kFunction>
+struct RoutedCall {
+  static inline const char* name = nullptr;
+
+  static PyObject* call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+    try {
+      auto& router = *static_cast<Router*>(PyCapsule_GetPointer(capsule, nullptr));
+      const ForgetDescription forget;
+      if (count > 2) {
+        const int gpu = gpu_of(Router::first_array(arguments, count));
+        if (gpu != kOnHost) return router.call_gpu(name, gpu, arguments, count).release().ptr();
+      }
+      return FastCall<kFunction>::apply(router.endpoint(), arguments, count).release().ptr();
+    } catch (...) {
+      translate_exception();
+      return nullptr;
+    }
+  }
+
+  static PyMethodDef define(const char* op) {
+    name = op;
+    return {op, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
+            nullptr};
+  }
+};
+
 }  // namespace
 
 py::dict endpoint_calls(const py::object& owner) {
@@ -265,6 +294,27 @@ py::dict endpoint_calls(const py::object& owner) {
   py::dict result;
   for (PyMethodDef& definition : definitions) {
     result[definition.ml_name] = bind_fast(definition, endpoint, owner);
+  }
+  return result;
+}
+
+py::dict routed_calls(const py::object& owner) {
+  static std::array<PyMethodDef, 10> definitions{
+      RoutedCall<&all_reduce>::define("all_reduce"),
+      RoutedCall<&reduce>::define("reduce"),
+      RoutedCall<&broadcast>::define("broadcast"),
+      RoutedCall<&all_gather>::define("all_gather"),
+      RoutedCall<&gather>::define("gather"),
+      RoutedCall<&scatter>::define("scatter"),
+      RoutedCall<&reduce_scatter>::define("reduce_scatter"),
+      RoutedCall<&all_to_all>::define("all_to_all"),
+      RoutedCall<&send>::define("send"),
+      RoutedCall<&recv>::define("recv"),
+  };
+  auto& router = owner.cast<Router&>();
+  py::dict result;
+  for (PyMethodDef& definition : definitions) {
+    result[definition.ml_name] = bind_fast(definition, router, owner);
   }
   return result;
 }

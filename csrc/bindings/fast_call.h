@@ -43,16 +43,19 @@ template <class Self, class... A, pybind11::object (*kFunction)(Self&, A...)>
 struct FastCall<kFunction> {
   static PyObject* call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
     try {
-      if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
-        throw Error(ErrorCode::kType, "expected " + std::to_string(sizeof...(A)) +
-                                          " arguments, got " + std::to_string(count));
-      }
       auto& self = *static_cast<Self*>(PyCapsule_GetPointer(capsule, nullptr));
-      return invoke(self, arguments, std::index_sequence_for<A...>{}).release().ptr();
+      return apply(self, arguments, count).release().ptr();
     } catch (...) {
       translate_exception();
       return nullptr;
     }
+  }
+  static pybind11::object apply(Self& self, PyObject* const* arguments, Py_ssize_t count) {
+    if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
+      throw Error(ErrorCode::kType, "expected " + std::to_string(sizeof...(A)) +
+                                        " arguments, got " + std::to_string(count));
+    }
+    return invoke(self, arguments, std::index_sequence_for<A...>{});
   }
   template <std::size_t... I>
   static pybind11::object invoke(Self& self, PyObject* const* arguments,

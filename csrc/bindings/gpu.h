@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -37,11 +38,17 @@ inline StreamArgument from_python<StreamArgument>(PyObject* object) {
 
 class Gpu;
 
+// The point that a stream had reached.
+struct GpuMark {
+  std::shared_ptr<const nccl::Mark> mark;
+};
+
 // An asynchronous call on the communicator's own stream.
 struct GpuWork {
   std::shared_ptr<Gpu> owner;
   std::shared_ptr<const nccl::Mark> mark;
   py::object result;
+  nccl::StreamHandle from;  // the stream on which it was made
 };
 
 class Gpu : public std::enable_shared_from_this<Gpu> {
@@ -67,7 +74,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
 
   // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
-  // communicator's own stream, returning a GpuWork. `kept` holds the arrays that the call uses.
+  // communicator's own stream, returning a GpuWork. `kept` is a tuple of the arrays of the call, or
+  // of lists of them.
   template <class Call>
   py::object run(const Call& call, const StreamArgument& stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
@@ -84,33 +92,65 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
       call(*communicator_, options);
       if (async) mark = communicator_->mark(communicator_->own_stream());
     }
+    release_finished();
     if (!async) return py::reinterpret_borrow<py::object>(result);
-    keep(mark, py::reinterpret_borrow<py::object>(kept));
-    return py::cast(
-        GpuWork{shared_from_this(), std::move(mark), py::reinterpret_borrow<py::object>(result)});
+    keep(mark, kept);
+    return py::cast(GpuWork{shared_from_this(), std::move(mark),
+                            py::reinterpret_borrow<py::object>(result), stream.handle});
   }
 
-  // Keeps arrays until the call that `mark` ends has finished, and releases arrays of finished
-  // calls. The arrays' library does not know about the communicator's stream and would reuse their
-  // memory.
-  void keep(std::shared_ptr<const nccl::Mark> mark, py::object kept) {
-    std::vector<py::object> dropped;  // destroyed after the lock: destruction may run Python code
-    const std::lock_guard lock(kept_mutex_);
-    while (!kept_.empty() && is_over(*kept_.front().first)) {
-      dropped.push_back(std::move(kept_.front().second));
-      kept_.pop_front();
+  // Launches what `calls` calls as one, on `stream`.
+  void run_group(const py::function& calls, const StreamArgument& stream,
+                 std::chrono::nanoseconds timeout) {
+    const PythonCaller caller;
+    caller.may_block();
+    const std::lock_guard lock(mutex_);
+    const CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
+    communicator_->as_group(options, [&] {
+      const py::gil_scoped_acquire gil;
+      calls();
+    });
+  }
+
+  // Keeps the arrays of a tuple until the call that `mark` ends has finished, or `release`: the
+  // arrays' library does not know about the communicator's stream and would reuse their memory.
+  void keep(std::shared_ptr<const nccl::Mark> mark, py::handle arrays) {
+    py::list items;
+    for (const py::handle each : arrays) {
+      const bool is_list = PyList_Check(each.ptr()) != 0;  // which the caller may change
+      items.append(is_list ? py::reinterpret_steal<py::object>(PyList_AsTuple(each.ptr()))
+                           : py::reinterpret_borrow<py::object>(each));
     }
-    kept_.emplace_back(std::move(mark), std::move(kept));
+    const std::lock_guard lock(kept_mutex_);
+    kept_.emplace_back(std::move(mark), std::move(items));
   }
   // Does the same for the last call, which ran on a stream that the arrays' library does not know.
-  void keep_for_last(nccl::StreamHandle stream, py::object kept) {
+  void keep_for_last(nccl::StreamHandle stream, py::handle arrays) {
     std::shared_ptr<const nccl::Mark> mark;
     {
       const GilRelease release;
       const std::lock_guard lock(mutex_);
       mark = communicator_->mark(stream);
     }
-    keep(std::move(mark), std::move(kept));
+    keep(std::move(mark), arrays);
+  }
+  // Releases the arrays of a call for which the stream on which they are used next waits.
+  void release(const nccl::Mark* mark) {
+    py::object dropped;  // destroyed after the lock: destruction may run Python code
+    const std::lock_guard lock(kept_mutex_);
+    const auto found = std::find_if(kept_.begin(), kept_.end(),
+                                    [mark](const Kept& each) { return each.first.get() == mark; });
+    if (found == kept_.end()) return;
+    dropped = std::move(found->second);
+    kept_.erase(found);
+  }
+  void release_finished() {
+    std::vector<py::object> dropped;
+    const std::lock_guard lock(kept_mutex_);
+    while (!kept_.empty() && is_over(*kept_.front().first)) {
+      dropped.push_back(std::move(kept_.front().second));
+      kept_.pop_front();
+    }
   }
 
   // Returns true if the call has finished. A failed device counts as having finished all calls.
@@ -125,9 +165,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
  private:
   std::unique_ptr<GpuCommunicator> communicator_;
   std::unique_ptr<nccl::Checker> checker_;
-  std::mutex mutex_;       // one call at a time
-  std::mutex kept_mutex_;  // guards kept_
-  std::deque<std::pair<std::shared_ptr<const nccl::Mark>, py::object>> kept_;
+  std::recursive_mutex mutex_;  // one call, or group of calls, at a time
+  using Kept = std::pair<std::shared_ptr<const nccl::Mark>, py::object>;
+  std::mutex kept_mutex_;  // guards kept_; held without Python code
+  std::deque<Kept> kept_;
 };
 
 // Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.

@@ -203,7 +203,7 @@ py::object send(Gpu& self, py::handle array, py::handle dst_rank, StreamArgument
       [&](GpuCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : in.views()) c.send(view, dst, options);
       },
-      stream, timeout, async, array, array);
+      stream, timeout, async, array, py::make_tuple(array));
 }
 
 py::object recv(Gpu& self, py::handle array, py::handle src_rank, StreamArgument stream,
@@ -214,12 +214,12 @@ py::object recv(Gpu& self, py::handle array, py::handle src_rank, StreamArgument
       [&](GpuCommunicator& c, const CallOptions& options) {
         for (const TensorView& view : to.views()) c.recv(view, src, options);
       },
-      stream, timeout, async, array, array);
+      stream, timeout, async, array, py::make_tuple(array));
 }
 
 py::object barrier(Gpu& self, StreamArgument stream, Timeout timeout, bool async) {
   return self.run([](GpuCommunicator& c, const CallOptions& options) { c.barrier(options); },
-                  stream, timeout, async, py::none(), py::none());
+                  stream, timeout, async, py::none(), py::tuple());
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ std::string_view name_of_compression(DType wire) {
 
 std::string describe(const Signature& s) {
   std::string text = std::string(name_of(s.op)) + "(";
-  if (s.op != Op::kBarrier) {
+  if (s.op != Op::kBarrier && s.op != Op::kGroup) {
     text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
     if (s.list != 0) text += " in a list";
     if (s.order != 0) text += ", not in row-major order";
@@ -60,6 +60,7 @@ std::string describe(const Signature& s) {
     case Op::kAllToAll:
     case Op::kBarrier:
     case Op::kEmpty:
+    case Op::kGroup:
       break;
   }
   return text + ")";

@@ -36,9 +36,9 @@ constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min",
                                                                   "max", "and",  "or",   "xor"};
 
-constexpr std::array<std::string_view, 12> kOps{
-    "all_reduce",     "reduce",     "broadcast", "all_gather", "gather",  "scatter",
-    "reduce_scatter", "all_to_all", "send",      "recv",       "barrier", "empty"};
+constexpr std::array<std::string_view, 13> kOps{
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
+    "all_to_all", "send",   "recv",      "barrier",    "empty",  "group"};
 
 bool is_integer(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kUInt64; }
 bool is_complex(DType dtype) { return dtype >= DType::kComplex64; }

@@ -47,6 +47,7 @@ enum class Op : std::uint8_t {
   kRecv,
   kBarrier,
   kEmpty,  // allocation of memory that the engine can use in place
+  kGroup,  // calls that are launched as one
 };
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;

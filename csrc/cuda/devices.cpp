@@ -21,6 +21,13 @@ std::string uuid_text(const cudaUUID_t& uuid) {
   return text;
 }
 
+std::string pci_text(const cudaDeviceProp& properties) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%04x:%02x:%02x", properties.pciDomainID,
+                properties.pciBusID, properties.pciDeviceID);
+  return text.data();
+}
+
 }  // namespace
 
 bool is_built() noexcept { return true; }
@@ -53,17 +60,11 @@ std::vector<DeviceFacts> devices() {
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp properties{};
     FASTDIST_CUDA_CHECK(cudaGetDeviceProperties(&properties, i));
-    all.push_back({properties.name, uuid_text(properties.uuid), properties.major, properties.minor,
-                   properties.multiProcessorCount, properties.totalGlobalMem});
+    all.push_back({properties.name, uuid_text(properties.uuid), pci_text(properties),
+                   properties.major, properties.minor, properties.multiProcessorCount,
+                   properties.totalGlobalMem});
   }
   return all;
-}
-
-std::optional<int> device_of(const void* address) {
-  cudaPointerAttributes attributes{};
-  FASTDIST_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
-  if (attributes.type != cudaMemoryTypeDevice) return std::nullopt;
-  return attributes.device;
 }
 
 }  // namespace fastdist::cuda

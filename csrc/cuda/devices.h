@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,7 +9,8 @@ namespace fastdist::cuda {
 
 struct DeviceFacts {
   std::string name;
-  std::string uuid;  // identifies the GPU across processes and containers
+  std::string uuid;  // identifies the GPU, or its MIG instance, across processes and containers
+  std::string pci;   // address of the GPU, which its MIG instances share
   int major;         // compute capability
   int minor;
   int multiprocessors;
@@ -26,7 +26,5 @@ struct DeviceFacts {
 [[nodiscard]] std::string why_unusable();
 // Returns the GPUs that this process can use; empty if there are none.
 [[nodiscard]] std::vector<DeviceFacts> devices();
-// Returns the GPU that owns the memory at `address`; nothing for host memory.
-[[nodiscard]] std::optional<int> device_of(const void* address);
 
 }  // namespace fastdist::cuda

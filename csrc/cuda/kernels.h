@@ -22,6 +22,11 @@ struct Cast {
   int ranks = 1;
 };
 
+// Load the kernels onto the current device. Left to their first launch, this could wait for a
+// kernel of NCCL that waits for other ranks, or fail in a capture.
+void load_packing_kernels();
+void load_reduction_kernels();
+
 // Use one launch each. Values that the narrower dtype cannot represent become infinite or NaN, as
 // on CPUs.
 void pack(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream);

@@ -304,7 +304,22 @@ void move_all(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHan
   }
 }
 
+template <class Kernel>
+void load(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  FASTDIST_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+}
+
 }  // namespace
+
+void load_packing_kernels() {
+  load(move_kernel<Direction::kPack, kFewMoves>);
+  load(move_kernel<Direction::kPack, kManyMoves>);
+  load(move_kernel<Direction::kUnpack, kFewMoves>);
+  load(move_kernel<Direction::kUnpack, kManyMoves>);
+  load(measure_kernel<kFewMoves>);
+  load(measure_kernel<kManyMoves>);
+}
 
 void pack(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
   move_all<Direction::kPack>(moves, bucket, cast, stream);

@@ -122,62 +122,94 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
   }
 }
 
-template <class T, class Operation>
-void launch(const Blocks& blocks, StreamHandle stream, float factor = 1.0F) {
-  constexpr std::size_t kMostBlocks = 4096;
-  const std::size_t needed = (blocks.quanta + kThreads - 1) / kThreads;
-  const auto grid = static_cast<unsigned>(needed < kMostBlocks ? needed : kMostBlocks);
-  reduce_kernel<T, Operation><<<grid, kThreads, 0, stream>>>(blocks, factor);
-  check(cudaGetLastError(), "launch of reduce_kernel(");
-}
+// What is done with a kernel: it is launched, or loaded.
+struct Launch {
+  const Blocks& blocks;
+  StreamHandle stream;
+
+  template <class T, class Operation>
+  void run(float factor = 1.0F) const {
+    constexpr std::size_t kMostBlocks = 4096;
+    const std::size_t needed = (blocks.quanta + kThreads - 1) / kThreads;
+    const auto grid = static_cast<unsigned>(needed < kMostBlocks ? needed : kMostBlocks);
+    reduce_kernel<T, Operation><<<grid, kThreads, 0, stream>>>(blocks, factor);
+    check(cudaGetLastError(), "launch of reduce_kernel(");
+  }
+};
+
+struct Load {
+  template <class T, class Operation>
+  void run(float = 1.0F) const {
+    cudaFuncAttributes attributes{};
+    FASTDIST_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reduce_kernel<T, Operation>));
+  }
+};
 
 [[noreturn]] void throw_no_kernel(DType dtype, ReduceOp op) {
   throw Error(ErrorCode::kUnsupported, "op=\"" + std::string(name_of(op)) + "\" of " +
                                            std::string(name_of(dtype)) + " has no kernel");
 }
 
-template <class T>
-void reduce_numbers(DType dtype, ReduceOp op, const Blocks& blocks, StreamHandle stream) {
+template <class T, class Action>
+bool visit_numbers(ReduceOp op, int count, const Action& action) {
   switch (op) {
     case ReduceOp::kSum:
-      return launch<T, Sum>(blocks, stream);
+      action.template run<T, Sum>();
+      return true;
     case ReduceOp::kMean:
-      return launch<T, Sum>(blocks, stream, 1.0F / static_cast<float>(blocks.count));
+      action.template run<T, Sum>(1.0F / static_cast<float>(count));
+      return true;
     case ReduceOp::kProd:
-      return launch<T, Product>(blocks, stream);
+      action.template run<T, Product>();
+      return true;
     case ReduceOp::kMin:
-      return launch<T, Min>(blocks, stream);
+      action.template run<T, Min>();
+      return true;
     case ReduceOp::kMax:
-      return launch<T, Max>(blocks, stream);
+      action.template run<T, Max>();
+      return true;
     case ReduceOp::kAnd:
     case ReduceOp::kOr:
     case ReduceOp::kXor:
       break;
   }
-  throw_no_kernel(dtype, op);
+  return false;
+}
+
+// Calls `action` with the kernel for a reduction of `count` blocks. Returns false if there is none.
+template <class Action>
+bool visit(DType dtype, ReduceOp op, int count, const Action& action) {
+  // Bitwise operations do not depend on the dtype.
+  if (op == ReduceOp::kAnd) return action.template run<std::uint64_t, And>(), true;
+  if (op == ReduceOp::kOr) return action.template run<std::uint64_t, Or>(), true;
+  if (op == ReduceOp::kXor) return action.template run<std::uint64_t, Xor>(), true;
+  if (dtype == DType::kInt16) return visit_numbers<std::int16_t>(op, count, action);
+  if (dtype == DType::kUInt16) return visit_numbers<std::uint16_t>(op, count, action);
+  if (dtype == DType::kFloat8E4M3FN) return visit_numbers<__nv_fp8_e4m3>(op, count, action);
+  if (dtype == DType::kFloat8E5M2) return visit_numbers<__nv_fp8_e5m2>(op, count, action);
+  if (op != ReduceOp::kProd) return false;
+  if (dtype == DType::kComplex64) return action.template run<Complex<float>, Product>(), true;
+  if (dtype == DType::kComplex128) return action.template run<Complex<double>, Product>(), true;
+  return false;
 }
 
 }  // namespace
+
+void load_reduction_kernels() {
+  for (const DType dtype : {DType::kInt16, DType::kUInt16, DType::kFloat8E4M3FN, DType::kFloat8E5M2,
+                            DType::kComplex64, DType::kComplex128}) {
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kProd, ReduceOp::kMin, ReduceOp::kMax,
+                              ReduceOp::kAnd, ReduceOp::kOr, ReduceOp::kXor}) {
+      (void)visit(dtype, op, 1, Load{});
+    }
+  }
+}
 
 void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_t stride, int count,
                    std::byte* out, std::size_t bytes, StreamHandle stream) {
   if (bytes == 0) return;
   const Blocks all{blocks, stride, count, out, bytes / kQuantumBytes};
-  // Bitwise operations do not depend on the dtype.
-  if (op == ReduceOp::kAnd) return launch<std::uint64_t, And>(all, stream);
-  if (op == ReduceOp::kOr) return launch<std::uint64_t, Or>(all, stream);
-  if (op == ReduceOp::kXor) return launch<std::uint64_t, Xor>(all, stream);
-  if (dtype == DType::kInt16) return reduce_numbers<std::int16_t>(dtype, op, all, stream);
-  if (dtype == DType::kUInt16) return reduce_numbers<std::uint16_t>(dtype, op, all, stream);
-  if (dtype == DType::kFloat8E4M3FN) return reduce_numbers<__nv_fp8_e4m3>(dtype, op, all, stream);
-  if (dtype == DType::kFloat8E5M2) return reduce_numbers<__nv_fp8_e5m2>(dtype, op, all, stream);
-  if (op == ReduceOp::kProd && dtype == DType::kComplex64) {
-    return launch<Complex<float>, Product>(all, stream);
-  }
-  if (op == ReduceOp::kProd && dtype == DType::kComplex128) {
-    return launch<Complex<double>, Product>(all, stream);
-  }
-  throw_no_kernel(dtype, op);
+  if (!visit(dtype, op, count, Launch{all, stream})) throw_no_kernel(dtype, op);
 }
 
 }  // namespace fastdist::cuda

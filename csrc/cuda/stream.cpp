@@ -1,22 +1,21 @@
 #include "cuda/stream.h"
 
 #include "cuda/check.h"
+#include "cuda/driver.h"
 
 namespace fastdist::cuda {
 
 void make_current(int device) { FASTDIST_CUDA_CHECK(cudaSetDevice(device)); }
 
 DeviceGuard::DeviceGuard(int device) {
-  FASTDIST_CUDA_CHECK(cudaGetDevice(&previous_));
-  if (previous_ == device) {
-    previous_ = kNothing;
-  } else {
-    FASTDIST_CUDA_CHECK(cudaSetDevice(device));
-  }
+  int current = 0;
+  FASTDIST_CUDA_CHECK(cudaGetDevice(&current));
+  is_pushed_ = current != device;
+  if (is_pushed_) push_context(device);
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (previous_ != kNothing) (void)cudaSetDevice(previous_);
+  if (is_pushed_) pop_context();
 }
 
 RelaxedCapture::RelaxedCapture() {
@@ -28,18 +27,6 @@ RelaxedCapture::RelaxedCapture() {
 RelaxedCapture::~RelaxedCapture() {
   auto mode = static_cast<cudaStreamCaptureMode>(previous_);
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
-}
-
-bool is_capturing(StreamHandle stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
-  // The default stream while another stream is captured: the default stream is not capturing.
-  if (error == cudaErrorStreamCaptureImplicit) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  check(error, "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
 }
 
 Event::Event() { FASTDIST_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }

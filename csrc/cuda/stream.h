@@ -13,10 +13,10 @@ namespace fastdist::cuda {
 using StreamHandle = CUstream_st*;
 
 // Makes a device current in this thread permanently, for threads that fastdist has started.
-// Restoring the previous device would allocate memory on it, though the process may not use it.
 void make_current(int device);
 
-// Makes a device current for its lifetime.
+// Makes a device current for its lifetime. The device that was current before is not initialized by
+// coming back to it: a context takes hundreds of megabytes of a GPU that the process may not use.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -25,8 +25,7 @@ class DeviceGuard {
   ~DeviceGuard();
 
  private:
-  static constexpr int kNothing = -1;  // the device was current before
-  int previous_;
+  bool is_pushed_;
 };
 
 // Allows this thread to allocate memory while a stream is being captured.
@@ -40,8 +39,6 @@ class RelaxedCapture {
  private:
   int previous_;
 };
-
-[[nodiscard]] bool is_capturing(StreamHandle stream);
 
 // A point in a stream, on the device that was current at construction.
 class Event {

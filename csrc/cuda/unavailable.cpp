@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "cuda/devices.h"
+#include "cuda/driver.h"
 #include "cuda/packed_list.h"
 
 namespace fastdist::cuda {

@@ -8,13 +8,13 @@
 
 namespace fastdist::nccl {
 
-NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size,
-                                   Checker* checker)
+NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connection& connection)
     : handle_(std::move(handle)),
-      rank_(rank),
-      size_(size),
-      checker_(checker),
-      watcher_(handle_, rank, checker) {}
+      rank_(connection.rank),
+      size_(connection.size),
+      lane_(connection.lane),
+      checker_(connection.lane ? nullptr : connection.checker),
+      watcher_(handle_, connection.rank, connection.checker) {}
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 
@@ -23,20 +23,23 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& signature,
                              const CallOptions& options, Compared compared)
     : c_(communicator), options_(options), outermost_(communicator.depth_ == 0) {
-  if (outermost_) {
+  if (c_.is_users_call()) {
     options.caller->may_block();
     c_.check_usable();
-    const Signature announced = announced_signature(signature, options);
     if (compared == Compared::kYes && c_.checker_ != nullptr) {
-      c_.checker_->agree(announced, true, options);
+      c_.checker_->agree(announced_signature(signature, options), true, options);
     }
+  }
+  if (outermost_) {
     device_.emplace(c_.device());
-    c_.capturing_ = cuda::is_capturing(stream_of(options));
-    if (c_.capturing_) {
-      if (!c_.handle_->is_captured()) c_.handle_->hold_until_end(c_.captured_);
+    use_.emplace(*c_.handle_);
+    c_.check_usable();  // another thread may have aborted it since
+    cuda::free_left_memory();
+    c_.capture_ = cuda::capture_of(stream_of(options));
+    if (c_.capture_) {
       c_.handle_->note_capture();
     } else {
-      c_.watcher_.enter(announced, options);
+      c_.watcher_.enter(announced_signature(signature, options), options);
       entered_ = true;
     }
   }
@@ -50,7 +53,7 @@ NcclCommunicator::Call::~Call() {
 
 void NcclCommunicator::Call::end() {
   if (!outermost_) return;
-  if (c_.capturing_) {
+  if (c_.capture_) {
     c_.last_.reset();  // `mark` creates one on demand
     return;
   }
@@ -91,6 +94,15 @@ NcclCommunicator::OutsideGroups::~OutsideGroups() {
   c_.group_depth_ = depth_;
 }
 
+Scratch& NcclCommunicator::captured_scratch() {
+  if (const auto known = captured_[capture_->id].lock()) return *known;
+  std::erase_if(captured_, [](const auto& entry) { return entry.second.expired(); });
+  const auto made = std::make_shared<Scratch>(true);
+  cuda::keep_with_graph(*capture_, made);
+  captured_[capture_->id] = made;
+  return *made;
+}
+
 void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options,
                               const std::function<void(const CallOptions&)>& calls) {
   Call call(*this, whole, options);
@@ -100,8 +112,23 @@ void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options
   call.end();
 }
 
+void NcclCommunicator::as_group(const CallOptions& options, const std::function<void()>& calls) {
+  Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNo);
+  Group group(*this, options);
+  is_group_ = true;
+  try {
+    calls();
+  } catch (...) {
+    is_group_ = false;
+    throw;
+  }
+  is_group_ = false;
+  group.end();
+  call.end();
+}
+
 bool NcclCommunicator::agree(const Signature& signature, const CallOptions& options, bool flag) {
-  if (checker_ == nullptr || depth_ != 0) return false;
+  if (checker_ == nullptr || !is_users_call()) return false;
   options.caller->may_block();
   check_usable();
   return checker_->agree(announced_signature(signature, options), flag, options);
@@ -127,15 +154,37 @@ std::shared_ptr<const Mark> NcclCommunicator::mark(StreamHandle stream) {
   return std::make_shared<EventMark>(events_, stream, true);
 }
 
+std::shared_ptr<const Mark> NcclCommunicator::record(StreamHandle stream) {
+  const cuda::DeviceGuard device(handle_->device());
+  if (cuda::capture_of(stream)) {
+    throw Error(ErrorCode::kState,
+                "the first send or receive between two ranks cannot be captured, since it connects "
+                "them: make one before the capture");
+  }
+  return std::make_shared<EventMark>(events_, stream, false);
+}
+
 // --- Memory, closing --------------------------------------------------------------------------
 
 // All ranks wait for each other while NCCL creates a window, so this is a collective, but not in a
 // stream.
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const CallOptions& options) {
   const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options);
-  const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options);
+  const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options, checker_);
   // The caller may drop the memory while a call uses it, and NCCL does not wait.
   return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
+}
+
+std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,
+                                             const CallOptions& options) {
+  check_usable();
+  const cuda::DeviceGuard device(handle_->device());
+  const Use use(*handle_);
+  return std::make_shared<Registration>(handle_, data, bytes, options);
+}
+
+void NcclCommunicator::share_failures(GpuCommunicator& other) {
+  Handle::share_failures(handle_, dynamic_cast<NcclCommunicator&>(other).handle_);
 }
 
 // Drains first: NCCL's own destruction would wait without a timeout and could not be aborted.
@@ -160,6 +209,21 @@ abi::UniqueId make_unique_id() {
 
 namespace {
 
+// NCCL's numbers of this rank and of all.
+int rank_in(const Connection& connection) {
+  if (!connection.lane) return connection.rank;
+  return connection.rank == connection.lane->sender ? 0 : 1;
+}
+int ranks_in(const Connection& connection) { return connection.lane ? 2 : connection.size; }
+
+abi::Config config_of(const Connection& connection) {
+  constexpr int kBlocksOfLane = 8;  // so that the kernels of many lanes run at the same time
+  abi::Config config;
+  config.blocking = connection.blocking ? 1 : 0;
+  if (connection.lane) config.max_ctas = kBlocksOfLane;
+  return config;
+}
+
 // A blocking connection attempt, in its own thread because NCCL offers no other way to abort it. If
 // the caller has given up, a late success is aborted immediately.
 struct Attempt {
@@ -180,10 +244,9 @@ void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection
     try {
       cuda::make_current(connection.device);
       const cuda::RelaxedCapture relaxed;
-      abi::Config config;
-      config.blocking = 1;
-      result =
-          functions().init_rank(&comm, connection.size, connection.id, connection.rank, &config);
+      abi::Config config = config_of(connection);
+      result = functions().init_rank(&comm, ranks_in(connection), connection.id,
+                                     rank_in(connection), &config);
       if (result != abi::kSuccess) error = to_error(result, "ncclCommInitRank", nullptr).what();
     } catch (const std::exception& failure) {
       error = failure.what();
@@ -223,11 +286,10 @@ abi::Comm connect_blocking(const Connection& connection, const CallOptions& opti
 }
 
 abi::Comm connect_polling(const Connection& connection) {
-  abi::Config config;
-  config.blocking = 0;
+  abi::Config config = config_of(connection);
   abi::Comm comm = nullptr;
-  const abi::Result result =
-      functions().init_rank(&comm, connection.size, connection.id, connection.rank, &config);
+  const abi::Result result = functions().init_rank(&comm, ranks_in(connection), connection.id,
+                                                   rank_in(connection), &config);
   if (result != abi::kSuccess && result != abi::kInProgress) {
     throw to_error(result, "ncclCommInitRank", comm);
   }
@@ -240,12 +302,13 @@ std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const Cal
   options.caller->may_block();
   const cuda::DeviceGuard device(connection.device);
   const cuda::RelaxedCapture relaxed;  // connecting allocates streams and memory
+  cuda::load_packing_kernels();
+  cuda::load_reduction_kernels();
   const abi::Comm comm =
       connection.blocking ? connect_blocking(connection, options) : connect_polling(connection);
   auto handle = std::make_shared<Handle>(comm, connection.device, connection.blocking);
   handle->settle(options, "ncclCommInitRank");
-  return std::make_unique<NcclCommunicator>(std::move(handle), connection.rank, connection.size,
-                                            connection.checker);
+  return std::make_unique<NcclCommunicator>(std::move(handle), connection);
 }
 
 }  // namespace fastdist::nccl

@@ -12,12 +12,15 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 
 #include "cuda/bucket_plan.h"
+#include "cuda/driver.h"
+#include "cuda/graph_memory.h"
 #include "cuda/kernels.h"
 #include "nccl/engine.h"
 #include "nccl/handle.h"
@@ -30,7 +33,7 @@ namespace fastdist::nccl {
 class NcclCommunicator final : public GpuCommunicator {
  public:
   // `handle`'s device must be current.
-  NcclCommunicator(std::shared_ptr<Handle> handle, int rank, int size, Checker* checker);
+  NcclCommunicator(std::shared_ptr<Handle> handle, const Connection& connection);
   ~NcclCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
@@ -62,15 +65,21 @@ class NcclCommunicator final : public GpuCommunicator {
   // communicator.cpp
   void as_one(const Signature& whole, const CallOptions& options,
               const std::function<void(const CallOptions&)>& calls) override;
+  void as_group(const CallOptions& options, const std::function<void()>& calls) override;
   [[nodiscard]] StreamHandle own_stream() const noexcept override { return own_.get(); }
   void follow(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
+  [[nodiscard]] std::shared_ptr<const Mark> record(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) override;
+  [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
+                                           const CallOptions&) override;
+  void share_failures(GpuCommunicator& other) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished all enqueued work, or until a call times out.
   void close() noexcept override;
 
  private:
+  class Use;
   class Call;
   class Group;
   class ScratchUse;
@@ -79,7 +88,11 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] static StreamHandle stream_of(const CallOptions& options) noexcept {
     return static_cast<StreamHandle>(options.stream);
   }
-  [[nodiscard]] Scratch& scratch() noexcept { return capturing_ ? *captured_ : eager_; }
+  // Returns true if a call that begins now is one of the user's: it is not nested, but in a group.
+  [[nodiscard]] bool is_users_call() const noexcept { return depth_ == (is_group_ ? 1 : 0); }
+  // Returns the memory of the current call.
+  [[nodiscard]] Scratch& scratch() { return capture_ ? captured_scratch() : eager_; }
+  [[nodiscard]] Scratch& captured_scratch();
   // Returns the signature that the ranks compare and that messages show.
   [[nodiscard]] static Signature announced_signature(const Signature& signature,
                                                      const CallOptions& options);
@@ -108,20 +121,35 @@ class NcclCommunicator final : public GpuCommunicator {
   std::shared_ptr<Handle> handle_;
   int rank_;
   int size_;
-  Checker* checker_;
+  std::optional<Lane> lane_;
+  Checker* checker_;  // null for lanes
   cuda::Stream own_;
   cuda::Event followed_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(handle_->device());
   Scratch eager_{false};
-  std::shared_ptr<Scratch> captured_ = std::make_shared<Scratch>(true);
+  std::map<unsigned long long, std::weak_ptr<Scratch>> captured_;  // by capture; graphs own them
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
-  int depth_ = 0;           // nesting of calls
-  int group_depth_ = 0;     // number of open NCCL groups
-  bool capturing_ = false;  // true if the current call is captured into a graph
+  int depth_ = 0;                         // nesting of calls
+  int group_depth_ = 0;                   // number of open NCCL groups
+  bool is_group_ = false;                 // in `as_group`, whose calls are compared one by one
+  std::optional<cuda::Capture> capture_;  // of the current call
 };
 
-// A call from beginning to end. Does nothing if it is nested in another call.
+// Tells the handle that this thread uses NCCL.
+class NcclCommunicator::Use {
+ public:
+  explicit Use(Handle& handle) noexcept : handle_(handle) { handle_.begin_use(); }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+  ~Use() { handle_.end_use(); }
+
+ private:
+  Handle& handle_;
+};
+
+// A call from beginning to end. Does nothing if it is nested in another call, but for the
+// comparison in `as_group`.
 class NcclCommunicator::Call {
  public:
   enum class Compared { kYes, kNo };
@@ -137,6 +165,7 @@ class NcclCommunicator::Call {
   NcclCommunicator& c_;
   const CallOptions& options_;
   std::optional<cuda::DeviceGuard> device_;
+  std::optional<Use> use_;
   bool outermost_;
   bool entered_ = false;
 };

@@ -82,6 +82,9 @@ class GpuCommunicator : public Communicator {
   virtual void as_one(const Signature& whole, const CallOptions& options,
                       const std::function<void(const CallOptions&)>& calls) = 0;
 
+  // Launches all that `calls` calls as one. Sends and receives in it do not wait for each other.
+  virtual void as_group(const CallOptions& options, const std::function<void()>& calls) = 0;
+
   // The communicator's own stream, for calls that must not delay the caller's stream.
   [[nodiscard]] virtual StreamHandle own_stream() const noexcept = 0;
   // Makes later work on the own stream wait for the work that is on `stream` now.
@@ -89,8 +92,16 @@ class GpuCommunicator : public Communicator {
   // Returns the end of the last call, which was made on `stream`.
   [[nodiscard]] virtual std::shared_ptr<const Mark> mark(StreamHandle stream) = 0;
 
+  // Returns the point that the work on `stream` has reached.
+  [[nodiscard]] virtual std::shared_ptr<const Mark> record(StreamHandle stream) = 0;
+
   // Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
+  // Registers memory of others with NCCL until the result ends. This rank alone may call.
+  [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
+                                                   const CallOptions&) = 0;
+  // From now on a failure of one communicator is a failure of both.
+  virtual void share_failures(GpuCommunicator& other) = 0;
   // Aborts pending calls of this rank; peers in the same calls wait until they are aborted too.
   virtual void abort(const std::string& why) noexcept = 0;
   virtual void close() noexcept = 0;
@@ -99,18 +110,25 @@ class GpuCommunicator : public Communicator {
 // Returns an id that one rank must distribute to all others before they connect.
 [[nodiscard]] abi::UniqueId make_unique_id();
 
+// A communicator in which `sender` sends and `receiver` receives, and nothing else is called.
+struct Lane {
+  int sender;
+  int receiver;
+};
+
 struct Connection {
   abi::UniqueId id;
   int rank;
-  int size;
+  int size;  // of all ranks, also if only the two of a lane connect
   int device;
   // NCCL's mode: blocking calls take less of the host's time; non-blocking calls can be aborted at
   // any point, also while ranks connect.
   bool blocking = true;
   Checker* checker = nullptr;  // null: calls are not compared
+  std::optional<Lane> lane;
 };
 
-// Every rank must call.
+// Every rank must call, or the two ranks of a lane.
 [[nodiscard]] std::unique_ptr<GpuCommunicator> connect(const Connection& connection,
                                                        const CallOptions& options);
 

@@ -35,7 +35,7 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
   std::byte* memory[2] = {};
   const std::size_t needed = std::min<std::size_t>(buckets.size(), 2);
   for (std::size_t i = 0; i < needed; ++i) {
-    memory[i] = scratch->bucket(i, largest, handle_, options);
+    memory[i] = scratch->bucket(i, largest, handle_, options, checker_);
   }
 
   Scratch::Lane* const lane = buckets.size() > 1 ? &scratch->lane() : nullptr;

@@ -148,9 +148,48 @@ void Handle::end(abi::Result (*call)(abi::Comm)) noexcept {
   }
 }
 
+void Handle::begin_use() noexcept {
+  const std::lock_guard lock(use_mutex_);
+  user_ = std::this_thread::get_id();
+}
+
+void Handle::end_use() noexcept {
+  const std::lock_guard lock(use_mutex_);
+  user_ = {};
+  use_ended_.notify_all();
+}
+
+void Handle::wait_for_other_thread() noexcept {
+  constexpr std::chrono::milliseconds kMoment{200};
+  std::unique_lock lock(use_mutex_);
+  use_ended_.wait_for(lock, kMoment, [this] {
+    return user_ == std::thread::id{} || user_ == std::this_thread::get_id();
+  });
+}
+
 // A call of NCCL in another thread returns when the communicator is aborted.
 void Handle::fail(const Error& why) noexcept {
-  if (set_failure(why)) end(functions().abort);
+  if (!set_failure(why)) return;
+  wait_for_other_thread();
+  end(functions().abort);
+  std::vector<std::weak_ptr<Handle>> others;
+  {
+    const std::lock_guard lock(mutex_);
+    others.swap(others_);
+  }
+  for (const auto& weak : others) {
+    if (const auto other = weak.lock()) other->fail(why);
+  }
+}
+
+void Handle::share_failures(const std::shared_ptr<Handle>& one,
+                            const std::shared_ptr<Handle>& other) {
+  {
+    const std::lock_guard lock(one->mutex_);
+    one->others_.push_back(other);
+  }
+  const std::lock_guard lock(other->mutex_);
+  other->others_.push_back(one);
 }
 
 void Handle::close() noexcept {

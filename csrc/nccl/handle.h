@@ -3,11 +3,12 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/communicator.h"
@@ -53,8 +54,21 @@ class Handle {
   // NCCL no longer knows the communicator afterwards.
   void fail(const Error& why) noexcept;
   void close() noexcept;
+  // From now on a failure of one is a failure of both.
+  static void share_failures(const std::shared_ptr<Handle>& one,
+                             const std::shared_ptr<Handle>& other);
+
+  // Must be called around each call's use of NCCL. An abort by another thread waits for its end,
+  // for a moment: NCCL frees what the call uses, but a call that waits for other ranks ends only
+  // then.
+  void begin_use() noexcept;
+  void end_use() noexcept;
+
   // Keeps memory that NCCL may use until the communicator has ended, even if nobody else holds it.
   void hold_until_end(const std::shared_ptr<const void>& memory);
+  // Records that symmetric windows cannot be had, which holds for all ranks.
+  void note_no_windows() noexcept { has_windows_ = false; }
+  [[nodiscard]] bool has_windows() const noexcept { return has_windows_; }
   // Records that a call is captured in a graph, which lives as long as its owner wants.
   void note_capture() noexcept { captured_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] bool is_captured() const noexcept {
@@ -68,6 +82,7 @@ class Handle {
   // Returns false if the communicator has already failed or is closed.
   [[nodiscard]] bool set_failure(const Error& why) noexcept;
   void end(abi::Result (*call)(abi::Comm)) noexcept;
+  void wait_for_other_thread() noexcept;
 
   abi::Comm comm_;
   int device_;
@@ -77,7 +92,12 @@ class Handle {
   std::optional<Error> failure_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> captured_{false};
+  bool has_windows_ = true;
   std::vector<std::weak_ptr<const void>> held_;
+  std::vector<std::weak_ptr<Handle>> others_;  // that share failures
+  std::mutex use_mutex_;
+  std::condition_variable use_ended_;
+  std::thread::id user_;  // the thread that uses NCCL now
 };
 
 }  // namespace fastdist::nccl

@@ -19,8 +19,27 @@ void release(std::byte* memory, int device) noexcept {
 
 }  // namespace
 
+Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
+                           const CallOptions& options)
+    : handle_(std::move(handle)) {
+  const cuda::RelaxedCapture relaxed;
+  handle_->check(functions().register_memory(handle_->get(), data, bytes, &registration_),
+                 "ncclCommRegister");
+  handle_->settle(options, "ncclCommRegister");
+}
+
+Registration::~Registration() {
+  if (!handle_->is_usable()) return;  // NCCL has ended or releases its registrations as it ends
+  try {
+    const cuda::DeviceGuard device(handle_->device());
+    const cuda::RelaxedCapture relaxed;
+    (void)functions().deregister_memory(handle_->get(), registration_);
+  } catch (...) {  // the process is exiting, and the driver is gone
+  }
+}
+
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
-                       const CallOptions& options)
+                       const CallOptions& options, Checker* checker)
     : handle_(std::move(handle)) {
   const cuda::RelaxedCapture relaxed;  // NCCL allocates memory and synchronizes
   void* data = nullptr;
@@ -34,24 +53,34 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   const int device = handle_->device();
   data_ = {static_cast<std::byte*>(data), [device](std::byte* memory) { release(memory, device); }};
   handle_->hold_until_end(data_);
-  register_with(bytes, options);
+  if (make_window(bytes, options, checker)) return;
+  try {
+    registration_.emplace(handle_, data_.get(), bytes, options);
+  } catch (const Error&) {
+    handle_->check_usable();  // an optimization: the memory is used unregistered
+  }
 }
 
-void NcclMemory::register_with(std::size_t bytes, const CallOptions& options) {
+// Ranks choose their algorithms by whether memory is a window, so it must be one on all or none.
+bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Checker* checker) {
   const abi::Functions& f = functions();
-  if (f.window_register != nullptr) {
-    // Success with a null window means that this system does not support windows.
-    handle_->check(
-        f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow),
-        "ncclCommWindowRegister");
+  if (f.window_register == nullptr || !handle_->has_windows()) return false;
+  const abi::Result result =
+      f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow);
+  if (result == abi::kSuccess || result == abi::kInProgress) {
     handle_->settle(options, "ncclCommWindowRegister");
-    if (window_ != nullptr) return;
+  } else {
+    handle_->check_usable();
+    window_ = nullptr;  // refused, which is no failure
   }
-  // Registration is an optimization: if it fails, the memory is used unregistered.
-  if (f.register_memory(handle_->get(), data_.get(), bytes, &registration_) != abi::kSuccess) {
-    registration_ = nullptr;
-  }
-  handle_->settle(options, "ncclCommRegister");
+  // Success with a null window means that this system does not support windows.
+  const bool is_window = window_ != nullptr;
+  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
+  if (checker == nullptr ? is_window : checker->agree(question, is_window, options)) return true;
+  if (is_window) (void)f.window_deregister(handle_->get(), window_);
+  window_ = nullptr;
+  handle_->note_no_windows();
+  return false;
 }
 
 void NcclMemory::wait_for_device() const noexcept {
@@ -69,9 +98,7 @@ NcclMemory::~NcclMemory() {
   try {
     const cuda::DeviceGuard device(handle_->device());
     const cuda::RelaxedCapture relaxed;
-    const abi::Functions& f = functions();
-    if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
-    if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
+    if (window_ != nullptr) (void)functions().window_deregister(handle_->get(), window_);
   } catch (...) {  // the process is exiting, and the driver is gone
   }
 }

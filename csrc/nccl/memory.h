@@ -1,19 +1,37 @@
-// Memory allocated by NCCL and registered with it: as a symmetric window if the system supports
-// them, otherwise as a buffer if that succeeds. Each allocation has one registration, from its
-// start, since several windows of one allocation have corrupted data in some NCCL versions.
+// Memory allocated by NCCL and registered with it: as a symmetric window if every rank gets one,
+// otherwise as a buffer if that succeeds. Each allocation has one registration, from its start,
+// since several windows of one allocation have corrupted data in some NCCL versions.
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "nccl/engine.h"
 #include "nccl/handle.h"
 
 namespace fastdist::nccl {
 
+// Memory of others that NCCL may use without a copy, until this object ends.
+class Registration {
+ public:
+  // The device must be current. Throws if NCCL refuses.
+  Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
+               const CallOptions& options);
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+  ~Registration();
+
+ private:
+  std::shared_ptr<Handle> handle_;
+  void* registration_ = nullptr;
+};
+
 class NcclMemory final : public Memory {
  public:
-  // Every rank must call. The device must be current.
-  NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options);
+  // Every rank must call. The device must be current. `checker` may be null: then all ranks must
+  // get a window, or none.
+  NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options,
+             Checker* checker);
   ~NcclMemory() override;
 
   [[nodiscard]] std::byte* data() const noexcept override { return data_.get(); }
@@ -21,12 +39,13 @@ class NcclMemory final : public Memory {
   void wait_for_device() const noexcept;
 
  private:
-  void register_with(std::size_t bytes, const CallOptions& options);
+  // Returns true if the memory is a window now.
+  [[nodiscard]] bool make_window(std::size_t bytes, const CallOptions& options, Checker* checker);
 
   std::shared_ptr<Handle> handle_;
   std::shared_ptr<std::byte> data_;  // the handle also holds it, until NCCL has ended
   abi::Window window_ = nullptr;
-  void* registration_ = nullptr;
+  std::optional<Registration> registration_;
 };
 
 }  // namespace fastdist::nccl

@@ -154,13 +154,14 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
   call.end();
 }
 
-// Only two ranks take part, so the checker of all ranks cannot compare the call.
+// Only two ranks take part, so the checker of all ranks cannot compare the call. NCCL's numbers of
+// a lane's ranks are 0 and 1.
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNo);
   if (in.count != 0) {
-    handle_->check(
-        functions().send(in.data, in.bytes(), abi::kUint8, dst, handle_->get(), stream_of(options)),
-        "ncclSend");
+    handle_->check(functions().send(in.data, in.bytes(), abi::kUint8, lane_ ? 1 : dst,
+                                    handle_->get(), stream_of(options)),
+                   "ncclSend");
     if (group_depth_ == 0) handle_->settle(options, "ncclSend");
   }
   call.end();
@@ -169,8 +170,8 @@ void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) 
 void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options, Call::Compared::kNo);
   if (out.count != 0) {
-    handle_->check(functions().recv(out.data, out.bytes(), abi::kUint8, src, handle_->get(),
-                                    stream_of(options)),
+    handle_->check(functions().recv(out.data, out.bytes(), abi::kUint8, lane_ ? 0 : src,
+                                    handle_->get(), stream_of(options)),
                    "ncclRecv");
     if (group_depth_ == 0) handle_->settle(options, "ncclRecv");
   }
@@ -190,7 +191,7 @@ void NcclCommunicator::barrier(const CallOptions& options) {
     scratch.end();
   }
   call.end();
-  if (checker_ != nullptr || capturing_) return;
+  if (checker_ != nullptr || capture_) return;
   const auto end = mark(stream);
   while (!end->is_done()) {
     check_usable();  // the watcher aborts the communicator on timeout

@@ -24,7 +24,8 @@ std::byte* Scratch::grow(cuda::DeviceBuffer& buffer, std::size_t bytes) {
 }
 
 std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
-                           const std::shared_ptr<Handle>& handle, const CallOptions& options) {
+                           const std::shared_ptr<Handle>& handle, const CallOptions& options,
+                           Checker* checker) {
   Bucket& bucket = buckets_[which];
   if (captured_) return grow(bucket.plain, bytes);
   if (bucket.bytes < bytes) {
@@ -34,7 +35,7 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
     if (bucket.registered && free_) free_->synchronize();
     bucket.registered.reset();
     bucket.bytes = 0;
-    bucket.registered = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options);
+    bucket.registered = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options, checker);
     bucket.bytes = capacity_for(bytes);
   }
   return bucket.registered->data();
@@ -43,11 +44,10 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
 // Waits even on the same stream handle, which may belong to a new stream after the old was
 // destroyed.
 void Scratch::begin(StreamHandle stream) {
-  if (!captured_ && free_) free_->make_wait(stream);
+  if (free_) free_->make_wait(stream);
 }
 
 void Scratch::end(StreamHandle stream) {
-  if (captured_) return;
   if (!free_) free_.emplace();
   free_->record(stream);
 }

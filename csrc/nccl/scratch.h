@@ -2,8 +2,8 @@
 // magnitudes of a list. It grows to the size that the largest call needs. One call uses it at a
 // time: a call waits for the end of the previous call, which may be on another stream.
 //
-// Calls that are captured into a graph have their own scratch memory, since a graph may be replayed
-// while other calls run and cannot wait for work outside the graph.
+// Each capture has scratch memory of its own, which its graph keeps: a graph may be replayed while
+// other calls run, and cannot wait for work outside of it.
 #pragma once
 
 #include <array>
@@ -21,11 +21,12 @@ class Scratch {
  public:
   explicit Scratch(bool captured) : captured_(captured) {}
 
-  // Returns bucket `which`, registered with NCCL, which is a collective call with `options`.
+  // Returns bucket `which`, registered with NCCL, which is a collective call with `options`, whose
+  // outcome is compared by `checker`.
   // Captured buckets are plain memory, since nothing can be registered during a capture.
   [[nodiscard]] std::byte* bucket(std::size_t which, std::size_t bytes,
-                                  const std::shared_ptr<Handle>& handle,
-                                  const CallOptions& options);
+                                  const std::shared_ptr<Handle>& handle, const CallOptions& options,
+                                  Checker* checker);
   [[nodiscard]] std::byte* gathered(std::size_t bytes) { return grow(gathered_, bytes); }
   [[nodiscard]] float* magnitudes(std::size_t count) {
     return reinterpret_cast<float*>(grow(magnitudes_, count * sizeof(float)));
@@ -54,8 +55,7 @@ class Scratch {
     std::unique_ptr<NcclMemory> registered;
     cuda::DeviceBuffer plain;
   };
-  // Grows a buffer. Captured graphs refer to the old memory, so it is kept until the communicator
-  // ends.
+  // Grows a buffer. Earlier calls of a capture refer to the old memory, which is kept.
   [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes);
 
   bool captured_;

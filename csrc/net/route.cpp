@@ -107,6 +107,7 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
       break;
     case Op::kBarrier:
     case Op::kEmpty:
+    case Op::kGroup:
       break;
   }
   const bool carried = op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||

@@ -4,7 +4,7 @@
 |---|---|---|
 | FASTDIST_TIMEOUT_S | seconds that a collective waits for other ranks | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds that `fd.init()` waits for all ranks | 120 |
-| FASTDIST_NCCL_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
+| NCCL_COMM_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
 | FASTDIST_PS_KEYS | keys of the parameter servers: JSON, or the path of a JSON file | none |
 """
 
@@ -43,7 +43,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         rendezvous_timeout_s=_seconds(
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
-        nccl_blocking=_flag(environ, "FASTDIST_NCCL_BLOCKING", defaults.nccl_blocking),
+        nccl_blocking=_flag(environ, "NCCL_COMM_BLOCKING", defaults.nccl_blocking),
         ps_keys=environ.get(KEYS_VARIABLE) or None,
     )
 

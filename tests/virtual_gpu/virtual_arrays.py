@@ -1,7 +1,8 @@
 """Arrays on virtual GPUs, with the parts of CUDA that tests need: streams and graphs.
 
 Importing this module loads the virtual NCCL before any other NCCL is searched. VIRTUAL_NCCL_VERSION
-selects its version (22703, 22809 or 23004).
+selects its version (22703, 22809 or 23004). With VIRTUAL_ARRAYS=exchanged arrays have DLPack's
+table of C functions, as torch's have.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ class _Runtime:
     """The functions of the virtual runtime; they raise CudaError for error results."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(str(FOLDER / "libvirtual_cudart.so"))
-        self._library.cudaGetErrorName.restype = ctypes.c_char_p
+        self._runtime = ctypes.CDLL(str(FOLDER / "libvirtual_cudart.so"))
+        self._runtime.cudaGetErrorName.restype = ctypes.c_char_p
         version = os.environ.get("VIRTUAL_NCCL_VERSION", "23004")
         ctypes.CDLL(str(FOLDER / "nccl" / version / "libnccl.so.2"))
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._library, name)
+        function = getattr(self._runtime, name)
 
         def call(*arguments: Any) -> None:
             error = function(*arguments)
             if error != 0:
-                self._library.cudaGetLastError()
-                text = self._library.cudaGetErrorName(error).decode()
+                self._runtime.cudaGetLastError()
+                text = self._runtime.cudaGetErrorName(error).decode()
                 raise CudaError(f"{name}: {text}")
 
         return call
@@ -83,6 +84,11 @@ def on_device(device: int) -> Iterator[None]:
         yield
     finally:
         set_device(before)
+
+
+def bytes_in_use(device: int) -> int:
+    """Return the bytes that this process has allocated on a device."""
+    return int(cuda._runtime.virtual_gpu_bytes_in_use(device))
 
 
 def synchronize() -> None:
@@ -286,8 +292,7 @@ class DlpackArray(Array):
     def __dlpack_device__(self) -> tuple[int, int]:
         return _CUDA_DEVICE, self.device
 
-    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        assert stream == -1, "fastdist orders streams by itself"
+    def describe(self) -> ctypes.Structure:
         kinds = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
         code = _ONLY_DLPACK.get(self.dtype.name, kinds.get(self.dtype.kind))
         assert code is not None
@@ -300,11 +305,61 @@ class DlpackArray(Array):
             self.address, _CUDA_DEVICE, self.device, dims, code, item * 8, 1, shape, steps, 0
         )
         self._lent.append(_Dl(managed, shape, steps))  # as long as the array
-        return _new_capsule(ctypes.addressof(managed), b"dltensor", None)
+        return managed
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        assert stream == -1, "fastdist orders streams by itself"
+        return _new_capsule(ctypes.addressof(self.describe()), b"dltensor", None)
 
     def __getitem__(self, part: slice) -> Array:
         a = super().__getitem__(part)
-        return DlpackArray(self._owner, a.address, a.shape, a.dtype, a.device, a.strides)
+        return type(self)(self._owner, a.address, a.shape, a.dtype, a.device, a.strides)
+
+
+class ExchangedArray(DlpackArray):
+    """An array that C code reads without calls of Python, by `__dlpack_c_exchange_api__`."""
+
+    __dlpack_c_exchange_api__: ClassVar[Any]
+
+
+_TENSOR_BYTES = _DlManaged.manager.offset  # DLTensor is the beginning of DLManagedTensor
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+def _tensor_from_object(array: Any, tensor: int) -> int:
+    ctypes.memmove(tensor, ctypes.addressof(array.describe()), _TENSOR_BYTES)
+    return 0
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+def _stream_of_device(kind: int, device: int, stream: Any) -> int:
+    stream[0] = current_stream()
+    return 0
+
+
+class _ExchangeApi(ctypes.Structure):
+    """`DLPackExchangeAPI` of DLPack's C ABI; functions that nobody uses are null."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("unused", ctypes.c_void_p * 4),
+        ("tensor_from_object", ctypes.c_void_p),
+        ("current_stream", ctypes.c_void_p),
+    ]
+
+
+_exchange_api = _ExchangeApi(
+    1,
+    2,
+    (ctypes.c_void_p * 4)(),
+    ctypes.cast(_tensor_from_object, ctypes.c_void_p),
+    ctypes.cast(_stream_of_device, ctypes.c_void_p),
+)
+_API_NAME = b"dlpack_exchange_api"  # to which the capsule points
+ExchangedArray.__dlpack_c_exchange_api__ = _new_capsule(
+    ctypes.addressof(_exchange_api), _API_NAME, None
+)
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: int | None = None) -> Array:
@@ -314,6 +369,8 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", device: int | No
     device = current_device() if device is None else device
     memory = _Memory(int(np.prod(shape, dtype=np.int64)) * kind.itemsize, device)
     lent_as = DlpackArray if kind.name in _ONLY_DLPACK else Array
+    if os.environ.get("VIRTUAL_ARRAYS") == "exchanged":
+        lent_as = ExchangedArray
     return lent_as(memory, memory.address, shape, kind, device)
 
 

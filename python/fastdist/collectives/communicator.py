@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, overload
@@ -20,8 +22,10 @@ from fastdist.collectives.arrays import (
     view_bytes,
     view_gpu_bytes,
 )
-from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.engine import OPS, Engine
+from fastdist.collectives.engines.gpu_arrays import memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
+from fastdist.collectives.group import Call, record, run
 from fastdist.collectives.hints import is_immutable, unknown_keyword
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
@@ -105,6 +109,7 @@ class Communicator:
         self.engine: Engine = engine
         self._on_end = on_end  # called with the communicator that takes this one's place
         self._timeout_s = timeout_s
+        self._is_grouping = False
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         calls = engine.calls() if self._gpus is None else self._gpus.calls()
         self._all_reduce = calls["all_reduce"]
@@ -548,8 +553,10 @@ class Communicator:
     ) -> Any:
         """Send to one rank, which must call `recv`. Return when the data has been received.
 
-        Calls with the same peer and direction are matched in order. With `async_op`, calls with
-        different peers or directions do not wait for each other.
+        On GPUs the two arrays' sizes and dtypes are not compared, as they are on hosts.
+
+        Calls with the same peer and direction are matched in order. With `async_op`, and in a
+        `group`, calls with different peers or directions do not wait for each other.
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
@@ -587,8 +594,45 @@ class Communicator:
         """Wait until every rank has called."""
         return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
 
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """A context manager: the calls inside are made together, when it ends.
+
+        Sends and receives in a group do not wait for each other, so that a ring is
+
+            with comm.group():
+                comm.send(x, (comm.rank + 1) % comm.world_size)
+                comm.recv(y, (comm.rank - 1) % comm.world_size)
+
+        On GPUs the calls are one launch. Results are there when the group has ended; on GPUs, as
+        after any call, in the order of the stream. A send in a group on GPUs is received by a recv
+        in a group. If the block raises, no call is made.
+
+        Raises:
+            ValueError: a barrier, an object, `async_op`, `splits`, `stream` or `bucket_bytes` in a
+                group.
+        """
+        self._refuse_in_group("group")
+        calls: list[Call] = []
+        made = {op: getattr(self, f"_{op}") for op in OPS}
+        for op in OPS:
+            setattr(self, f"_{op}", partial(record, self, calls, op))
+        self._is_grouping = True
+        try:
+            yield
+        finally:
+            self._is_grouping = False
+            for op, call in made.items():
+                setattr(self, f"_{op}", call)
+        run(calls, made, self._gpus)
+
+    def _refuse_in_group(self, what: str) -> None:
+        if self._is_grouping:
+            raise ValueError(f"{what} cannot be in a group: leave the group first")
+
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
         """Return the root's object on every rank, by pickle. Every rank must call."""
+        self._refuse_in_group("broadcast_object")
         data, failure = b"", None
         if self.rank == root:
             try:
@@ -607,6 +651,7 @@ class Communicator:
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
         """Return the objects of all ranks, in rank order, by pickle. Every rank must call."""
+        self._refuse_in_group("all_gather_object")
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
         padded = np.zeros(int(sizes.max()), np.uint8)
@@ -627,6 +672,7 @@ class Communicator:
         Returns:
             The new communicator, or None if `color` is None.
         """
+        self._refuse_in_group("split")
         color = None if color is None else to_integer(color, "color")
         if color is not None and color < 0:
             raise ValueError(f"color must not be negative, got {color}")
@@ -677,6 +723,7 @@ class Communicator:
             ClusterConfigError: a remaining rank did not arrive, or excludes other ranks.
             UnsupportedError: the ranks are on several machines.
         """
+        self._refuse_in_group("shrink")
         excluded = set(to_integers(exclude, "exclude"))
         if not excluded or not excluded < set(range(self.world_size)) or self.rank in excluded:
             raise ValueError(
@@ -725,6 +772,28 @@ class Communicator:
             return view_gpu_bytes(memory, nbytes, shape, dtype)
         return view_bytes(self.engine.empty(nbytes), shape, dtype)
 
+    def register(self, array: Arrays, *, timeout: float | None = None) -> _core.GpuRegistration:
+        """Let NCCL use GPU arrays without copies into its own buffers, as long as they are used.
+
+        For arrays that many calls use, such as parameters. It is for this rank alone, but the first
+        call on GPU arrays of a communicator, which this may be, is one of all ranks. Arrays of
+        `empty` are registered already.
+
+        Returns:
+            An object that keeps the arrays alive; they are registered until it is closed or
+            dropped.
+        """
+        self._refuse_in_group("register")
+        return self._on_gpus().lend(array, self._timeout_s if timeout is None else timeout)
+
+    def memory_pool(self) -> Any:
+        """Make a torch.cuda.MemPool whose memory comes from NCCL, for tensors to `register`.
+
+        Tensors made inside `with torch.cuda.use_mem_pool(pool):` are in it.
+        """
+        self._on_gpus()
+        return memory_pool()
+
     def _on_gpus(self) -> NcclEngine:
         if self._gpus is None:
             raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
@@ -740,6 +809,7 @@ class Communicator:
         bucket_bytes: int = 0,
     ) -> Any:
         """Make a call with arguments that only the engine for GPUs takes."""
+        self._refuse_in_group("a call with stream or bucket_bytes")
         if stream is None and self._gpus is None:
             return getattr(self, f"_{op}")(*given, timeout_s, async_op)
         return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
@@ -769,6 +839,7 @@ class Communicator:
     def _exchange_splits(
         self, arrays: Arrays, splits: Sequence[int], timeout: float | None
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        self._refuse_in_group("all_to_all with splits")
         row = np.array([to_integers(splits, "splits")], np.int64)
         for array in _as_list(arrays):
             rows = (*shape_of(array), 0)[0]

@@ -18,6 +18,7 @@ constexpr int kVersion = 13000;
 constexpr std::size_t kBytes = std::size_t{4} << 30;
 
 thread_local int the_device = 0;
+thread_local std::vector<int> pushed;  // devices whose contexts are current instead
 thread_local cudaStreamCaptureMode the_mode = cudaStreamCaptureModeGlobal;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -58,7 +59,7 @@ State& state() {
 
 int device_count() { return static_cast<int>(visible().size()); }
 
-int current_device() { return the_device; }
+int current_device() { return pushed.empty() ? the_device : pushed.back(); }
 
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -162,23 +163,34 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->totalGlobalMem = kBytes;
   properties->major = 9;
   properties->multiProcessorCount = 1;
+  properties->pciBusID = index + 1;
   return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int* device) {
   if (device_count() == 0) return remember(cudaErrorNoDevice);
-  *device = the_device;
+  *device = current_device();
   return cudaSuccess;
 }
 
+// Like CUDA's, replaces the context on top of the stack, if any.
 cudaError_t cudaSetDevice(int device) {
   if (device_count() == 0) return remember(cudaErrorNoDevice);
   if (device < 0 || device >= device_count()) return remember(cudaErrorInvalidDevice);
-  the_device = device;
+  (pushed.empty() ? the_device : pushed.back()) = device;
   // As of CUDA 12, also if the device is not used otherwise.
   const std::lock_guard lock(state().mutex);
   state().contexts.insert(device);
   return cudaSuccess;
+}
+
+void virtual_gpu::push_device(int device) { pushed.push_back(device); }
+
+int virtual_gpu::pop_device() {
+  if (pushed.empty()) return -1;
+  const int device = pushed.back();
+  pushed.pop_back();
+  return device;
 }
 
 int virtual_gpu::virtual_gpu_has_context(int device) {

@@ -187,14 +187,14 @@ cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   return remember(set(to, value, bytes, nullptr));
 }
 
-cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+unsigned long virtual_gpu::virtual_gpu_bytes_in_use(int device) {
+  const std::lock_guard lock(state().mutex);
+  return bytes_in_use(state(), device);
+}
+
+int virtual_gpu::device_of_memory(const void* address) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
-  if (s.lost != cudaSuccess) return remember(s.lost);
-  if (device_count() == 0) return remember(cudaErrorNoDevice);
   const auto found = find_allocation(s, address);
-  *attributes = found == s.allocations.end()
-                    ? cudaPointerAttributes{cudaMemoryTypeUnregistered, -2}
-                    : cudaPointerAttributes{cudaMemoryTypeDevice, found->second.device};
-  return cudaSuccess;
+  return found == s.allocations.end() ? -1 : found->second.device;
 }

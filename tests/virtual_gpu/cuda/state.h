@@ -43,6 +43,25 @@ struct Node {
   std::shared_ptr<Chain> chain;
 };
 
+struct Capture;
+
+struct Allocation {
+  std::size_t bytes;
+  int device;
+};
+
+}  // namespace virtual_gpu
+
+// Kept by graphs and by what was made of them.
+using UserObjects = std::vector<std::shared_ptr<void>>;
+
+struct CUgraph_st {
+  std::vector<virtual_gpu::Node> nodes{};
+  UserObjects objects{};
+};
+
+namespace virtual_gpu {
+
 // A capture, begun on one stream; other streams join by waiting for its events.
 struct Capture {
   cudaStreamCaptureMode mode;
@@ -52,11 +71,8 @@ struct Capture {
   std::vector<Node> nodes;
   std::map<cudaStream_t, std::set<std::size_t>> tails;  // of each stream in the capture
   std::map<const Chain*, std::size_t> chain_tails;
-};
-
-struct Allocation {
-  std::size_t bytes;
-  int device;
+  unsigned long long id;
+  std::unique_ptr<CUgraph_st> graph;  // until it is given to the user
 };
 
 }  // namespace virtual_gpu
@@ -79,13 +95,10 @@ struct CUevent_st {
   std::set<std::size_t> nodes{};
 };
 
-struct CUgraph_st {
-  std::vector<virtual_gpu::Node> nodes;
-};
-
 struct CUgraphExec_st {
   std::shared_ptr<const std::vector<virtual_gpu::Node>> nodes;
-  virtual_gpu::PointPtr tail;  // end of the previous launch
+  UserObjects objects;
+  virtual_gpu::PointPtr tail{};  // end of the previous launch
 };
 
 namespace virtual_gpu {
@@ -108,6 +121,13 @@ struct State {
 [[nodiscard]] State& state();
 [[nodiscard]] int device_count();
 [[nodiscard]] int current_device();
+// A stack of devices that are current instead of the one that was set.
+void push_device(int device);
+// Returns -1 if the stack is empty.
+int pop_device();
+
+// Returns the device of an address, or -1 if it is not device memory.
+[[nodiscard]] int device_of_memory(const void* address);
 
 // Every entry point returns through this function, which stores errors for cudaGetLastError.
 cudaError_t remember(cudaError_t error);

@@ -45,6 +45,9 @@ VIRTUAL_GPU_API void check_memory(const void* data, std::size_t bytes, int devic
 // Returns true if this process has used memory of a device, as making it current does.
 extern "C" VIRTUAL_GPU_API int virtual_gpu_has_context(int device);
 
+// Returns the bytes that this process has allocated on a device.
+extern "C" VIRTUAL_GPU_API unsigned long virtual_gpu_bytes_in_use(int device);
+
 // The byte values that fill fresh and freed memory.
 inline constexpr unsigned char kFresh = 0xCB;
 inline constexpr unsigned char kFreed = 0xDD;

@@ -10,6 +10,8 @@ using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 using cudaGraph_t = struct CUgraph_st*;
 using cudaGraphExec_t = struct CUgraphExec_st*;
+using cudaUserObject_t = struct CUuserObject_st*;
+using cudaHostFn_t = void (*)(void*);
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -40,8 +42,6 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice = 3,
 };
 
-enum cudaMemoryType { cudaMemoryTypeUnregistered = 0, cudaMemoryTypeDevice = 2 };
-
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal = 0,
   cudaStreamCaptureModeThreadLocal = 1,
@@ -56,6 +56,8 @@ enum cudaStreamCaptureStatus {
 
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 inline constexpr unsigned cudaEventDisableTiming = 2;
+inline constexpr unsigned cudaUserObjectNoDestructorSync = 1;
+inline constexpr unsigned cudaGraphUserObjectMove = 1;
 
 struct cudaUUID_t {
   char bytes[16];
@@ -68,11 +70,9 @@ struct cudaDeviceProp {
   int major;
   int minor;
   int multiProcessorCount;
-};
-
-struct cudaPointerAttributes {
-  cudaMemoryType type;
-  int device;
+  int pciDomainID;
+  int pciBusID;
+  int pciDeviceID;
 };
 
 VIRTUAL_GPU_EXPORT cudaError_t cudaRuntimeGetVersion(int* version);
@@ -97,8 +97,6 @@ VIRTUAL_GPU_EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_
 VIRTUAL_GPU_EXPORT cudaError_t cudaMemset(void* to, int value, size_t bytes);
 VIRTUAL_GPU_EXPORT cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes,
                                                cudaStream_t stream);
-VIRTUAL_GPU_EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
-                                                        const void* address);
 
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags,
@@ -119,8 +117,12 @@ VIRTUAL_GPU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCap
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
                                                       cudaStreamCaptureMode mode);
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-VIRTUAL_GPU_EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
-                                                     cudaStreamCaptureStatus* status);
+VIRTUAL_GPU_EXPORT cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* argument,
+                                                    cudaHostFn_t destroy, unsigned count,
+                                                    unsigned flags);
+VIRTUAL_GPU_EXPORT cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count);
+VIRTUAL_GPU_EXPORT cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object,
+                                                         unsigned count, unsigned flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
                                                     unsigned long long flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);

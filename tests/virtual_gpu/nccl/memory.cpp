@@ -1,6 +1,7 @@
 // Memory registered with communicators.
 //
-// VIRTUAL_NCCL_WINDOWS=0 simulates a system without symmetric windows.
+// VIRTUAL_NCCL_WINDOWS=0 simulates a system without symmetric windows, and VIRTUAL_NCCL_REFUSES=1
+// one where rank 1 cannot register any.
 
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,11 @@ std::map<void*, int>& own_memory() {
 bool has_windows() {
   const char* text = std::getenv("VIRTUAL_NCCL_WINDOWS");
   return text == nullptr || std::atoi(text) != 0;
+}
+
+bool is_refused(int rank) {
+  const char* text = std::getenv("VIRTUAL_NCCL_REFUSES");
+  return text != nullptr && std::atoi(text) == rank;
 }
 
 void forget_window(void* data) {
@@ -125,6 +131,10 @@ abi::Result ncclCommWindowRegister(abi::Comm handle, void* data, std::size_t byt
   if (const abi::Result result = find_ready(handle, comm); result != abi::kSuccess) return result;
   *window = nullptr;
   if (!has_windows()) return abi::kSuccess;
+  if (is_refused(comm->rank)) {
+    (void)exchange(*comm, bytes);
+    return refuse(abi::kInvalidUsage, "this rank has no windows");
+  }
   if (comm->blocking) return register_window(comm, data, bytes, window);
   ++comm->jobs;
   std::thread([=] {

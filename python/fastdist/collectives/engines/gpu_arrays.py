@@ -6,12 +6,14 @@ stream.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.collectives.engines import nccl_library
 
 _DLPACK_CUDA = 2
 _LEGACY_STREAM = 0
@@ -52,6 +54,9 @@ def _device_of_interface(array: Any) -> int | None:
 
 def current_stream(arrays: Any, device: int) -> int:
     """Return the handle of the current stream of the arrays' library."""
+    known = _core.current_stream(arrays, device)
+    if known is not None:
+        return known
     array = arrays[0] if isinstance(arrays, (list, tuple)) else arrays
     if hasattr(array, "is_cuda"):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
@@ -59,6 +64,22 @@ def current_stream(arrays: Any, device: int) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
     interface = getattr(array, "__cuda_array_interface__", {})
     return interface.get("stream") or _LEGACY_STREAM
+
+
+@functools.cache
+def _torch_allocator() -> Any:
+    """Return NCCL's allocator for torch, which refers to it for as long as a tensor of it lives."""
+    import torch
+
+    nccl_library.load()
+    names = ("fastdist_allocate", "fastdist_free")
+    return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *names)
+
+
+def memory_pool() -> Any:
+    """Make a torch.cuda.MemPool of NCCL's memory."""
+    allocator = _torch_allocator().allocator()
+    return sys.modules["torch"].cuda.MemPool(allocator)
 
 
 def stream_handle(stream: Any, device: int) -> int:

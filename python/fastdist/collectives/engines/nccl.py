@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
+from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.engines import nccl_library
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import (
@@ -26,11 +28,11 @@ from fastdist.collectives.engines.gpu_arrays import (
     device_of,
     stream_handle,
 )
+from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane
 from fastdist.errors import FastdistError, UnsupportedError
 
 _PER_THREAD = 2  # cudaStreamPerThread
 _RECORD_BYTES = 1024
-_ID_BYTES = 128
 
 
 def is_possible() -> bool:
@@ -53,21 +55,15 @@ class NcclEngine:
     def __init__(self, host_engine: Engine) -> None:
         self._host_engine = host_engine
         self._on_hosts = host_engine.calls()
+        self._router = _core.Router(host_engine.compiled, weakref.WeakMethod(self.call))
         self._gpu: _core.NcclCommunicator | None = None
         self._on_gpus: dict[str, Any] = {}
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._mail: Engine | None = None  # by which lanes are connected
 
     def calls(self) -> Calls:
         """Return the collectives of the host engine, for arrays on the host or a GPU."""
-        return {op: self._router(op) for op in self._on_hosts}
-
-    def _router(self, op: str) -> Any:
-        if op == "barrier":
-            return self._on_hosts[op]
-
-        def call(*arguments: Any) -> Any:
-            return self.call(op, arguments[:-2], arguments[-2], arguments[-1])
-
-        return call
+        return {**self._on_hosts, **self._router.calls()}
 
     def call(
         self,
@@ -94,12 +90,8 @@ class NcclEngine:
                 are not on a GPU, or NCCL cannot use the stream.
             UnsupportedError: no usable NCCL was found.
         """
-        array = given[-1] if given[0] is None else given[0]  # scatter: only the root has it
-        device = device_of(array)
-        if device == SOME_GPU:
-            if self._gpu is None:
-                raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
-            device = self._gpu.device
+        array = _first_array(given)
+        device = self._device_of(array)
         if device is None:
             if stream is not None:
                 raise ValueError("stream is for arrays on GPUs, got an array that is not on a GPU")
@@ -108,17 +100,44 @@ class NcclEngine:
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
         if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
             raise ValueError(
-                "the per-thread default stream needs FASTDIST_NCCL_BLOCKING=1, since NCCL's own "
+                "the per-thread default stream needs NCCL_COMM_BLOCKING=1, since NCCL's own "
                 "thread would enqueue the call on another stream; or pass stream="
             )
         if op == "all_reduce":
             given = (*given, bucket_bytes)
-        result = self._on_gpus[op](*given, handle, timeout_s, async_op)
+        keeper: Lane | _core.NcclCommunicator = gpu
+        if op in ("send", "recv") and gpu.device == device:
+            keeper = self._lane(op, given[1], timeout_s)
+            result = keeper.call(array, handle, timeout_s, async_op)
+        else:
+            result = self._on_gpus[op](*given, handle, timeout_s, async_op)
         if async_op:
             return StreamWork(result, array, device)
         if stream is not None:  # the arrays' library does not know that it is in use
-            gpu.keep_for_last(handle, given)
+            keeper.keep_for_last(handle, tuple(given))
         return result
+
+    def run_group(self, calls: Sequence[tuple[str, tuple[Any, ...]]], timeout_s: float) -> None:
+        """Make calls on GPU arrays as one: (op, arguments as of the calls of the host engine).
+
+        They are enqueued on the current stream of the first array's library.
+        """
+        arrays = [_first_array(given) for _, given in calls]
+        device = self._device_of(arrays)
+        assert device is not None
+        gpu = self._gpu or self._connect(device, timeout_s)
+        handle = current_stream(arrays[0], device)
+
+        def make() -> None:
+            for op, given in calls:
+                more = (0,) if op == "all_reduce" else ()
+                self._on_gpus[op](*given, *more, handle, timeout_s, False)
+
+        gpu.run_group(make, handle, timeout_s)
+
+    def is_on_gpu(self, given: Sequence[Any]) -> bool:
+        """Return True if a call with these arguments is one on GPU arrays."""
+        return device_of(_first_array(given)) is not None
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
         """Allocate GPU memory registered with NCCL. Every rank must call, with equal `nbytes`."""
@@ -127,15 +146,66 @@ class NcclEngine:
             raise ValueError(f"device must be cuda:{gpu.device}, this rank's, got cuda:{device}")
         return gpu.allocate(nbytes, timeout_s)
 
+    def lend(self, arrays: Any, timeout_s: float) -> _core.GpuRegistration:
+        """Register arrays on this rank's GPU with NCCL. Connects, as the first call does."""
+        device = device_of(arrays)
+        if device is None or device == SOME_GPU:
+            raise ValueError("register is for arrays on GPUs, got an array that is not on a GPU")
+        return (self._gpu or self._connect(device, timeout_s)).lend(arrays, timeout_s)
+
     def abort(self, why: str) -> None:
         """End the calls that run on the GPU, at once."""
+        for lane in self._lanes.values():
+            lane.abort(why)
         if self._gpu is not None:
             self._gpu.abort(why)
 
     def close(self) -> None:
         """Wait for the calls that were enqueued, and leave."""
+        for lane in self._lanes.values():
+            lane.close()
+        if self._mail is not None:
+            self._mail.close()
         if self._gpu is not None:
             self._gpu.close()
+
+    def _device_of(self, arrays: Any) -> int | None:
+        """Return the GPU of an array, or of a list; None if it is not on a GPU."""
+        device = device_of(arrays)
+        if device != SOME_GPU:
+            return device
+        if self._gpu is None:
+            raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
+        return self._gpu.device
+
+    def _lane(self, op: str, peer: Any, timeout_s: float) -> Lane:
+        own, size = self._host_engine.rank, self._host_engine.size
+        peer = to_rank(peer, "dst" if op == "send" else "src", size, own)
+        lane = self._lanes.get((op, peer))
+        if lane is None:
+            gpu = self._gpu
+            assert gpu is not None
+            assert self._mail is not None
+            ends = (own, peer) if op == "send" else (peer, own)
+
+            def connect(unique_id: bytes) -> _core.NcclCommunicator:
+                made = _core.NcclCommunicator.connect(
+                    unique_id,
+                    own,
+                    size,
+                    gpu.device,
+                    settings().nccl_blocking,
+                    self._host_engine.compiled,
+                    timeout_s,
+                    ends,
+                )
+                gpu.share_failures(made)
+                return made
+
+            calls = self._mail.calls()
+            lane = Lane(op, peer, connect, calls, gpu.record, gpu.abort, timeout_s)
+            self._lanes[op, peer] = lane
+        return lane
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
         """Connect the ranks. Every rank calls this at its first array on a GPU."""
@@ -160,7 +230,10 @@ class NcclEngine:
         gpu = _core.NcclCommunicator.connect(
             unique_id, rank, size, device, blocking, self._host_engine.compiled, timeout_s
         )
+        self._mail = self._host_engine.subset([list(range(size))], timeout_s)
         self._on_gpus = dict(gpu.calls())
+        between_all = {op: c for op, c in self._on_gpus.items() if op not in ("send", "recv")}
+        self._router.connect(device, between_all)
         self._gpu = gpu
         return gpu
 
@@ -173,7 +246,7 @@ class NcclEngine:
 
     def _share_id(self, timeout_s: float) -> bytes:
         """Broadcast the id that NCCL makes on rank 0; zeros mean that it failed there."""
-        unique_id, failure = bytes(_ID_BYTES), None
+        unique_id, failure = bytes(ID_BYTES), None
         if self._host_engine.rank == 0:
             try:
                 unique_id = _core.new_nccl_id()
@@ -222,26 +295,35 @@ class StreamWork:
         return self._work.synchronize(timeout)
 
 
+def _first_array(given: Sequence[Any]) -> Any:
+    """Return the argument that says where a call's arrays are: scatter has an input on the root."""
+    return given[-1] if given[0] is None else given[0]
+
+
 def _describe(device: int) -> dict[str, Any]:
     """Describe this rank to the others; "error" says what keeps it from connecting."""
+    from fastdist.collectives.engines.machine_rendezvous import machine_id  # imports slowly
+
     try:
         version = nccl_library.load().version_text
-        uuids = [gpu.uuid for gpu in _core.cuda_devices()]
-        uuid = uuids[device]
+        gpus = _core.cuda_devices()
+        own = gpus[device]
     except (FastdistError, IndexError) as error:
         return {"error": str(error)[: _RECORD_BYTES // 4]}
     return {
         "version": version,
-        "uuid": uuid,
-        "visible": zlib.crc32(" ".join(uuids).encode()),
+        "uuid": own.uuid,
+        "chip": f"{machine_id()}/{own.pci}",
+        "visible": zlib.crc32(" ".join(gpu.uuid for gpu in gpus).encode()),
         "process": os.getpid(),
         "device": device,
     }
 
 
 def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    uuids = [record["uuid"] for record in records]
-    return tuple(rank for rank, uuid in enumerate(uuids) if uuids.count(uuid) > 1)
+    """Return the ranks whose GPU others have too, whole or as other MIG instances of it."""
+    chips = [record["chip"] for record in records]
+    return tuple(rank for rank, chip in enumerate(chips) if chips.count(chip) > 1)
 
 
 def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) -> None:

@@ -294,8 +294,8 @@ TensorView view_buffer(py::handle object, Access access, const char* argument, p
   return view_numpy(array, access, argument);
 }
 
-// The array that `gpu_of` was asked for last, if its type has an exchange table. The GIL guards it: a
-// thread that finds another thread's array here asks again.
+// The array that `gpu_of` was asked for last, if its type has an exchange table. The GIL guards it:
+// a thread that finds another thread's array here asks again.
 struct Described {
   PyObject* object = nullptr;
   dlpack::Tensor tensor;

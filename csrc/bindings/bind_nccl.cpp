@@ -205,8 +205,7 @@ void bind_nccl(py::module_& m) {
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Router>(m, "Router")
       .def(py::init<py::object, py::object>())
-      .def("connect",
-           [](Router& router, int gpu, py::dict calls) { router.connect(gpu, std::move(calls)); })
+      .def("connect", &Router::connect)
       .def("calls", &routed_calls);
   m.def("check_arrays", [](const py::object& arrays) {
     const ForgetDescription forget;

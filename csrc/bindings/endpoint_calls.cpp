@@ -248,17 +248,15 @@ py::object barrier(Endpoint& self, Timeout timeout, bool async) {
 
 // A builtin that calls `kFunction` for arrays on the host, and a Router's other engine for those on
 // a GPU.
-template <auto kFunction>
+template <auto kFunction, Op kOp>
 struct RoutedCall {
-  static inline const char* name = nullptr;
-
   static PyObject* call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
     try {
       auto& router = *static_cast<Router*>(PyCapsule_GetPointer(capsule, nullptr));
       const ForgetDescription forget;
       if (count > 2) {
         const int gpu = gpu_of(Router::first_array(arguments, count));
-        if (gpu != kOnHost) return router.call_gpu(name, gpu, arguments, count).release().ptr();
+        if (gpu != kOnHost) return router.call_gpu(kOp, gpu, arguments, count).release().ptr();
       }
       return FastCall<kFunction>::apply(router.endpoint(), arguments, count).release().ptr();
     } catch (...) {
@@ -267,10 +265,9 @@ struct RoutedCall {
     }
   }
 
-  static PyMethodDef define(const char* op) {
-    name = op;
-    return {op, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)), METH_FASTCALL,
-            nullptr};
+  static PyMethodDef define() {
+    return {name_of(kOp).data(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),
+            METH_FASTCALL, nullptr};
   }
 };
 
@@ -290,33 +287,23 @@ py::dict endpoint_calls(const py::object& owner) {
       FastCall<&recv>::define("recv"),
       FastCall<&barrier>::define("barrier"),
   };
-  auto& endpoint = owner.cast<Endpoint&>();
-  py::dict result;
-  for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] = bind_fast(definition, endpoint, owner);
-  }
-  return result;
+  return bind_all(definitions, owner.cast<Endpoint&>(), owner);
 }
 
 py::dict routed_calls(const py::object& owner) {
   static std::array<PyMethodDef, 10> definitions{
-      RoutedCall<&all_reduce>::define("all_reduce"),
-      RoutedCall<&reduce>::define("reduce"),
-      RoutedCall<&broadcast>::define("broadcast"),
-      RoutedCall<&all_gather>::define("all_gather"),
-      RoutedCall<&gather>::define("gather"),
-      RoutedCall<&scatter>::define("scatter"),
-      RoutedCall<&reduce_scatter>::define("reduce_scatter"),
-      RoutedCall<&all_to_all>::define("all_to_all"),
-      RoutedCall<&send>::define("send"),
-      RoutedCall<&recv>::define("recv"),
+      RoutedCall<&all_reduce, Op::kAllReduce>::define(),
+      RoutedCall<&reduce, Op::kReduce>::define(),
+      RoutedCall<&broadcast, Op::kBroadcast>::define(),
+      RoutedCall<&all_gather, Op::kAllGather>::define(),
+      RoutedCall<&gather, Op::kGather>::define(),
+      RoutedCall<&scatter, Op::kScatter>::define(),
+      RoutedCall<&reduce_scatter, Op::kReduceScatter>::define(),
+      RoutedCall<&all_to_all, Op::kAllToAll>::define(),
+      RoutedCall<&send, Op::kSend>::define(),
+      RoutedCall<&recv, Op::kRecv>::define(),
   };
-  auto& router = owner.cast<Router&>();
-  py::dict result;
-  for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] = bind_fast(definition, router, owner);
-  }
-  return result;
+  return bind_all(definitions, owner.cast<Router&>(), owner);
 }
 
 }  // namespace fastdist::bindings

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <chrono>
 #include <string>
 #include <utility>
@@ -81,6 +82,17 @@ pybind11::object bind_fast(PyMethodDef& definition, Self& self, pybind11::handle
   PyCapsule_SetContext(capsule.ptr(), owner.inc_ref().ptr());
   return pybind11::reinterpret_steal<pybind11::object>(
       PyCFunction_NewEx(&definition, capsule.ptr(), nullptr));
+}
+
+// Returns a dict of a builtin for each of `definitions`, by name.
+template <class Self, std::size_t kCount>
+pybind11::dict bind_all(std::array<PyMethodDef, kCount>& definitions, Self& self,
+                        pybind11::handle owner) {
+  pybind11::dict result;
+  for (PyMethodDef& definition : definitions) {
+    result[definition.ml_name] = bind_fast(definition, self, owner);
+  }
+  return result;
 }
 
 }  // namespace fastdist::bindings

@@ -238,12 +238,7 @@ py::dict gpu_calls(const py::object& owner) {
       FastCall<&recv>::define("recv"),
       FastCall<&barrier>::define("barrier"),
   };
-  auto& gpu = owner.cast<Gpu&>();
-  py::dict result;
-  for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] = bind_fast(definition, gpu, owner);
-  }
-  return result;
+  return bind_all(definitions, owner.cast<Gpu&>(), owner);
 }
 
 }  // namespace fastdist::bindings

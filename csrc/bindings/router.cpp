@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "bindings/array.h"
 #include "core/error.h"
@@ -15,8 +14,15 @@ constexpr std::uintptr_t kPerThreadStream = 2;  // whose use depends on NCCL's s
 
 }  // namespace
 
-py::object Router::call_gpu(const char* op, int gpu, PyObject* const* arguments,
-                            Py_ssize_t count) const {
+void Router::connect(int gpu, const py::dict& calls) {
+  gpu_ = gpu;
+  for (const auto& [name, call] : calls) {
+    const auto op = op_from_name(name.cast<std::string>());
+    calls_[static_cast<std::size_t>(op.value())] = py::reinterpret_borrow<py::object>(call);
+  }
+}
+
+py::object Router::call_gpu(Op op, int gpu, PyObject* const* arguments, Py_ssize_t count) const {
   const bool is_async = arguments[count - 1] != Py_False;
   if (gpu == gpu_ && !is_async) {
     if (py::object result = call_at_once(op, arguments, count)) return result;
@@ -27,15 +33,15 @@ py::object Router::call_gpu(const char* op, int gpu, PyObject* const* arguments,
   for (Py_ssize_t i = 0; i < count - 2; ++i) {
     given[static_cast<std::size_t>(i)] = py::handle(arguments[i]);
   }
-  return general(op, given, py::handle(arguments[count - 2]), py::handle(arguments[count - 1]));
+  return general(name_of(op), given, py::handle(arguments[count - 2]),
+                 py::handle(arguments[count - 1]));
 }
 
 // Returns nothing if the call is not among the builtins, or the arrays' library has no C function
 // for its current stream.
-py::object Router::call_at_once(const char* op, PyObject* const* arguments,
-                                Py_ssize_t count) const {
-  PyObject* const call = PyDict_GetItemString(calls_.ptr(), op);
-  if (call == nullptr) return {};
+py::object Router::call_at_once(Op op, PyObject* const* arguments, Py_ssize_t count) const {
+  const py::object& call = calls_[static_cast<std::size_t>(op)];
+  if (!call) return {};
   const auto stream = current_stream(first_array(arguments, count), gpu_);
   if (!stream || reinterpret_cast<std::uintptr_t>(*stream) == kPerThreadStream) return {};
   constexpr std::size_t kMost = 10;
@@ -45,13 +51,13 @@ py::object Router::call_at_once(const char* op, PyObject* const* arguments,
   std::copy_n(arguments, n - 2, given.begin());
   std::size_t end = n - 2;
   const py::int_ bucket_bytes(0);  // the engine chooses
-  if (std::strcmp(op, "all_reduce") == 0) given[end++] = bucket_bytes.ptr();
+  if (op == Op::kAllReduce) given[end++] = bucket_bytes.ptr();
   const py::int_ handle(reinterpret_cast<std::uintptr_t>(*stream));
   given[end++] = handle.ptr();
   given[end++] = arguments[n - 2];
   given[end++] = arguments[n - 1];
-  auto result =
-      py::reinterpret_steal<py::object>(PyObject_Vectorcall(call, given.data(), end, nullptr));
+  auto result = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(call.ptr(), given.data(), end, nullptr));
   if (!result) throw py::error_already_set();
   return result;
 }

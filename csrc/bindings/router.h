@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/endpoint.h"
+#include "core/types.h"
 
 namespace fastdist::bindings {
 
@@ -30,24 +31,20 @@ class Router {
   [[nodiscard]] static py::handle first_array(PyObject* const* arguments, Py_ssize_t count) {
     return arguments[0] == Py_None ? arguments[count - 3] : arguments[0];
   }
-  // Makes calls on the arrays of `gpu` go straight to `calls`, builtins of its engine.
-  void connect(int gpu, py::dict calls) {
-    gpu_ = gpu;
-    calls_ = std::move(calls);
-  }
+  // Makes calls on the arrays of `gpu` go straight to `calls`, builtins of its engine by name.
+  void connect(int gpu, const py::dict& calls);
   // Makes a call on arrays of a GPU.
-  [[nodiscard]] py::object call_gpu(const char* op, int gpu, PyObject* const* arguments,
+  [[nodiscard]] py::object call_gpu(Op op, int gpu, PyObject* const* arguments,
                                     Py_ssize_t count) const;
 
  private:
-  [[nodiscard]] py::object call_at_once(const char* op, PyObject* const* arguments,
-                                        Py_ssize_t count) const;
+  [[nodiscard]] py::object call_at_once(Op op, PyObject* const* arguments, Py_ssize_t count) const;
 
   py::object owner_;
   Endpoint& endpoint_;
   py::object general_;
   int gpu_ = -1;
-  py::dict calls_;
+  std::array<py::object, kOpCount> calls_;  // by Op; empty where there is no builtin
 };
 
 // Returns a dict of all collectives that take arrays as builtins bound to the Router `owner`.

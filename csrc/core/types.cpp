@@ -36,7 +36,7 @@ constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min",
                                                                   "max", "and",  "or",   "xor"};
 
-constexpr std::array<std::string_view, 13> kOps{
+constexpr std::array<std::string_view, kOpCount> kOps{
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
     "all_to_all", "send",   "recv",      "barrier",    "empty",  "group"};
 

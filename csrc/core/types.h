@@ -49,6 +49,7 @@ enum class Op : std::uint8_t {
   kEmpty,  // allocation of memory that the engine can use in place
   kGroup,  // calls that are launched as one
 };
+inline constexpr int kOpCount = 13;
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;
 [[nodiscard]] std::string_view name_of(DType dtype) noexcept;

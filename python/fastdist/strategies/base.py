@@ -21,7 +21,7 @@ from fastdist.data import (
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
-from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
+from fastdist.replicas.per_replica import PerReplica, leaves
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope
 from fastdist.training.graphed import GraphedStep, capture_graph
@@ -252,11 +252,11 @@ class Strategy(ABC):
         self._require_cross_replica("reduce")
         if op not in ("sum", "mean", "min", "max"):
             raise ValueError(f'reduce: op must be "sum", "mean", "min" or "max", got {op!r}')
-        return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+        return self._reduce(op, value, axis)
 
     @abstractmethod
-    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
-        """Implement `reduce` for a leaf."""
+    def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
+        """Implement `reduce`."""
 
     @final
     def reduce_to(self, op: CrossReplicaOp, value: Any, destination: Any) -> Any:
@@ -307,11 +307,11 @@ class Strategy(ABC):
             RuntimeError: called inside `run`; use `get_replica_context().all_gather` there.
         """
         self._require_cross_replica("gather")
-        return map_structure(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return self._gather(value, axis)
 
     @abstractmethod
-    def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
-        """Implement `gather` for a leaf."""
+    def _gather(self, value: Any, axis: int) -> Any:
+        """Implement `gather`."""
 
     @abstractmethod
     def local_results(self, value: Any) -> tuple[Any, ...]:

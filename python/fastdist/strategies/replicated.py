@@ -24,7 +24,7 @@ from fastdist.errors import (
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.devices import working_on
-from fastdist.replicas.per_replica import PerReplica, select, wrap
+from fastdist.replicas.per_replica import PerReplica, map_structure, select, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
@@ -232,15 +232,20 @@ class ReplicatedStrategy(Strategy):
 
     # --- values of all replicas -----------------------------------------------------------------
 
-    def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
+    def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
+        with self._talking() as workers:
+            self._members.average_buffers()
+            return map_structure(lambda leaf: self._reduce_leaf(workers, op, leaf, axis), value)
+
+    def _reduce_leaf(
+        self, workers: Communicator | None, op: CrossReplicaOp, value: Any, axis: Axes
+    ) -> Any:
         weights = None
         if op == "mean" and axis is None and type(value) is PerReplica:
             examples = value.examples
             if examples is not None and examples.count(examples[0]) != len(examples):
                 weights = [examples[self.local_replica_ids[0]] / sum(examples)]
-        with self._talking() as workers:
-            self._members.average_buffers()
-            return reduce_values(workers, op, self.local_results(value), axis, weights)
+        return reduce_values(workers, op, self.local_results(value), axis, weights)
 
     def update(
         self,
@@ -256,10 +261,12 @@ class ReplicatedStrategy(Strategy):
             result = self._members.update(variable, lambda c: fn(c, *own_args, **own_kwargs))
         return result if self.num_replicas_in_sync == 1 else wrap([result])
 
-    def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
+    def _gather(self, value: Any, axis: int) -> Any:
         with self._talking() as workers:
             self._members.average_buffers()
-            return gather_values(workers, self.local_results(value), axis)
+            return map_structure(
+                lambda leaf: gather_values(workers, self.local_results(leaf), axis), value
+            )
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas, in order (experimental_local_results).

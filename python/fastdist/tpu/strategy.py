@@ -147,6 +147,12 @@ class TPUStrategy(Strategy):
 
     # --- values of all replicas -----------------------------------------------------------------
 
+    def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
+        return map_structure(lambda leaf: self._reduce_leaf(op, leaf, axis), value)
+
+    def _gather(self, value: Any, axis: int) -> Any:
+        return map_structure(lambda leaf: self._gather_leaf(leaf, axis), value)
+
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         if isinstance(value, Variable):
             value = PerReplica(tuple(self._adopted.components(value)))

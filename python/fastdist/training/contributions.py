@@ -142,10 +142,6 @@ class Contributions:
         weight = None if self._is_held(i) else self.weight()
         return 1.0 / self._replicas if weight is None else weight
 
-    def own_examples(self) -> float:
-        """This replica's number of examples; 1 if all replicas weigh the same."""
-        return 1.0 if self.examples is None else float(self.examples[self._replica])
-
     def take(self, i: int, device: torch.device) -> torch.Tensor:
         """Return the gradient of a parameter, in memory that may be reduced in place.
 

@@ -171,14 +171,16 @@ class GradientSync:
         """
         if not self._buffer_sync.places:
             return
-        self._contributions.examples = self._examples
-        examples = self._contributions.own_examples()
-        self._contributions.examples = None
-        written = self._buffer_sync.weights(examples).double()
+        weight = self._buffer_weight(self._examples)
+        written = self._buffer_sync.weights(weight).double()
         self._questions.all_reduce(written)
-        work = self._buffer_sync.send(self._communicator, examples, written)
+        work = self._buffer_sync.send(self._communicator, weight, written)
         if work is not None:
             work.wait()
+
+    def _buffer_weight(self, examples: tuple[int, ...] | None) -> float:
+        """Return this replica's examples, its weight in buffers' means; 1 if all weigh the same."""
+        return 1.0 if examples is None else float(examples[self._communicator.rank])
 
     @property
     def is_reducing(self) -> bool:
@@ -300,9 +302,8 @@ class GradientSync:
         self._task = -1
         work = None
         if self._buffer_sync.places:
-            work = self._buffer_sync.send(
-                self._communicator, self._contributions.own_examples(), written
-            )
+            weight = self._buffer_weight(self._contributions.examples)
+            work = self._buffer_sync.send(self._communicator, weight, written)
         for bucket in self._buckets:
             if bucket.sent:
                 self._receive(bucket, used)
@@ -334,7 +335,7 @@ class GradientSync:
         record = torch.zeros(0)
         if self._is_on_gpu:
             self._record = record = self._steps.take()
-        written = self._buffer_sync.weights(self._contributions.own_examples())
+        written = self._buffer_sync.weights(self._buffer_weight(self._contributions.examples))
         whole = torch.cat([record, used, written.flatten()])
         self._questions.all_reduce(whole)
         parts = torch.split(whole, [len(record), len(used), written.numel()])

@@ -97,7 +97,9 @@ def start(
 def disturb(plan: Plan, ranks: list[subprocess.Popen[str]]) -> None:
     for rank in ranks:
         assert rank.stdout is not None
-        rank.stdout.readline()
+        # Byte by byte: `communicate` would not find what a buffer holds.
+        while os.read(rank.stdout.fileno(), 1) not in (b"\n", b""):
+            continue
     time.sleep(plan.delay_s)
     if plan.fault == "stop":
         ranks[plan.victim].send_signal(signal.SIGSTOP)
@@ -178,7 +180,8 @@ def end_well(plan: Plan, ranks: dict[int, subprocess.Popen[str]], machines: int 
     finally:
         for process in ranks.values():
             process.kill()
-            process.wait()
+            with process:  # closes its pipes
+                process.wait()
     if plan.fault in DEATHS:
         dead = ends.pop(plan.victim)
         ends.pop(plan.late, None)

@@ -170,6 +170,47 @@ def check_splits(comm: Communicator) -> None:
         assert same_bits(got, np.concatenate(expected))
 
 
+def check_uneven_parts(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    for scale in (0, 1, 40, 30_000):
+        rows = [(2 * i + 1) % 3 * scale for i in range(n)]
+        data = [sample("float32", 2 * rows[i], 3, i).reshape(-1, 2) for i in range(n)]
+        expected = np.concatenate(data)
+        assert same_bits(comm.all_gather(data[r], splits=rows), expected)
+        out = np.full((sum(rows), 2), 7, np.float32)
+        begin = sum(rows[:r])
+        out[begin : begin + rows[r]] = data[r]
+        work = comm.all_gather(
+            [out[begin : begin + rows[r]]], splits=rows, out=[out], async_op=True
+        )
+        assert work.wait(30)[0] is out
+        assert work.is_done()
+        assert same_bits(out, expected)
+        whole = [sample("int64", sum(rows), 5, i) for i in range(n)]
+        part = comm.reduce_scatter(whole[r], "max", splits=rows)
+        assert same_bits(part, np.max(whole, axis=0)[begin : begin + rows[r]])
+        work = comm.reduce_scatter([whole[r]], splits=rows, async_op=True)
+        assert same_bits(work.wait(30)[0], np.sum(whole, axis=0)[begin : begin + rows[r]])
+        assert same_bits(whole[r], sample("int64", sum(rows), 5, r))
+    assert list(comm.all_gather(bytearray([r]) * r, splits=range(n))) == [
+        i for i in range(n) for _ in range(i)
+    ]
+    x = np.ones(n)
+    for wrong in ([1] * (n + 1), [-1] * n, "ab"):
+        with pytest.raises((ValueError, TypeError), match="splits must be"):
+            comm.all_gather(x, splits=wrong)
+    with pytest.raises(ValueError, match="array must have 9 rows"):
+        comm.all_gather(x, splits=[9] * n)
+    with pytest.raises(ValueError, match=rf"out must have 1 rows, splits\[{r}\]"):
+        comm.reduce_scatter(x, splits=[1] * n, out=np.ones(2))
+    with pytest.raises(ValueError, match="all_gather with splits cannot be in a group"):  # noqa: SIM117
+        with comm.group():
+            comm.all_gather(x, splits=[n] * n)
+    if n > 1:
+        with pytest.raises(CollectiveMismatchError):
+            comm.all_gather(np.ones(4 + (r == 0)), splits=[4 + (r == 0)] * n)
+
+
 def check_send_recv(comm: Communicator) -> None:
     n, r = comm.world_size, comm.rank
     for seed, size in enumerate(SIZES):
@@ -521,6 +562,9 @@ class CommunicatorContract:
 
     def test_calls_as_one(self, ranks: Any) -> None:
         ranks.run(check_calls_as_one)
+
+    def test_uneven_parts(self, ranks: Any) -> None:
+        ranks.run(check_uneven_parts)
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)

@@ -84,6 +84,15 @@ def every_op(comm: Communicator) -> None:
     out = arrays.full(4 * n, -1)
     comm.all_to_all(arrays.array(np.repeat(np.float32(r), 4 * n)), out=out)
     require(out, np.repeat(np.arange(n), 4))
+    rows = [(i + 1) % 3 for i in range(n)]
+    joined = np.repeat(np.arange(n, dtype=np.float32), rows)
+    out = arrays.full(len(joined), -1)
+    assert comm.all_gather(arrays.full(rows[r], r), splits=rows, out=out) is out
+    require(out, joined)
+    part = arrays.full(rows[r], -1)
+    work = comm.reduce_scatter(arrays.array(joined), "max", splits=rows, out=part, async_op=True)
+    assert work.wait() is part
+    require(part, np.full(rows[r], r))
     if n > 1 and r < 2:
         x = arrays.array(mine)
         if r == 0:
@@ -137,19 +146,74 @@ def on_given_streams(comm: Communicator) -> None:
 
 
 def disagreement(comm: Communicator) -> None:
-    comm.all_reduce(arrays.array(floats(comm)))
-    for attempt in range(2):
-        x = np.ones(8, np.float32) if comm.rank == attempt else arrays.full(8, 1)
+    """A mismatch is told with all lines, and ends the calls on GPUs, but not those on hosts."""
+
+    def host_or_gpu(part: Communicator, rank: int) -> None:
+        part.all_reduce(host if part.rank == rank else x)
+        part.barrier()
+
+    def sizes(part: Communicator) -> None:
+        work: Any = part.all_reduce(arrays.full(8 + part.rank, 1), async_op=True)
+        work.synchronize(TIMEOUT_S)
+
+    def ops(part: Communicator) -> None:
+        for _ in range(1000):  # one of them notices
+            part.all_reduce(x, "sum" if part.rank == 0 else "max")
+            time.sleep(0.01)
+
+    def first(part: Communicator) -> None:
+        host_or_gpu(part, 0)
+
+    def second(part: Communicator) -> None:
+        host_or_gpu(part, 1)
+
+    for wrong in (first, second, sizes, ops):
+        part = comm.split(0)
+        assert part is not None
+        part.all_reduce(arrays.array(floats(part)))
+        x, host = arrays.full(8, 1), np.ones(8, np.float32)
         with pytest.raises(CollectiveMismatchError) as error:
-            comm.all_reduce(x)
+            wrong(part)
         assert "all_reduce(float32 × 8, on GPUs" in str(error.value)
-        assert "all_reduce(float32 × 8, op=" in str(error.value)
         assert str(error.value).count("gpu_communicator.py") == comm.world_size
-        with pytest.raises(CollectiveMismatchError):
-            comm.all_reduce(arrays.full(8 + comm.rank, 1))
+        part.all_reduce(host)
+        assert set(host) == {comm.world_size}
+        with pytest.raises(CollectiveMismatchError, match="gpu_communicator"):
+            part.all_reduce(x)
+        part.all_reduce(host)
+        part.close()
         x = arrays.array(floats(comm))
         comm.all_reduce(x)
         require(x, total(comm))
+
+
+def limited(comm: Communicator) -> None:
+    """The kernels of a communicator can be told how much of the GPU to take."""
+    for least, most in ((0, None), (None, 65), (5, 4)):
+        with pytest.raises(ValueError, match="expected 1 <= least <= most <= 64"):
+            comm.limit_blocks(least, most)
+    comm.limit_blocks(2, 4)
+    x = arrays.array(floats(comm))
+    comm.all_reduce(x)
+    require(x, total(comm))
+    with pytest.raises(FastdistError, match="call limit_blocks before"):
+        comm.limit_blocks(2, 4)
+    if arrays.are_virtual:
+        import virtual_arrays
+
+        assert virtual_arrays.last_blocks() == (2, 4)
+        assert virtual_arrays.last_range() == "all_reduce"
+        comm.reduce(x)
+        assert virtual_arrays.last_range() == "reduce"
+    if comm.world_size > 1:
+        part = comm.split(0)
+        assert part is not None
+        part.limit_blocks(1 + part.rank)
+        with pytest.raises(
+            ValueError, match="must call limit_blocks with the same numbers, got 1 to"
+        ):
+            part.all_reduce(x)
+        part.close()
 
 
 def groups(comm: Communicator) -> None:
@@ -201,8 +265,9 @@ def aborting(comm: Communicator) -> None:
         with pytest.raises(FastdistError, match="rank 0 has called abort"):
             comm.all_reduce(x)
     else:
+        comm.all_reduce(x)
         with pytest.raises(PeerFailureError) as error:
-            comm.all_reduce(x)
+            comm.barrier()
         assert error.value.ranks == (0,)
 
 
@@ -333,8 +398,9 @@ def call_again_and_again(comm: Communicator) -> None:
 def a_late_rank(comm: Communicator) -> None:
     comm.all_reduce(arrays.full(4, 1))
     if comm.rank == 0:
+        comm.all_reduce(arrays.full(4, 1), timeout=1)
         with pytest.raises(CollectiveTimeoutError, match="on GPUs"):
-            comm.all_reduce(arrays.full(4, 1), timeout=1)
+            comm.barrier()
     else:
         time.sleep(2)
         with pytest.raises((CollectiveTimeoutError, PeerFailureError)):
@@ -404,8 +470,9 @@ def a_killed_rank(comm: Communicator) -> None:
     if comm.rank == comm.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
+    comm.all_reduce(arrays.full(4, 1))
     with pytest.raises(PeerFailureError) as error:
-        comm.all_reduce(arrays.full(4, 1))
+        comm.barrier()
     assert time.monotonic() - start < 5
     comm = comm.shrink(error.value.ranks)
     x = arrays.array(floats(comm))

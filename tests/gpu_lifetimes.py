@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -80,8 +81,13 @@ def memory(r: Rank) -> None:
     del y, lent
     assert r.arrays.is_full(result, 2 * r.size**2)
     if r.size > 1:
-        with pytest.raises(errors.CollectiveMismatchError, match=r"empty\(uint8 × 64, on GPUs\)"):
-            r.gpu.allocate(64 + r.rank, 60.0)
+        gpu = r.connect(r.new_id(), r.checker())
+        for _ in range(2):
+            with pytest.raises(
+                errors.CollectiveMismatchError, match=r"empty\(uint8 × 64, on GPUs\)"
+            ):
+                gpu.allocate(64 + r.rank, 60.0)
+        gpu.close()
 
 
 def memory_of_one(r: Rank) -> None:
@@ -241,10 +247,28 @@ def bad_input(r: Rank) -> None:
         r.call("all_reduce", a.full(10, 1)[::2], "sum", None, None, 0)
     if r.size > 1:
         for x in (a.full(4 + r.rank, 1), [a.full(4 + r.rank, 1), a.full(3, 1)]):
+            gpu = r.connect(r.new_id(), r.checker())
+            with contextlib.suppress(errors.CollectiveMismatchError):  # it may be told here already
+                r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
             with pytest.raises(errors.CollectiveMismatchError):
-                r.call("all_reduce", x, "sum", None, None, 0)
-            assert a.is_full(x[0] if isinstance(x, list) else x, 1)
+                r.call("barrier", gpu=gpu)
+            gpu.close()
     r.call("barrier")
+
+
+def ahead(r: Rank) -> None:
+    """A call does not wait until the other ranks have called, unless it is far ahead of them."""
+    a = r.arrays
+    x = a.full(1000, 1)
+    r.call("all_reduce", x, "max", None, None, 0)
+    if r.rank != 0:
+        r.host.barrier()
+    for i in range(300):
+        if r.rank == 0 and i == 50:
+            r.host.barrier()
+        r.call("all_reduce", x, "max", None, None, 0)
+    r.call("all_reduce", x, "sum", None, None, 0)
+    assert a.is_full(x, r.size)
 
 
 def late(r: Rank) -> None:
@@ -325,6 +349,7 @@ PARTS: tuple[Any, ...] = (
     outlived,
     meanwhile,
     bad_input,
+    ahead,
     late,
     absent,
     aborting,

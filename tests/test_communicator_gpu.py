@@ -26,6 +26,7 @@ ALONE = [
     "bad_arrays",
     "registering",
     "in_memory_of_nccl",
+    "limited",
 ]
 TOGETHER = ["disagreement", "groups", "shrinking", "aborting", "between_two"]
 LOSING = [

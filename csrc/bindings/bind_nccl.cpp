@@ -34,16 +34,18 @@ auto without_gil(py::handle timeout, const Call& call) {
 }
 
 std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made,
-                         std::unique_ptr<nccl::Checker> checker) {
+                         std::unique_ptr<HostChecker> checker) {
   return made ? std::make_shared<Gpu>(std::move(made), std::move(checker)) : nullptr;
 }
 
 std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
                              const py::object& host, const py::object& timeout,
-                             const std::optional<std::pair<int, int>>& lane) {
+                             const std::optional<std::pair<int, int>>& lane,
+                             const std::pair<std::optional<int>, std::optional<int>>& blocks) {
   const std::string bytes = id;
-  auto checker = make_checker(host);
-  nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
+  auto checker = host.is_none() ? nullptr : std::make_unique<HostChecker>(host);
+  nccl::Connection connection{{},       rank,          size,         device,
+                              blocking, checker.get(), std::nullopt, {blocks.first, blocks.second}};
   if (lane) connection.lane = {lane->first, lane->second};
   if (bytes.size() != sizeof(connection.id.bytes)) {
     throw Error(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got " +
@@ -122,7 +124,7 @@ py::dict array_interface(const GpuMemory& memory) {
 }
 
 py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
-  work.owner->communicator().check_usable();
+  work.owner->check_usable();
   const nccl::StreamHandle waiting = to_stream(stream);
   work.mark->make_wait(waiting);
   if (waiting == work.from) work.owner->release(work.mark.get());
@@ -138,8 +140,11 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
       timeout.is_none() ? std::chrono::nanoseconds::max() : to_duration(timeout, true);
   const auto start = Clock::now();
   std::chrono::microseconds pause{5};
-  while (!Gpu::is_over(*work.mark)) {
-    work.owner->communicator().check_usable();
+  const auto is_over = [&work] {
+    return Gpu::is_over(*work.mark) && (!work.comparison || work.comparison->is_done());
+  };
+  while (!is_over()) {
+    work.owner->check_usable();
     if (Clock::now() - start >= limit) {
       throw Error(ErrorCode::kTimeout, "the call has not finished after " +
                                            py::str(timeout).cast<std::string>() +
@@ -153,7 +158,7 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
     pause = std::min(pause * 2, kLongestPause);
   }
   work.owner->release(work.mark.get());
-  work.owner->communicator().check_usable();
+  work.owner->check_usable();
   return work.result;
 }
 
@@ -219,7 +224,8 @@ void bind_nccl(py::module_& m) {
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect, py::arg("id"), py::arg("rank"), py::arg("size"),
                   py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
-                  py::arg("lane") = py::none())
+                  py::arg("lane") = py::none(),
+                  py::arg("blocks") = std::pair<std::optional<int>, std::optional<int>>())
       .def_property_readonly(
           "own_stream",
           [](Gpu& g) { return reinterpret_cast<std::uintptr_t>(g.communicator().own_stream()); })
@@ -251,10 +257,7 @@ void bind_nccl(py::module_& m) {
              const GilRelease release;
              g.communicator().abort(why);
            })
-      .def("close", [](Gpu& g) {
-        const GilRelease release;
-        g.communicator().close();
-      });
+      .def("close", &Gpu::close);
 }
 
 }  // namespace fastdist::bindings

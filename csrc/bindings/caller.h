@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -41,6 +42,8 @@ class GilRelease {
 class PythonCaller final : public Caller {
  public:
   PythonCaller() = default;
+  // `location` spares a thread without the GIL the search for it.
+  explicit PythonCaller(std::string location) : location_(std::move(location)) {}
   ~PythonCaller() override {
     if (released_ != nullptr) retake_gil(released_);
   }
@@ -51,6 +54,7 @@ class PythonCaller final : public Caller {
   }
 
  private:
+  std::optional<std::string> location_;
   mutable PyThreadState* released_ = nullptr;
 };
 

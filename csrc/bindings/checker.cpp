@@ -1,53 +1,76 @@
 #include "bindings/checker.h"
 
+#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "bindings/endpoint.h"
-
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 namespace {
 
-class HostChecker final : public nccl::Checker {
- public:
-  explicit HostChecker(py::object host)
-      : owner_(std::move(host)), host_(owner_.cast<Endpoint&>()) {}
-  [[nodiscard]] int size() const override { return host_.communicator().size(); }
-
-  bool agree(const Signature& signature, bool flag, const CallOptions& options) override {
-    std::byte answer{static_cast<unsigned char>(flag ? 1 : 0)};
-    const TensorView view{&answer, 1, DType::kUInt8, 0};
-    host_.run_without_gil(
-        [&](BlockingCommunicator& c, CallOptions each) {
-          each.whole = &signature;
-          c.all_reduce({&view, 1}, {&view, 1}, ReduceOp::kMin, each);
-        },
-        options);
-    return answer != std::byte{0};
-  }
-  [[nodiscard]] std::optional<Error> find_lost() const override {
-    const auto rank = host_.communicator().find_lost();
-    if (!rank) return std::nullopt;
-    return Error(ErrorCode::kPeerFailure,
-                 "rank " + std::to_string(*rank) +
-                     " has died or aborted while calls on GPUs waited for it; the communicator was "
-                     "aborted",
-                 {*rank});
-  }
-
- private:
-  py::object owner_;
-  Endpoint& host_;
-};
+bool compare(BlockingCommunicator& hosts, const Signature& signature, bool flag,
+             CallOptions options) {
+  std::byte answer{static_cast<unsigned char>(flag ? 1 : 0)};
+  const TensorView view{&answer, 1, DType::kUInt8, 0};
+  options.whole = &signature;
+  hosts.all_reduce({&view, 1}, {&view, 1}, ReduceOp::kMin, options);
+  return answer != std::byte{0};
+}
 
 }  // namespace
 
-std::unique_ptr<nccl::Checker> make_checker(const py::object& hosts) {
-  if (hosts.is_none()) return nullptr;
-  return std::make_unique<HostChecker>(hosts);
+void HostChecker::on_failure(std::function<void(const Error&)> fail) {
+  state_->fail = std::move(fail);
+  hosts_.on_mismatch([weak = std::weak_ptr(state_)](const Error& error) {
+    if (const auto state = weak.lock()) state->report(error);
+  });
+}
+
+bool HostChecker::agree(const Signature& signature, bool flag, const CallOptions& options) {
+  bool result = false;
+  hosts_.run_without_gil(
+      [&](BlockingCommunicator& c, const CallOptions& each) {
+        result = compare(c, signature, flag, each);
+      },
+      options);
+  return result;
+}
+
+void HostChecker::compare_later(const Signature& signature, const CallOptions& options) {
+  auto work = hosts_.run_soon(
+      [&hosts = hosts_, state = state_, signature](BlockingCommunicator& c,
+                                                   const CallOptions& each) {
+        if (state->has_failed) return;
+        try {
+          (void)compare(c, signature, true, each);
+        } catch (const Error& error) {
+          hosts.tell_next(error);
+          state->report(error);
+        }
+      },
+      options);
+  const std::lock_guard lock(mutex_);
+  last_ = std::move(work);
+}
+
+bool HostChecker::settle(std::chrono::nanoseconds limit) noexcept {
+  if (generation_ != process_generation()) return true;
+  try {
+    const auto work = last();
+    return work == nullptr || work->wait(limit);
+  } catch (...) {  // no memory: the comparison has ended
+    return true;
+  }
+}
+
+std::optional<Error> HostChecker::find_lost() const {
+  const auto rank = hosts_.communicator().find_lost();
+  if (!rank) return std::nullopt;
+  return Error(ErrorCode::kPeerFailure,
+               "rank " + std::to_string(*rank) +
+                   " has died or aborted while calls on GPUs waited for it; the communicator was "
+                   "aborted",
+               {*rank});
 }
 
 }  // namespace fastdist::bindings

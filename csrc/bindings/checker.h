@@ -3,15 +3,58 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 
+#include "bindings/endpoint.h"
 #include "nccl/engine.h"
 
 namespace fastdist::bindings {
 
-// Makes a checker from a communicator of the same ranks on host memory: its comparisons are ordered
-// with its own calls. Returns null for None. The checker holds `hosts`; create and destroy it with
-// the GIL held.
-[[nodiscard]] std::unique_ptr<nccl::Checker> make_checker(const pybind11::object& hosts);
+// Compares calls in the queue of a communicator of the same ranks on host memory, hence in one
+// order with that communicator's own calls. Create and destroy it with the GIL held.
+class HostChecker final : public nccl::Checker {
+ public:
+  explicit HostChecker(py::object hosts)
+      : owner_(std::move(hosts)), hosts_(owner_.cast<Endpoint&>()) {}
+
+  [[nodiscard]] int size() const override { return hosts_.communicator().size(); }
+  void on_failure(std::function<void(const Error&)> fail) override;
+  bool agree(const Signature& signature, bool flag, const CallOptions& options) override;
+  void compare_later(const Signature& signature, const CallOptions& options) override;
+  bool settle(std::chrono::nanoseconds limit) noexcept override;
+  [[nodiscard]] std::optional<Error> find_lost() const override;
+
+  // The comparison of the last call that was compared later.
+  [[nodiscard]] std::shared_ptr<Work> last() const {
+    const std::lock_guard lock(mutex_);
+    return last_;
+  }
+  // Must be called when the caller has got an error, which may be that of a comparison.
+  void told() noexcept { hosts_.told(); }
+  // Throws the error of a comparison that no caller has got.
+  void throw_untold() { hosts_.throw_untold(); }
+
+ private:
+  // Shared with queued comparisons, which may outlive this object.
+  struct State {
+    std::function<void(const Error&)> fail;
+    std::atomic<bool> has_failed{false};
+
+    void report(const Error& error) {
+      if (!has_failed.exchange(true)) fail(error);
+    }
+  };
+
+  py::object owner_;
+  Endpoint& hosts_;
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+  mutable std::mutex mutex_;  // guards last_
+  std::shared_ptr<Work> last_;
+  int generation_ = process_generation();
+};
 
 }  // namespace fastdist::bindings

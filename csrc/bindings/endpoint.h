@@ -4,11 +4,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -63,22 +66,47 @@ class Endpoint {
   // Does the same for a caller that does not hold the GIL. Waits for pending calls.
   template <class Call>
   void run_without_gil(const Call& call, const CallOptions& options) {
-    if (collectives_.try_run([&] { call(communicator_, options); })) return;
+    if (collectives_.try_run([&] { make(call, options); })) return;
     refuse_nested(collectives_);
     const RecordedCaller caller(options.caller->location());
     CallOptions later = options;
     later.caller = &caller;
-    const auto work = submit(collectives_, [&] { call(communicator_, later); });
-    while (!work->wait(std::chrono::milliseconds(50))) {
-      try {
-        options.caller->check_interrupt();
-      } catch (...) {
-        communicator_.close();  // ends the call, which uses this function's stack
-        work->wait(std::chrono::hours(24 * 365));
-        throw;
-      }
-    }
+    wait_without_gil(*submit(collectives_, [&] { make(call, later); }), options);
   }
+  // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
+  // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
+  template <class Call>
+  std::shared_ptr<Work> run_soon(Call call, const CallOptions& options) {
+    constexpr int kMostAhead = 64;
+    refuse_nested(collectives_);
+    auto work = collectives_.submit_soon(
+        [this, count = std::make_shared<Count>(communicator_), call = std::move(call),
+         caller = std::make_shared<RecordedCaller>(options.caller->location()),
+         timeout = options.timeout] { call(communicator_, CallOptions{timeout, caller.get()}); });
+    if (collectives_.pending() > kMostAhead) wait_without_gil(*work, options);
+    return work;
+  }
+
+  // The next call throws `failure`, which was found after its own call had returned.
+  void tell_next(const Error& failure) {
+    const std::lock_guard lock(mutex_);
+    untold_ = failure;
+    is_told_ = false;
+  }
+  // Throws that failure, if the caller does not know of it.
+  void throw_untold() {
+    if (is_told_.load(std::memory_order_acquire) || is_told_.exchange(true)) return;
+    const std::lock_guard lock(mutex_);
+    throw Error(*untold_);
+  }
+  // The caller knows of that failure now.
+  void told() noexcept { is_told_ = true; }
+  // Also calls `function` with the error whenever ranks have called different collectives.
+  void on_mismatch(std::function<void(const Error&)> function) {
+    const std::lock_guard lock(mutex_);
+    on_mismatch_.push_back(std::move(function));
+  }
+
   [[nodiscard]] int root(py::handle root) const {
     return to_rank(root, "root", communicator_.size());
   }
@@ -95,19 +123,50 @@ class Endpoint {
                 "same communicator, which must end first; set a flag in the handler and call the "
                 "collective later");
   }
+  struct Count {
+    explicit Count(BlockingCommunicator& c) : communicator(c) { c.count_submitted(1); }
+    Count(const Count&) = delete;
+    Count& operator=(const Count&) = delete;
+    ~Count() { communicator.count_submitted(-1); }
+    BlockingCommunicator& communicator;
+  };
+  // Makes a call when it is its turn.
+  template <class Call>
+  void make(Call& call, const CallOptions& options) {
+    throw_untold();
+    try {
+      call(communicator_, options);
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kMismatch) report_mismatch(error, options);
+      throw;
+    }
+  }
+  void report_mismatch(const Error& error, const CallOptions& options) {
+    options.caller->may_block();
+    std::vector<std::function<void(const Error&)>> functions;
+    {
+      const std::lock_guard lock(mutex_);
+      functions = on_mismatch_;
+    }
+    for (const auto& function : functions) function(error);
+  }
+  void wait_without_gil(Work& work, const CallOptions& options) {
+    while (!work.wait(std::chrono::milliseconds(50))) {
+      try {
+        options.caller->check_interrupt();
+      } catch (...) {
+        communicator_.close();  // ends the call, which may use the waiting function's stack
+        work.wait(std::chrono::hours(24 * 365));
+        throw;
+      }
+    }
+  }
   WorkQueue& lane(int peer, bool sends) {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
   }
   template <class Task>
   std::shared_ptr<Work> submit(WorkQueue& queue, Task task) {
-    struct Count {
-      explicit Count(BlockingCommunicator& c) : communicator(c) { c.count_submitted(1); }
-      Count(const Count&) = delete;
-      Count& operator=(const Count&) = delete;
-      ~Count() { communicator.count_submitted(-1); }
-      BlockingCommunicator& communicator;
-    };
     return queue.submit(
         [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
           const auto until_end = std::move(count);
@@ -128,7 +187,7 @@ class Endpoint {
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     const CallOptions options{timeout, &caller};
-    return queue.try_run([&] { call(communicator_, options); });
+    return queue.try_run([&] { make(call, options); });
   }
   template <class Call>
   py::object run_in(WorkQueue& queue, Call call, py::handle kept, py::handle result,
@@ -141,7 +200,7 @@ class Endpoint {
     const auto caller = std::make_shared<RecordedCaller>(python_location());
     PendingCall pending{
         submit(queue, [this, call = std::move(call), caller,
-                       timeout] { call(communicator_, CallOptions{timeout, caller.get()}); }),
+                       timeout] { make(call, CallOptions{timeout, caller.get()}); }),
         py::reinterpret_borrow<py::object>(result),
         std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
         py::cast(this, py::return_value_policy::reference)};
@@ -154,7 +213,10 @@ class Endpoint {
 
   std::shared_ptr<BlockingCommunicator> owner_;
   BlockingCommunicator& communicator_;
-  std::mutex mutex_;  // guards in_flight_ and lanes_
+  std::mutex mutex_;  // guards in_flight_, lanes_, untold_ and on_mismatch_
+  std::optional<Error> untold_;
+  std::atomic<bool> is_told_{true};
+  std::vector<std::function<void(const Error&)>> on_mismatch_;
   std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;

@@ -16,6 +16,7 @@
 #include "bindings/arguments.h"
 #include "bindings/array.h"
 #include "bindings/caller.h"
+#include "bindings/checker.h"
 #include "bindings/fast_call.h"
 #include "nccl/engine.h"
 
@@ -47,6 +48,7 @@ struct GpuMark {
 struct GpuWork {
   std::shared_ptr<Gpu> owner;
   std::shared_ptr<const nccl::Mark> mark;
+  std::shared_ptr<Work> comparison;  // of the call with those of the other ranks; may be null
   py::object result;
   nccl::StreamHandle from;  // the stream on which it was made
 };
@@ -54,7 +56,7 @@ struct GpuWork {
 class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
   // `checker` compares the communicator's calls; it may be null.
-  Gpu(std::unique_ptr<GpuCommunicator> communicator, std::unique_ptr<nccl::Checker> checker)
+  Gpu(std::unique_ptr<GpuCommunicator> communicator, std::unique_ptr<HostChecker> checker)
       : communicator_(std::move(communicator)), checker_(std::move(checker)) {}
   Gpu(const Gpu&) = delete;
   Gpu& operator=(const Gpu&) = delete;
@@ -80,22 +82,27 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   py::object run(const Call& call, const StreamArgument& stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
     std::shared_ptr<const nccl::Mark> mark;
+    std::shared_ptr<Work> comparison;
     {
-      const PythonCaller caller;
+      const PythonCaller caller(python_location());
       caller.may_block();  // never wait for another thread's call while holding the GIL
       const std::lock_guard lock(mutex_);
-      CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
-      if (async) {
-        options.stream = communicator_->own_stream();
-        communicator_->follow(stream.handle);
-      }
-      call(*communicator_, options);
-      if (async) mark = communicator_->mark(communicator_->own_stream());
+      telling([&] {
+        CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
+        if (async) {
+          options.stream = communicator_->own_stream();
+          communicator_->follow(stream.handle);
+        }
+        call(*communicator_, options);
+        if (!async) return;
+        mark = communicator_->mark(communicator_->own_stream());
+        if (checker_) comparison = checker_->last();
+      });
     }
     release_finished();
     if (!async) return py::reinterpret_borrow<py::object>(result);
     keep(mark, kept);
-    return py::cast(GpuWork{shared_from_this(), std::move(mark),
+    return py::cast(GpuWork{shared_from_this(), std::move(mark), std::move(comparison),
                             py::reinterpret_borrow<py::object>(result), stream.handle});
   }
 
@@ -106,10 +113,21 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     caller.may_block();
     const std::lock_guard lock(mutex_);
     const CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
-    communicator_->as_group(options, [&] {
-      const py::gil_scoped_acquire gil;
-      calls();
+    telling([&] {
+      communicator_->as_group(options, [&] {
+        const py::gil_scoped_acquire gil;
+        calls();
+      });
     });
+  }
+  void check_usable() {
+    telling([this] { communicator_->check_usable(); });
+  }
+  // Waits for the device, and throws the error of a comparison that no call has thrown.
+  void close() {
+    const GilRelease release;
+    communicator_->close();
+    if (checker_) checker_->throw_untold();
   }
 
   // Keeps the arrays of a tuple until the call that `mark` ends has finished, or `release`: the
@@ -163,8 +181,27 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
 
  private:
+  // Calls `call`. Its error may be the consequence of a mismatch, which is then thrown instead.
+  template <class Call>
+  void telling(const Call& call) {
+    constexpr std::chrono::seconds kUntilCompared{1};
+    try {
+      call();
+    } catch (const Error& error) {
+      if (!checker_) throw;
+      const ErrorCode code = error.code();
+      if (code == ErrorCode::kPeerFailure || code == ErrorCode::kState ||
+          code == ErrorCode::kSystem) {
+        (void)checker_->settle(kUntilCompared);
+      }
+      checker_->told();
+      communicator_->check_usable();
+      throw;
+    }
+  }
+
   std::unique_ptr<GpuCommunicator> communicator_;
-  std::unique_ptr<nccl::Checker> checker_;
+  std::unique_ptr<HostChecker> checker_;
   std::recursive_mutex mutex_;  // one call, or group of calls, at a time
   using Kept = std::pair<std::shared_ptr<const nccl::Mark>, py::object>;
   std::mutex kept_mutex_;  // guards kept_; held without Python code

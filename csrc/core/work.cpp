@@ -7,6 +7,12 @@
 #include "core/error.h"
 
 namespace fastdist {
+namespace {
+
+constexpr int kLooks = 20;
+constexpr std::chrono::microseconds kBetweenLooks{50};
+
+}  // namespace
 
 bool Work::is_done() const {
   const std::lock_guard lock(mutex_);
@@ -47,6 +53,14 @@ WorkQueue::~WorkQueue() {
 }
 
 std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
+  return add(std::move(task), true);
+}
+
+std::shared_ptr<Work> WorkQueue::submit_soon(std::function<void()> task) {
+  return add(std::move(task), false);
+}
+
+std::shared_ptr<Work> WorkQueue::add(std::function<void()> task, bool is_urgent) {
   auto work = std::make_shared<Work>(std::move(task));
   pending_.fetch_add(1, std::memory_order_acquire);
   const std::lock_guard lock(state_->mutex);
@@ -61,14 +75,21 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
     }
   }
   state_->queue.push_back(work);
-  state_->submitted.notify_all();
+  state_->looks = !is_urgent;
+  if (is_urgent || !state_->is_looking) state_->submitted.notify_all();
   return work;
 }
 
 void WorkQueue::loop() {
   std::unique_lock lock(state_->mutex);
+  const auto has_work = [this] { return state_->stopping || !state_->queue.empty(); };
   for (;;) {
-    state_->submitted.wait(lock, [this] { return state_->stopping || !state_->queue.empty(); });
+    state_->is_looking = state_->looks;
+    for (int i = 0; state_->is_looking && i < kLooks && !has_work(); ++i) {
+      state_->submitted.wait_for(lock, kBetweenLooks);
+    }
+    state_->is_looking = false;
+    state_->submitted.wait(lock, has_work);
     if (state_->queue.empty()) return;
     const auto work = std::move(state_->queue.front());
     state_->queue.pop_front();

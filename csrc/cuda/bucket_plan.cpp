@@ -77,15 +77,4 @@ BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size
   return plan;
 }
 
-std::optional<TensorView> as_one(TensorViews arrays) {
-  if (arrays.empty()) return std::nullopt;
-  TensorView whole = arrays[0];
-  whole.order = 0;
-  for (const TensorView& next : arrays.subspan(1)) {
-    if (next.dtype != whole.dtype || next.data != whole.data + whole.bytes()) return std::nullopt;
-    whole.count += next.count;
-  }
-  return whole;
-}
-
 }  // namespace fastdist::cuda

@@ -42,7 +42,4 @@ struct BucketPlan {
 [[nodiscard]] BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire,
                                       std::size_t bucket_bytes);
 
-// Returns the arrays as one if they have one dtype and are contiguous in memory.
-[[nodiscard]] std::optional<TensorView> as_one(TensorViews arrays);
-
 }  // namespace fastdist::cuda

@@ -228,7 +228,14 @@ __global__ void __launch_bounds__(kThreads)
   auto* const bucket = reinterpret_cast<uint4*>(table.bucket) + move.at;
   const DType wire = table.cast.dtype;
   if (static_cast<DType>(move.dtype) == wire) {
-    return copy_tile<kDirection>(move, bytes_of(wire), bucket, first);
+    if (kDirection == Direction::kPack || table.cast.factor == 1.0F) {
+      return copy_tile<kDirection>(move, bytes_of(wire), bucket, first);
+    }
+    if (wire == DType::kFloat32) {
+      return cast_tile<kDirection, float, float>(move, bucket, first, table.cast.factor);
+    }
+    return cast_tile<kDirection, __nv_bfloat16, __nv_bfloat16>(move, bucket, first,
+                                                               table.cast.factor);
   }
   float scale = 1.0F;
   if (table.cast.magnitudes != nullptr) {

@@ -1,5 +1,6 @@
 #include "nccl/communicator.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -14,7 +15,12 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connect
       size_(connection.size),
       lane_(connection.lane),
       checker_(connection.lane ? nullptr : connection.checker),
-      watcher_(handle_, connection.rank, connection.checker) {}
+      watcher_(handle_, connection.rank, connection.checker) {
+  if (checker_ == nullptr) return;
+  checker_->on_failure([weak = std::weak_ptr(handle_)](const Error& error) {
+    if (const auto handle = weak.lock()) handle->fail(error);
+  });
+}
 
 NcclCommunicator::~NcclCommunicator() { close(); }
 
@@ -26,13 +32,19 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
   if (c_.is_users_call()) {
     options.caller->may_block();
     c_.check_usable();
-    if (compared == Compared::kYes && c_.checker_ != nullptr) {
-      c_.checker_->agree(announced_signature(signature, options), true, options);
+    if (c_.checker_ != nullptr && compared != Compared::kNever) {
+      const Signature announced = announced_signature(signature, options);
+      if (compared == Compared::kLater) {
+        c_.checker_->compare_later(announced, options);
+      } else {
+        (void)c_.checker_->agree(announced, true, options);
+      }
     }
   }
   if (outermost_) {
     device_.emplace(c_.device());
     use_.emplace(*c_.handle_);
+    range_.emplace(name_of(signature.op).data());
     c_.check_usable();  // another thread may have aborted it since
     cuda::free_left_memory();
     c_.capture_ = cuda::capture_of(stream_of(options));
@@ -113,7 +125,7 @@ void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options
 }
 
 void NcclCommunicator::as_group(const CallOptions& options, const std::function<void()>& calls) {
-  Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNo);
+  Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNever);
   Group group(*this, options);
   is_group_ = true;
   try {
@@ -125,13 +137,6 @@ void NcclCommunicator::as_group(const CallOptions& options, const std::function<
   is_group_ = false;
   group.end();
   call.end();
-}
-
-bool NcclCommunicator::agree(const Signature& signature, const CallOptions& options, bool flag) {
-  if (checker_ == nullptr || !is_users_call()) return false;
-  options.caller->may_block();
-  check_usable();
-  return checker_->agree(announced_signature(signature, options), flag, options);
 }
 
 Signature NcclCommunicator::announced_signature(const Signature& signature,
@@ -169,7 +174,7 @@ std::shared_ptr<const Mark> NcclCommunicator::record(StreamHandle stream) {
 // All ranks wait for each other while NCCL creates a window, so this is a collective, but not in a
 // stream.
 std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const CallOptions& options) {
-  const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options);
+  const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options, Call::Compared::kFirst);
   const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options, checker_);
   // The caller may drop the memory while a call uses it, and NCCL does not wait.
   return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
@@ -190,6 +195,8 @@ void NcclCommunicator::share_failures(GpuCommunicator& other) {
 // Drains first: NCCL's own destruction would wait without a timeout and could not be aborted.
 void NcclCommunicator::close() noexcept {
   watcher_.drain();
+  constexpr std::chrono::milliseconds kBetweenLooks{50};
+  while (checker_ != nullptr && handle_->is_usable() && !checker_->settle(kBetweenLooks)) continue;
   eager_.forget_buckets();
   handle_->close();
 }
@@ -220,7 +227,9 @@ abi::Config config_of(const Connection& connection) {
   constexpr int kBlocksOfLane = 8;  // so that the kernels of many lanes run at the same time
   abi::Config config;
   config.blocking = connection.blocking ? 1 : 0;
-  if (connection.lane) config.max_ctas = kBlocksOfLane;
+  config.min_ctas = connection.blocks.least.value_or(config.min_ctas);
+  const int most = std::max(kBlocksOfLane, connection.blocks.least.value_or(0));
+  config.max_ctas = connection.blocks.most.value_or(connection.lane ? most : config.max_ctas);
   return config;
 }
 

@@ -1,8 +1,9 @@
 // Collectives through NCCL.
 //
-// Every call has the same steps: its signature is compared through the hosts (if there is a
-// checker), it is entered in the watcher, its work is enqueued on the caller's stream, and its end
-// is marked. NCCL orders the calls of one communicator, also across streams and captured graphs, so
+// Every call has the same steps: it is entered in the watcher, its work is enqueued on the caller's
+// stream, its end is marked, and meanwhile its signature is compared through the hosts (if there is
+// a checker). If ranks differ, the communicator is aborted and every later call throws the
+// mismatch. NCCL orders the calls of one communicator, also across streams and captured graphs, so
 // no ordering is added here.
 //
 // Reductions that NCCL lacks (reductions.h) are done by an exchange: each rank sends every other
@@ -22,6 +23,7 @@
 #include "cuda/driver.h"
 #include "cuda/graph_memory.h"
 #include "cuda/kernels.h"
+#include "cuda/range.h"
 #include "nccl/engine.h"
 #include "nccl/handle.h"
 #include "nccl/reductions.h"
@@ -96,8 +98,6 @@ class NcclCommunicator final : public GpuCommunicator {
   // Returns the signature that the ranks compare and that messages show.
   [[nodiscard]] static Signature announced_signature(const Signature& signature,
                                                      const CallOptions& options);
-  // communicator.cpp: compares the signature; returns true if `flag` is set on every rank.
-  [[nodiscard]] bool agree(const Signature& signature, const CallOptions& options, bool flag);
 
   // native.cpp: must be called within a call.
   void reduce_one(const TensorView& in, const TensorView& out, ReduceOp op, std::optional<int> root,
@@ -152,9 +152,9 @@ class NcclCommunicator::Use {
 // comparison in `as_group`.
 class NcclCommunicator::Call {
  public:
-  enum class Compared { kYes, kNo };
+  enum class Compared { kLater, kFirst, kNever };
   Call(NcclCommunicator& communicator, const Signature& signature, const CallOptions& options,
-       Compared compared = Compared::kYes);
+       Compared compared = Compared::kLater);
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call();
@@ -166,6 +166,7 @@ class NcclCommunicator::Call {
   const CallOptions& options_;
   std::optional<cuda::DeviceGuard> device_;
   std::optional<Use> use_;
+  std::optional<cuda::Range> range_;
   bool outermost_;
   bool entered_ = false;
 };

@@ -48,8 +48,7 @@ class Memory {
   [[nodiscard]] virtual std::byte* data() const noexcept = 0;
 };
 
-// Compares calls through the ranks' hosts. Every collective's signature is compared before any work
-// is enqueued, since NCCL does not compare them.
+// Compares the signatures of all collectives through the ranks' hosts, since NCCL does not.
 class Checker {
  public:
   Checker() = default;
@@ -61,6 +60,14 @@ class Checker {
   // Returns true if `flag` is set on every rank. Every rank must call, with the same signature; on
   // a mismatch all ranks throw kMismatch.
   virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;
+  // Compares a call after this function has returned, so that no call waits for the slowest rank.
+  // On a mismatch, or if a rank is late or lost, the function given to `on_failure` gets the error
+  // on every rank, once.
+  virtual void compare_later(const Signature& signature, const CallOptions&) = 0;
+  // Must be called before calls are compared.
+  virtual void on_failure(std::function<void(const Error&)> fail) = 0;
+  // Waits until all calls are compared. Returns false if `limit` passes first.
+  virtual bool settle(std::chrono::nanoseconds limit) noexcept = 0;
   // Returns a lost rank as the error that calls waiting for it should throw. Thread-safe.
   [[nodiscard]] virtual std::optional<Error> find_lost() const = 0;
 };
@@ -116,6 +123,13 @@ struct Lane {
   int receiver;
 };
 
+// The thread blocks of a communicator's kernels, each of which takes a multiprocessor of the GPU.
+// Nothing means NCCL's choice.
+struct Blocks {
+  std::optional<int> least;
+  std::optional<int> most;
+};
+
 struct Connection {
   abi::UniqueId id;
   int rank;
@@ -126,6 +140,7 @@ struct Connection {
   bool blocking = true;
   Checker* checker = nullptr;  // null: calls are not compared
   std::optional<Lane> lane;
+  Blocks blocks;  // the same on all ranks
 };
 
 // Every rank must call, or the two ranks of a lane.

@@ -20,7 +20,7 @@ struct NcclCommunicator::Transfer {
   TensorViews in;   // arrays to pack; empty: none
   TensorViews out;  // arrays to unpack into; empty: none
   const float* magnitudes;
-  float factor;  // multiplies unpacked values
+  std::function<bool(DType bucket)> divides;  // unpacked values are divided by the number of ranks
   std::function<void(const TensorView& bucket)> run;
 };
 
@@ -41,7 +41,8 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
   Scratch::Lane* const lane = buckets.size() > 1 ? &scratch->lane() : nullptr;
   const StreamHandle side = lane != nullptr ? lane->side.get() : stream;
   const auto cast_of = [&](const cuda::Bucket& bucket) {
-    return cuda::Cast{bucket.dtype, transfer.factor, transfer.magnitudes, size_};
+    const float factor = transfer.divides(bucket.dtype) ? 1.0F / static_cast<float>(size_) : 1.0F;
+    return cuda::Cast{bucket.dtype, factor, transfer.magnitudes, size_};
   };
   const auto fill = [&](std::size_t k) {
     if (!transfer.in.empty()) {
@@ -108,6 +109,10 @@ void check_compression(TensorViews arrays, ReduceOp op) {
   }
 }
 
+// Returns true for means that are sent as sums, and divided when they are unpacked: NCCL sums in
+// NVLink's switches, but averages there in newer versions only. A sum of float16 could overflow.
+bool is_sent_as_sum(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
+
 bool is_eight_bit(DType dtype) {
   return dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2;
 }
@@ -123,16 +128,8 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
   if (in.size() > 1 && bucket_bytes != kDefaultBucketBytes) {
     signature.list = (signature.list ^ bucket_bytes * 2) | 1;
   }
-  // A list that is contiguous on every rank needs no bucket.
-  auto whole_in = wire || in.size() < 2 ? std::nullopt : cuda::as_one(in);
-  auto whole_out = whole_in ? cuda::as_one(out) : std::nullopt;
-  const bool may_be_one = in.size() > 1 && !wire && checker_ != nullptr && depth_ == 0;
-  const bool is_one = may_be_one && agree(signature, options, whole_in && whole_out);
-
-  Call call(*this, signature, options, may_be_one ? Call::Compared::kNo : Call::Compared::kYes);
-  if (is_one) {
-    reduce_one(*whole_in, *whole_out, op, std::nullopt, options);
-  } else if (in.size() == 1 && !wire) {
+  Call call(*this, signature, options);
+  if (in.size() == 1 && !wire) {
     reduce_one(in[0], out[0], op, std::nullopt, options);
   } else {
     const cuda::BucketPlan plan = cuda::plan_buckets(in, wire, bucket_bytes);
@@ -143,13 +140,14 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
     }
     const OutsideGroups outside(*this, options);
     const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
-    // A compressed mean is sent as a sum, and divided when unpacked.
-    const ReduceOp sent = wire ? ReduceOp::kSum : op;
-    const float factor = wire && op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F;
+    const auto divides = [&](DType dtype) {
+      return op == ReduceOp::kMean && (wire || is_sent_as_sum(dtype));
+    };
     move_buckets(plan,
-                 {in, out, scaled ? measure_all(plan, in, options) : nullptr, factor,
+                 {in, out, scaled ? measure_all(plan, in, options) : nullptr, divides,
                   [&](const TensorView& bucket) {
-                    reduce_one(bucket, bucket, sent, std::nullopt, options);
+                    reduce_one(bucket, bucket, divides(bucket.dtype) ? ReduceOp::kSum : op,
+                               std::nullopt, options);
                   }},
                  options);
   }
@@ -167,14 +165,8 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
                    "ncclBroadcast");
     if (group_depth_ == 0) handle_->settle(options, "ncclBroadcast");
   };
-  const auto whole_in = in.size() < 2 ? std::nullopt : cuda::as_one(in);
-  const auto whole_out = whole_in ? cuda::as_one(out) : std::nullopt;
-  const bool may_be_one = in.size() > 1 && checker_ != nullptr && depth_ == 0;
-  const bool is_one = may_be_one && agree(signature, options, whole_in && whole_out);
-  Call call(*this, signature, options, may_be_one ? Call::Compared::kNo : Call::Compared::kYes);
-  if (is_one) {
-    send(*whole_in, *whole_out);
-  } else if (in.size() == 1) {
+  Call call(*this, signature, options);
+  if (in.size() == 1) {
     send(in[0], out[0]);
   } else {
     const cuda::BucketPlan plan = cuda::plan_buckets(in, std::nullopt, kDefaultBucketBytes);
@@ -186,10 +178,11 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
     const OutsideGroups outside(*this, options);
     const bool is_root = rank_ == root;
     const bool in_place = in.data() == out.data();
-    move_buckets(plan,
-                 {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
-                  1.0F, [&](const TensorView& bucket) { send(bucket, bucket); }},
-                 options);
+    move_buckets(
+        plan,
+        {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
+         [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
+        options);
   }
   call.end();
 }

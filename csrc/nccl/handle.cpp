@@ -114,8 +114,11 @@ void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
 
 bool Handle::set_failure(const Error& why) noexcept {
   const std::lock_guard lock(mutex_);
-  if (!is_usable()) return false;
+  const bool is_first = is_usable();
+  // NCCL's own errors after a mismatch are its consequences, and may be seen before it is found.
+  if (!is_first && (why.code() != ErrorCode::kMismatch || !failure_)) return false;
   failure_.emplace(why);
+  if (!is_first) return false;
   failed_.store(true, std::memory_order_release);
   return true;
 }

@@ -65,6 +65,9 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
 bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Checker* checker) {
   const abi::Functions& f = functions();
   if (f.window_register == nullptr || !handle_->has_windows()) return false;
+  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
+  // NCCL waits for all ranks, so first all must have made the same calls.
+  if (checker != nullptr) (void)checker->agree(question, true, options);
   const abi::Result result =
       f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow);
   if (result == abi::kSuccess || result == abi::kInProgress) {
@@ -75,7 +78,6 @@ bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Chec
   }
   // Success with a null window means that this system does not support windows.
   const bool is_window = window_ != nullptr;
-  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
   if (checker == nullptr ? is_window : checker->agree(question, is_window, options)) return true;
   if (is_window) (void)f.window_deregister(handle_->get(), window_);
   window_ = nullptr;

@@ -157,7 +157,7 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
 // Only two ranks take part, so the checker of all ranks cannot compare the call. NCCL's numbers of
 // a lane's ranks are 0 and 1.
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
-  Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNo);
+  Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNever);
   if (in.count != 0) {
     handle_->check(functions().send(in.data, in.bytes(), abi::kUint8, lane_ ? 1 : dst,
                                     handle_->get(), stream_of(options)),
@@ -168,7 +168,8 @@ void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) 
 }
 
 void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options) {
-  Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options, Call::Compared::kNo);
+  Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options,
+            Call::Compared::kNever);
   if (out.count != 0) {
     handle_->check(functions().recv(out.data, out.bytes(), abi::kUint8, lane_ ? 0 : src,
                                     handle_->get(), stream_of(options)),
@@ -180,7 +181,7 @@ void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options)
 
 // Blocks the host. With a checker, the comparison of signatures already is a barrier of the hosts.
 void NcclCommunicator::barrier(const CallOptions& options) {
-  Call call(*this, {.op = Op::kBarrier}, options);
+  Call call(*this, {.op = Op::kBarrier}, options, Call::Compared::kFirst);
   const StreamHandle stream = stream_of(options);
   if (checker_ == nullptr) {
     ScratchUse scratch(*this, stream);

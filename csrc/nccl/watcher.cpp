@@ -7,6 +7,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{20};
 constexpr std::chrono::seconds kBeforeLivenessCheck{1};
+constexpr std::chrono::seconds kUntilCompared{1};
 
 }  // namespace
 
@@ -33,7 +34,7 @@ EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool 
   event_.record(stream);
 }
 
-Watcher::Watcher(std::shared_ptr<Handle> handle, int rank, const Checker* checker)
+Watcher::Watcher(std::shared_ptr<Handle> handle, int rank, Checker* checker)
     : handle_(std::move(handle)), rank_(rank), checker_(checker) {}
 
 Watcher::~Watcher() {
@@ -86,7 +87,9 @@ Error Watcher::timeout_error(const Call& call) const {
 
 std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   auto& calls = state_->calls;
-  while (!calls.empty() && calls.front().mark && calls.front().mark->is_done()) calls.pop_front();
+  const auto is_done = [](const Call& call) { return call.mark && call.mark->is_done(); };
+  if (!calls.empty() && is_done(calls.back())) calls.clear();  // hence all before it
+  while (!calls.empty() && is_done(calls.front())) calls.pop_front();
   if (calls.empty()) {
     state_->drained.notify_all();
     return std::nullopt;
@@ -96,6 +99,8 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   if (age > oldest.timeout) return timeout_error(oldest);
   lock.unlock();
   auto error = handle_->background_error();
+  // Calls that do not match may be its cause, and are told instead.
+  if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
   if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) error = checker_->find_lost();
   lock.lock();
   return error;

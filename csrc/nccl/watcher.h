@@ -56,8 +56,8 @@ class EventMark final : public Mark {
 
 class Watcher {
  public:
-  // `checker` finds ranks that have died; it may be null.
-  Watcher(std::shared_ptr<Handle> handle, int rank, const Checker* checker);
+  // `checker` finds ranks that have died or differ; it may be null.
+  Watcher(std::shared_ptr<Handle> handle, int rank, Checker* checker);
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
   ~Watcher();
@@ -95,7 +95,7 @@ class Watcher {
 
   std::shared_ptr<Handle> handle_;
   int rank_;
-  const Checker* checker_;
+  Checker* checker_;
   int generation_ = process_generation();
   std::unique_ptr<State> state_ = std::make_unique<State>();
 };

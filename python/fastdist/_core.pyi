@@ -351,8 +351,7 @@ def check_arrays(arrays: Any, /) -> None: ...
 def current_stream(arrays: Any, device: int, /) -> int | None: ...
 
 class NcclCommunicator:
-    # `hosts` compares the ranks' calls: a HostCommunicator of the same ranks, or an object with
-    # `size` and `agree(words, flag, site, timeout_s)`; None: calls are not compared
+    # `hosts` compares the calls: a HostCommunicator of the same ranks; None: nothing does
     @staticmethod
     def connect(
         id: bytes,
@@ -363,6 +362,7 @@ class NcclCommunicator:
         hosts: Any,
         timeout: float,
         lane: tuple[int, int] | None = None,  # the only ranks, of which the first sends
+        blocks: tuple[int | None, int | None] = (None, None),  # least and most; None: NCCL's choice
         /,
     ) -> NcclCommunicator: ...
     @property

@@ -71,7 +71,7 @@ inline void unpack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire,
                         const std::vector<float>& scales) {
   for_each_quantum(moves, wire, [&](const cuda::Move& move, std::size_t quantum) {
     const Part part = part_of(move, quantum, bucket, wire);
-    if (part.dtype == wire) {
+    if (part.dtype == wire && factor == 1.0F) {
       std::memcpy(part.array, part.bucket, part.count * size_of(wire));
     } else {
       host::convert(part.dtype, part.array, wire, part.bucket, part.count,

@@ -213,20 +213,5 @@ CASE(casts_are_scaled_there_and_back) {
   }
 }
 
-CASE(arrays_without_gaps_are_one) {
-  std::vector<float> memory(100);
-  const auto view = [&](std::size_t at, std::size_t count) {
-    return TensorView{reinterpret_cast<std::byte*>(memory.data() + at), count, DType::kFloat32, 7};
-  };
-  const auto one = cuda::as_one(std::vector{view(10, 5), view(15, 0), view(15, 20)});
-  CHECK(one && one->count == 25 && one->data == view(10, 1).data && one->order == 0);
-  CHECK(!cuda::as_one(std::vector{view(10, 5), view(16, 2)}));
-  CHECK(!cuda::as_one(std::vector{view(15, 5), view(10, 5)}));
-  CHECK(!cuda::as_one({}));
-  auto other = view(15, 5);
-  other.dtype = DType::kInt32;
-  CHECK(!cuda::as_one(std::vector{view(10, 5), other}));
-}
-
 }  // namespace
 }  // namespace fastdist::test

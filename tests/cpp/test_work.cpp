@@ -29,6 +29,21 @@ CASE(calls_run_in_order) {
   for (int i = 0; i < 2000; ++i) CHECK(order[static_cast<std::size_t>(i)] == i);
 }
 
+CASE(calls_that_wake_nobody_run_soon_and_in_order) {
+  std::vector<int> order;
+  WorkQueue queue;
+  std::shared_ptr<Work> last;
+  for (int i = 0; i < 300; ++i) {
+    if (i % 100 == 50) std::this_thread::sleep_for(5ms);  // the thread sleeps again
+    const auto call = [&order, i] { order.push_back(i); };
+    last = i % 7 == 0 ? queue.submit(call) : queue.submit_soon(call);
+    CHECK(queue.pending() >= 0 && queue.pending() <= 300);
+  }
+  CHECK(last->wait(60s));
+  CHECK(order.size() == 300);
+  for (int i = 0; i < 300; ++i) CHECK(order[static_cast<std::size_t>(i)] == i);
+}
+
 CASE(an_exception_reaches_who_waits) {
   WorkQueue queue;
   const auto bad = queue.submit([] { throw Error(ErrorCode::kTimeout, "late"); });

@@ -43,7 +43,7 @@ class _Runtime:
         self._runtime = ctypes.CDLL(str(FOLDER / "libvirtual_cudart.so"))
         self._runtime.cudaGetErrorName.restype = ctypes.c_char_p
         version = os.environ.get("VIRTUAL_NCCL_VERSION", "23004")
-        ctypes.CDLL(str(FOLDER / "nccl" / version / "libnccl.so.2"))
+        self.nccl = ctypes.CDLL(str(FOLDER / "nccl" / version / "libnccl.so.2"))
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._runtime, name)
@@ -89,6 +89,19 @@ def on_device(device: int) -> Iterator[None]:
 def bytes_in_use(device: int) -> int:
     """Return the bytes that this process has allocated on a device."""
     return int(cuda._runtime.virtual_gpu_bytes_in_use(device))
+
+
+def last_range() -> str | None:
+    """Return the name of this thread's last NVTX range; None if one has not ended."""
+    cuda._runtime.virtual_gpu_last_range.restype = ctypes.c_char_p
+    name = cuda._runtime.virtual_gpu_last_range()
+    return None if name is None else name.decode()
+
+
+def last_blocks() -> tuple[int, int]:
+    """Return the least and most blocks that were asked for by the last communicator."""
+    most = ctypes.c_int()
+    return cuda.nccl.virtual_nccl_last_ctas(ctypes.byref(most)), most.value
 
 
 def synchronize() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import prod
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, T
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.collectives import uneven
 from fastdist.collectives.arguments import to_integer, to_integers, to_rank
 from fastdist.collectives.arrays import (
     new_like,
@@ -141,18 +142,25 @@ class Communicator:
         self.close()
 
     def close(self) -> None:
-        """Leave. Ranks that still wait for this rank get `PeerFailureError`."""
+        """Leave. Ranks that still wait for this rank get `PeerFailureError`.
+
+        Raises:
+            FastdistError: a call on GPUs has failed, and no call since has raised its error.
+        """
         if self._on_end is not None:
             self._on_end(self, None)
-        if self._gpus is not None:
-            self._gpus.close()
-        self.engine.close()
+        try:
+            if self._gpus is not None:
+                self._gpus.close()
+        finally:
+            self.engine.close()
 
     def abort(self) -> None:
         """Leave at once: end the calls that are enqueued on GPUs instead of waiting for them."""
         if self._gpus is not None:
             self._gpus.abort(f"rank {self.rank} has called abort")
-        self.close()
+        with suppress(FastdistError):
+            self.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -319,18 +327,29 @@ class Communicator:
 
     @overload
     def all_gather(
-        self, array: A, *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+        self,
+        array: A,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Direct],
     ) -> A: ...
 
     @overload
     def all_gather(
-        self, array: A, *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+        self,
+        array: A,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Async],
     ) -> Work: ...
 
     def all_gather(
         self,
         array: Arrays,
         *,
+        splits: Sequence[int] | None = None,
         out: Arrays | None = None,
         stream: Any = None,
         async_op: bool = False,
@@ -339,14 +358,19 @@ class Communicator:
         """Join the arrays of all ranks along axis 0, in rank order. Every rank must call.
 
         Args:
-            array: shape (rows, …), the same on all ranks; a scalar counts as one row.
-            out: shape (world_size · rows, …).
+            array: shape (rows, …); a scalar counts as one row.
+            splits: rows of each rank's array, the same list on all ranks; equal if None.
+            out: shape (rows of all ranks, …).
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
         """
+        if splits is not None:
+            self._refuse_in_group("all_gather with splits")
+            keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
+            return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
             out = _for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
@@ -439,12 +463,24 @@ class Communicator:
 
     @overload
     def reduce_scatter(
-        self, array: A, op: ReduceOp = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Direct],
     ) -> A: ...
 
     @overload
     def reduce_scatter(
-        self, array: A, op: ReduceOp = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
+        self,
+        array: A,
+        op: ReduceOp = ...,
+        *,
+        splits: Sequence[int] | None = ...,
+        out: Arrays | None = ...,
+        **keywords: Unpack[_Async],
     ) -> Work: ...
 
     def reduce_scatter(
@@ -452,6 +488,7 @@ class Communicator:
         array: Arrays,
         op: ReduceOp = "sum",
         *,
+        splits: Sequence[int] | None = None,
         out: Arrays | None = None,
         stream: Any = None,
         async_op: bool = False,
@@ -460,15 +497,20 @@ class Communicator:
         """Reduce over all ranks and give each rank its part along axis 0. Every rank must call.
 
         Args:
-            array: shape (world_size · rows, …), the same on all ranks; not changed.
+            array: shape (rows of all ranks, …), the same on all ranks; not changed.
             op: the reduction, as for `all_reduce`.
-            out: shape (rows, …).
+            splits: rows of each rank's part, the same list on all ranks; equal if None.
+            out: shape (rows of this rank, …).
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
         """
+        if splits is not None:
+            self._refuse_in_group("reduce_scatter with splits")
+            keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
+            return uneven.reduce_scatter(self, array, op, splits, out, keywords)
         _for_each(array, self._check_parts)
         if out is None:
             out = _for_each(array, self._part)
@@ -785,6 +827,27 @@ class Communicator:
         """
         self._refuse_in_group("register")
         return self._on_gpus().lend(array, self._timeout_s if timeout is None else timeout)
+
+    def limit_blocks(self, least: int | None = None, most: int | None = None) -> None:
+        """Set how many thread blocks the kernels of NCCL have: fewer leave more GPU to kernels that
+        run meanwhile, more move large arrays faster.
+
+        Every rank must call, with the same numbers, before the communicator's first call on GPU
+        arrays. Each block takes one of the GPU's multiprocessors.
+
+        Args:
+            least: at least so many; None lets NCCL choose.
+            most: at most so many; None lets NCCL choose.
+
+        Raises:
+            ValueError: not 1 <= least <= most <= 64.
+            FastdistError: a call on GPU arrays was made.
+        """
+        least = None if least is None else to_integer(least, "least")
+        most = None if most is None else to_integer(most, "most")
+        if not 1 <= (least or 1) <= (most or 64) <= 64 or 0 in (least, most):
+            raise ValueError(f"expected 1 <= least <= most <= 64, got least={least}, most={most}")
+        self._on_gpus().set_blocks(least, most)
 
     def memory_pool(self) -> Any:
         """Make a torch.cuda.MemPool whose memory comes from NCCL, for tensors to `register`.

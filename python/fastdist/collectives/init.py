@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, Protocol
 
 import fastdist._core as _core
@@ -174,8 +175,13 @@ def _replace(ended: Communicator, successor: Communicator | None) -> None:
 
 
 def _close() -> None:
-    if _World.communicator is not None:
+    if _World.communicator is None:
+        return
+    try:
         _World.communicator.close()
+    except FastdistError:  # of a call on GPUs that has returned
+        traceback.print_exc()
+        exit_with(1)
 
 
 def _let_threads_go() -> None:

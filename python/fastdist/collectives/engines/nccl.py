@@ -12,6 +12,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class NcclEngine:
         self._on_gpus: dict[str, Any] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._mail: Engine | None = None  # by which lanes are connected
+        self._blocks: tuple[int | None, int | None] = (None, None)
 
     def calls(self) -> Calls:
         """Return the collectives of the host engine, for arrays on the host or a GPU."""
@@ -135,6 +137,19 @@ class NcclEngine:
 
         gpu.run_group(make, handle, timeout_s)
 
+    def set_blocks(self, least: int | None, most: int | None) -> None:
+        """Limit the thread blocks of NCCL's kernels: before the ranks connect, equal on all ranks.
+
+        Raises:
+            FastdistError: the ranks are connected.
+        """
+        if self._gpu is not None:
+            raise FastdistError(
+                "the ranks are connected: call limit_blocks before the first call on GPU arrays, "
+                "or make another communicator by split(0)"
+            )
+        self._blocks = (least, most)
+
     def is_on_gpu(self, given: Sequence[Any]) -> bool:
         """Return True if a call with these arguments is one on GPU arrays."""
         return device_of(_first_array(given)) is not None
@@ -161,13 +176,18 @@ class NcclEngine:
             self._gpu.abort(why)
 
     def close(self) -> None:
-        """Wait for the calls that were enqueued, and leave."""
-        for lane in self._lanes.values():
-            lane.close()
-        if self._mail is not None:
-            self._mail.close()
-        if self._gpu is not None:
-            self._gpu.close()
+        """Wait for the calls that were enqueued, and leave.
+
+        Raises:
+            FastdistError: a call has failed, and no call since has raised its error.
+        """
+        with ExitStack() as last:
+            if self._gpu is not None:
+                last.callback(self._gpu.close)
+            if self._mail is not None:
+                last.callback(self._mail.close)
+            for lane in self._lanes.values():
+                last.callback(lane.close)
 
     def _device_of(self, arrays: Any) -> int | None:
         """Return the GPU of an array, or of a list; None if it is not on a GPU."""
@@ -198,6 +218,7 @@ class NcclEngine:
                     self._host_engine.compiled,
                     timeout_s,
                     ends,
+                    self._blocks,
                 )
                 gpu.share_failures(made)
                 return made
@@ -209,7 +230,7 @@ class NcclEngine:
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
         """Connect the ranks. Every rank calls this at its first array on a GPU."""
-        records = self._exchange(_describe(device), timeout_s)
+        records = self._exchange(_describe(device) | {"blocks": self._blocks}, timeout_s)
         rank, size = self._host_engine.rank, self._host_engine.size
         for other, record in enumerate(records):
             if "error" in record:
@@ -221,6 +242,14 @@ class NcclEngine:
                 "all ranks must have the same version of NCCL, got "
                 + ", ".join(f"{version} on rank {r}" for r, version in enumerate(versions))
             )
+        blocks = [record["blocks"] for record in records]
+        if blocks.count(blocks[0]) != size:
+            raise ValueError(
+                "all ranks must call limit_blocks with the same numbers, got "
+                + ", ".join(
+                    f"{least} to {most} on rank {r}" for r, (least, most) in enumerate(blocks)
+                )
+            )
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
         if sharing or _may_share_elsewhere(records, rank):
@@ -228,7 +257,15 @@ class NcclEngine:
         unique_id = self._share_id(timeout_s)
         blocking = settings().nccl_blocking
         gpu = _core.NcclCommunicator.connect(
-            unique_id, rank, size, device, blocking, self._host_engine.compiled, timeout_s
+            unique_id,
+            rank,
+            size,
+            device,
+            blocking,
+            self._host_engine.compiled,
+            timeout_s,
+            None,
+            self._blocks,
         )
         self._mail = self._host_engine.subset([list(range(size))], timeout_s)
         self._on_gpus = dict(gpu.calls())

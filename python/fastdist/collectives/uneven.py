@@ -1,0 +1,122 @@
+"""all_gather and reduce_scatter of parts that differ in size, by a broadcast or reduce per rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdist.collectives.arguments import to_integers
+from fastdist.collectives.arrays import new_like, shape_of
+
+if TYPE_CHECKING:
+    from fastdist.collectives.communicator import Communicator, Work
+
+Arrays = Any  # one array, or a list of them
+
+
+def all_gather(
+    comm: Communicator, arrays: Arrays, splits: Sequence[int], out: Arrays, keywords: dict[str, Any]
+) -> Any:
+    """Join arrays of `splits` rows each; `keywords` are those of all collectives."""
+    rows = _to_rows(comm, splits)
+    _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
+    if out is None:
+        out = _each(lambda x: new_like(x, (sum(rows), *shape_of(x)[1:])), arrays)
+    _check(out, sum(rows), "the sum of splits", "out")
+
+    def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
+        part = _each(lambda x: _rows(x, begin, end), out)
+        if rank == comm.rank:
+            return comm.broadcast(arrays, rank, out=part, **keywords)
+        return comm.broadcast(part, rank, **keywords)
+
+    return _call_all(comm, rows, call, out, keywords)
+
+
+def reduce_scatter(
+    comm: Communicator,
+    arrays: Arrays,
+    op: Any,
+    splits: Sequence[int],
+    out: Arrays,
+    keywords: dict[str, Any],
+) -> Any:
+    """Reduce arrays and give rank i `splits[i]` rows; `keywords` are those of all collectives."""
+    rows = _to_rows(comm, splits)
+    _check(arrays, sum(rows), "the sum of splits", "array")
+    if out is None:
+        out = _each(lambda x: new_like(x, (rows[comm.rank], *shape_of(x)[1:])), arrays)
+    _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
+
+    def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
+        part = _each(lambda x: _rows(x, begin, end), arrays)
+        return comm.reduce(part, op, rank, out=out if rank == comm.rank else None, **keywords)
+
+    return _call_all(comm, rows, call, out, keywords)
+
+
+class _Works:
+    """Several calls, as one `Work`."""
+
+    def __init__(self, works: Sequence[Work], result: Any) -> None:
+        self._works = works
+        self._result = result
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        begin = time.monotonic()
+        for work in self._works:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+            work.wait(left)
+        return self._result
+
+
+def _call_all(
+    comm: Communicator,
+    rows: Sequence[int],
+    call: Callable[[int, int, int, dict[str, Any]], Any],
+    result: Any,
+    keywords: dict[str, Any],
+) -> Any:
+    """Call for the rows of each rank: as a group, or one by one where a group cannot be."""
+    ends = np.cumsum(rows).tolist()
+    parts = [(rank, ends[rank] - n, ends[rank]) for rank, n in enumerate(rows) if n > 0]
+    if keywords["async_op"] or keywords["stream"] is not None:
+        works = [call(*part, keywords) for part in parts]
+        return _Works(works, result) if keywords["async_op"] else result
+    with comm.group():
+        for part in parts:
+            call(*part, {"timeout": keywords["timeout"]})
+    return result
+
+
+def _to_rows(comm: Communicator, splits: Sequence[int]) -> list[int]:
+    rows = to_integers(splits, "splits")
+    if len(rows) != comm.world_size or min(rows) < 0:
+        raise ValueError(
+            f"splits must be the rows of each of the {comm.world_size} ranks, got {list(splits)}"
+        )
+    return rows
+
+
+def _check(arrays: Arrays, rows: int, expected: str, argument: str) -> None:
+    for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
+        shape = shape_of(array) or (1,)
+        if shape[0] != rows:
+            raise ValueError(f"{argument} must have {rows} rows, {expected}, got shape {shape}")
+
+
+def _each(function: Callable[[Any], Any], arrays: Arrays) -> Any:
+    return [function(x) for x in arrays] if isinstance(arrays, (list, tuple)) else function(arrays)
+
+
+def _rows(array: Any, begin: int, end: int) -> Any:
+    """View rows of an array."""
+    if not hasattr(array, "shape") or isinstance(array, memoryview):
+        array = np.asarray(memoryview(array))
+    return array[begin:end] if shape_of(array) else array

@@ -30,6 +30,7 @@ from fastdist.errors import (
     UnsupportedError,
 )
 from gpu_arrays import choose
+from reference import sample
 
 TIMEOUT_S = 60.0
 arrays = choose()
@@ -202,9 +203,9 @@ def limited(comm: Communicator) -> None:
         import virtual_arrays
 
         assert virtual_arrays.last_blocks() == (2, 4)
-        assert virtual_arrays.last_range() == "all_reduce"
+        assert virtual_arrays.ranges("all_reduce") == 1
         comm.reduce(x)
-        assert virtual_arrays.last_range() == "reduce"
+        assert virtual_arrays.ranges("reduce") == 1
     if comm.world_size > 1:
         part = comm.split(0)
         assert part is not None
@@ -214,6 +215,63 @@ def limited(comm: Communicator) -> None:
         ):
             part.all_reduce(x)
         part.close()
+
+
+def over_peer_memory(comm: Communicator) -> None:
+    """With FASTDIST_PEER_MEMORY=1, small arrays of GPUs that can map each other's memory."""
+    n, r = comm.world_size, comm.rank
+    made = 0
+    for turn in range(60):
+        size = (1, 2, 7, 130, 4_099, 65_536, 100_001, 131_072, 300_000)[turn % 9]
+        dtype = ("float32", "float16", "bfloat16", "float64")[turn % 4]
+        op, most = ("sum", "mean")[turn % 2], 1 << 19
+        values = [sample(dtype, size, turn, rank) for rank in range(n)]
+        x = arrays.array(np.concatenate([values[r][:1], values[r]]))[turn % 3 != 0 :]  # not aligned
+        comm.all_reduce(x, op)
+        expected = np.sum([v.astype(np.float64) for v in values], axis=0) / (n if turn % 2 else 1)
+        got = arrays.numpy(x, dtype).astype(np.float64)
+        got = got if turn % 3 else got[1:]
+        tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-5)
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * n)
+        nbytes = (size + (turn % 3 == 0)) * values[0].itemsize
+        made += dtype != "float64" and nbytes <= most
+    if arrays.are_virtual:
+        import virtual_arrays
+
+        assert virtual_arrays.ranges("peer_all_reduce") == made
+    some = [arrays.full(size, 1) for size in (5, 100, 3_000)]
+    streams = [arrays.new_stream(), arrays.new_stream()]
+    for turn in range(20):
+        with arrays.use_stream(streams[turn % 2]):
+            x = arrays.full(5_000, turn + r)
+            comm.all_reduce(x)
+            comm.all_reduce(some, "mean")
+            assert arrays.is_full(x, n * turn + n * (n - 1) / 2)
+    assert all(arrays.is_full(x, 1) for x in some)
+    x, graph = arrays.full(5_000, 0), arrays.graph()
+    arrays.synchronize()
+    comm.barrier()
+    with graph.capture():
+        comm.all_reduce(x)
+        comm.all_reduce(x, "mean")
+    comm.barrier()
+    for turn in range(3):
+        arrays.fill(x, turn)
+        graph.launch()
+        arrays.synchronize()
+        assert arrays.is_full(x, turn * n)
+    comm.all_reduce(x, "mean")
+    assert arrays.is_full(x, 2 * n)
+    comm.barrier()
+    if r == 0:  # the others' kernels wait for this rank, and are given up
+        time.sleep(2)
+        with pytest.raises((PeerFailureError, CollectiveTimeoutError)):
+            comm.barrier()
+        return
+    comm.all_reduce(x, timeout=1)
+    with pytest.raises((PeerFailureError, CollectiveTimeoutError)):
+        comm.barrier()
+    arrays.synchronize()
 
 
 def groups(comm: Communicator) -> None:

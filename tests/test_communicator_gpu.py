@@ -116,6 +116,17 @@ print("passed")
     passes(start(command, gpus_for(2), PYTHONPATH=path))
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_small_arrays_over_peer_memory(ranks: int, kind: str) -> None:
+    command = ["gpu_communicator.py", "over_peer_memory"]
+    if kind == "threads":
+        command.append(str(ranks))
+    else:
+        command = ["-m", "fastdist", "run", "-n", str(ranks), *command]
+    passes(start(command, gpus_for(ranks), FASTDIST_PEER_MEMORY="1"))
+
+
 @pytest.mark.parametrize("part", LOSING)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_are_lost(ranks: int, part: str) -> None:

@@ -237,6 +237,15 @@ void bind_nccl(py::module_& m) {
            [](Gpu& g, const GpuMark& point) {
              point.mark->make_wait(g.communicator().own_stream());
            })
+      .def("make_peer_memory",
+           [](Gpu& g) { return py::bytes(g.communicator().make_peer_memory()); })
+      .def("open_peer_memory",
+           [](Gpu& g, const std::vector<py::bytes>& addresses) {
+             g.communicator().open_peer_memory(
+                 std::vector<std::string>(addresses.begin(), addresses.end()));
+           })
+      .def("use_peer_memory",
+           [](Gpu& g, bool all_can) { g.communicator().use_peer_memory(all_can); })
       .def("share_failures",
            [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
       .def("run_group",

@@ -102,6 +102,13 @@ class GpuCommunicator : public Communicator {
   // Returns the point that the work on `stream` has reached.
   [[nodiscard]] virtual std::shared_ptr<const Mark> record(StreamHandle stream) = 0;
 
+  // Makes memory through which small arrays are reduced without NCCL, and returns its address.
+  [[nodiscard]] virtual std::string make_peer_memory() = 0;
+  // Maps the memory of all ranks; throws if a GPU cannot reach another's.
+  virtual void open_peer_memory(std::span<const std::string> addresses) = 0;
+  // Every rank must call: from now on uses the memory, or, unless all could open it, frees it.
+  virtual void use_peer_memory(bool all_can) = 0;
+
   // Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
   // Registers memory of others with NCCL until the result ends. This rank alone may call.

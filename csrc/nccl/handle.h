@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -54,6 +55,8 @@ class Handle {
   // NCCL no longer knows the communicator afterwards.
   void fail(const Error& why) noexcept;
   void close() noexcept;
+  // Calls `function` at the failure; it must not throw.
+  void at_failure(std::function<void()> function);
   // From now on a failure of one is a failure of both.
   static void share_failures(const std::shared_ptr<Handle>& one,
                              const std::shared_ptr<Handle>& other);
@@ -94,6 +97,7 @@ class Handle {
   std::atomic<bool> captured_{false};
   bool has_windows_ = true;
   std::vector<std::weak_ptr<const void>> held_;
+  std::function<void()> at_failure_;
   std::vector<std::weak_ptr<Handle>> others_;  // that share failures
   std::mutex use_mutex_;
   std::condition_variable use_ended_;

@@ -91,11 +91,9 @@ def bytes_in_use(device: int) -> int:
     return int(cuda._runtime.virtual_gpu_bytes_in_use(device))
 
 
-def last_range() -> str | None:
-    """Return the name of this thread's last NVTX range; None if one has not ended."""
-    cuda._runtime.virtual_gpu_last_range.restype = ctypes.c_char_p
-    name = cuda._runtime.virtual_gpu_last_range()
-    return None if name is None else name.decode()
+def ranges(name: str) -> int:
+    """Return how many NVTX ranges of a name this thread has ended; -1 if one has not ended."""
+    return int(cuda._runtime.virtual_gpu_ranges(name.encode()))
 
 
 def last_blocks() -> tuple[int, int]:

@@ -1,12 +1,13 @@
 #include <nvtx3/nvToolsExt.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
 namespace {
 
 thread_local std::vector<std::string> open;
-thread_local std::string last;
+thread_local std::map<std::string, int> ended;
 
 }  // namespace
 
@@ -18,9 +19,9 @@ int nvtxDomainRangePushEx(nvtxDomainHandle_t, const nvtxEventAttributes_t* attri
 }
 
 int nvtxDomainRangePop(nvtxDomainHandle_t) {
-  last = open.back();
+  ++ended[open.back()];
   open.pop_back();
   return static_cast<int>(open.size());
 }
 
-const char* virtual_gpu_last_range() { return open.empty() ? last.c_str() : nullptr; }
+int virtual_gpu_ranges(const char* name) { return open.empty() ? ended[name] : -1; }

@@ -34,6 +34,7 @@ from fastdist.errors import FastdistError, UnsupportedError
 
 _PER_THREAD = 2  # cudaStreamPerThread
 _RECORD_BYTES = 1024
+_MOST_PEERS = 8  # of csrc/cuda/peer_memory.h
 
 
 def is_possible() -> bool:
@@ -230,7 +231,8 @@ class NcclEngine:
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
         """Connect the ranks. Every rank calls this at its first array on a GPU."""
-        records = self._exchange(_describe(device) | {"blocks": self._blocks}, timeout_s)
+        own = {"blocks": self._blocks, "peers": settings().peer_memory}
+        records = self._exchange(_describe(device) | own, timeout_s)
         rank, size = self._host_engine.rank, self._host_engine.size
         for other, record in enumerate(records):
             if "error" in record:
@@ -267,12 +269,33 @@ class NcclEngine:
             None,
             self._blocks,
         )
+        machines = {record["machine"] for record in records}
+        may_map = all(record["peers"] for record in records) and not sharing
+        if may_map and len(machines) == 1 and 1 < size <= _MOST_PEERS:
+            self._map_peers(gpu, timeout_s)
         self._mail = self._host_engine.subset([list(range(size))], timeout_s)
         self._on_gpus = dict(gpu.calls())
         between_all = {op: c for op, c in self._on_gpus.items() if op not in ("send", "recv")}
         self._router.connect(device, between_all)
         self._gpu = gpu
         return gpu
+
+    def _map_peers(self, gpu: _core.NcclCommunicator, timeout_s: float) -> None:
+        """Map the memory of all ranks' GPUs; without effect unless all ranks can."""
+        try:
+            own, failure = gpu.make_peer_memory(), ""
+        except FastdistError as error:
+            own, failure = b"", str(error)[: _RECORD_BYTES // 4]
+        records = self._exchange({"address": own.hex(), "error": failure}, timeout_s)
+        is_open = not any(record["error"] for record in records)
+        try:
+            if is_open:
+                gpu.open_peer_memory([bytes.fromhex(record["address"]) for record in records])
+        except FastdistError:
+            is_open = False
+        answer = np.array([is_open], np.uint8)
+        self._on_hosts["all_reduce"](answer, "min", None, None, timeout_s, False)
+        gpu.use_peer_memory(bool(answer[0]))
 
     def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         text = json.dumps(record).encode()
@@ -350,6 +373,7 @@ def _describe(device: int) -> dict[str, Any]:
     return {
         "version": version,
         "uuid": own.uuid,
+        "machine": machine_id(),
         "chip": f"{machine_id()}/{own.pci}",
         "visible": zlib.crc32(" ".join(gpu.uuid for gpu in gpus).encode()),
         "process": os.getpid(),

@@ -26,5 +26,5 @@ VIRTUAL_GPU_EXPORT int nvtxDomainRangePushEx(nvtxDomainHandle_t domain,
                                              const nvtxEventAttributes_t* attributes);
 VIRTUAL_GPU_EXPORT int nvtxDomainRangePop(nvtxDomainHandle_t domain);
 
-// Returns the name of this thread's last range, or null if a range of the thread has not ended.
-VIRTUAL_GPU_EXPORT const char* virtual_gpu_last_range();
+// Returns how many ranges of a name this thread has ended; -1 if one of the thread has not ended.
+VIRTUAL_GPU_EXPORT int virtual_gpu_ranges(const char* name);

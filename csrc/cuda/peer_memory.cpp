@@ -1,0 +1,140 @@
+#include "cuda/peer_memory.h"
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "core/error.h"
+#include "cuda/check.h"
+
+namespace fastdist::cuda {
+namespace {
+
+// Beyond this, two shots move fewer bytes over each GPU's links; with few ranks one shot moves no
+// more.
+constexpr std::size_t kMostInOneShot = std::size_t{256} << 10;
+constexpr int kFewRanks = 4;
+constexpr std::size_t kQuantum = 16;
+
+struct Address {
+  int process;
+  int device;
+  PeerPage* page;  // in that process
+  cudaIpcMemHandle_t handle;
+};
+
+Address parse(const std::string& text) {
+  Address result{};
+  if (text.size() != sizeof(result)) {
+    throw Error(ErrorCode::kValue, "a rank's memory has no address");
+  }
+  std::memcpy(&result, text.data(), sizeof(result));
+  return result;
+}
+
+}  // namespace
+
+PeerMemory::PeerMemory(int rank) : rank_(rank), own_(sizeof(PeerPage)) {
+  FASTDIST_CUDA_CHECK(cudaGetDevice(&device_));
+  load_peer_kernels();
+  FASTDIST_CUDA_CHECK(cudaMemset(own_.data(), 0, sizeof(PeerPage)));
+  FASTDIST_CUDA_CHECK(cudaDeviceSynchronize());
+  void* flag = nullptr;
+  FASTDIST_CUDA_CHECK(cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped));
+  is_given_up_ = static_cast<int*>(flag);
+  *is_given_up_ = 0;
+}
+
+PeerMemory::~PeerMemory() {
+  try {
+    const DeviceGuard guard(device_);
+    const RelaxedCapture relaxed;
+    for (std::size_t p = 0; p < pages_.size(); ++p) {
+      if (is_mapped_[p]) (void)cudaIpcCloseMemHandle(pages_[p]);
+    }
+    if (is_given_up_ != nullptr) (void)cudaFreeHost(is_given_up_);
+    if (!may_free_) (void)new DeviceBuffer(std::move(own_));  // until the process ends
+  } catch (...) {  // the process is exiting, and the driver is gone
+  }
+}
+
+std::string PeerMemory::address() const {
+  Address result{};
+  result.process = ::getpid();
+  result.device = device_;
+  result.page = reinterpret_cast<PeerPage*>(own_.data());
+  FASTDIST_CUDA_CHECK(cudaIpcGetMemHandle(&result.handle, own_.data()));
+  return {reinterpret_cast<const char*>(&result), sizeof(result)};
+}
+
+void PeerMemory::open(std::span<const std::string> addresses) {
+  size_ = static_cast<int>(addresses.size());
+  if (size_ > kMostPeers) throw Error(ErrorCode::kUnsupported, "too many ranks");
+  for (std::size_t p = 0; p < addresses.size(); ++p) {
+    const Address address = parse(addresses[p]);
+    if (static_cast<int>(p) == rank_) {
+      pages_[p] = reinterpret_cast<PeerPage*>(own_.data());
+    } else if (address.process == ::getpid()) {
+      const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);
+      (void)cudaGetLastError();
+      if (error != cudaErrorPeerAccessAlreadyEnabled) check(error, "cudaDeviceEnablePeerAccess(");
+      pages_[p] = address.page;
+    } else {
+      void* page = nullptr;
+      FASTDIST_CUDA_CHECK(
+          cudaIpcOpenMemHandle(&page, address.handle, cudaIpcMemLazyEnablePeerAccess));
+      pages_[p] = static_cast<PeerPage*>(page);
+      is_mapped_[p] = true;
+    }
+  }
+}
+
+bool PeerMemory::can_reduce(const TensorView& array, ReduceOp op) noexcept {
+  const bool has_kernel = array.dtype == DType::kFloat32 || array.dtype == DType::kFloat16 ||
+                          array.dtype == DType::kBFloat16;
+  return has_kernel && (op == ReduceOp::kSum || op == ReduceOp::kMean) &&
+         array.bytes() <= kMostPeerBytes;
+}
+
+void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
+                            StreamHandle stream) {
+  constexpr std::size_t kOfBlock = 64;  // quanta, if there are enough blocks
+  const std::size_t quanta = (in.bytes() + kQuantum - 1) / kQuantum;
+  const std::size_t blocks = std::min<std::size_t>(kPeerBlocks, (quanta + kOfBlock - 1) / kOfBlock);
+  PeerCall call{.pages = {},
+                .is_given_up = is_given_up_,
+                .rank = rank_,
+                .size = size_,
+                .in = in.data,
+                .out = out.data,
+                .count = static_cast<std::uint32_t>(in.count),
+                .factor = op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F,
+                .in_two_shots = size_ > kFewRanks && in.bytes() > kMostInOneShot};
+  std::copy(pages_.begin(), pages_.end(), call.pages);
+  reduce_with_peers(in.dtype, call, static_cast<int>(blocks), stream);
+}
+
+void PeerMemory::leave() {
+  constexpr std::chrono::seconds kMost{1};
+  const Stream stream;
+  const Event end;
+  const TensorView unused{pages_[static_cast<std::size_t>(rank_)]->results[0][0].bytes, 1,
+                          DType::kFloat32, 0};
+  all_reduce(unused, unused, ReduceOp::kSum, stream.get());
+  end.record(stream.get());
+  const auto start = std::chrono::steady_clock::now();
+  while (!end.is_done() && std::chrono::steady_clock::now() - start < kMost) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  may_free_ = end.is_done();
+  give_up();
+  end.synchronize();
+}
+
+void PeerMemory::give_up() noexcept { *static_cast<volatile int*>(is_given_up_) = 1; }
+
+}  // namespace fastdist::cuda

@@ -1,6 +1,6 @@
 """Checks fastdist's speed and memory on GPUs against the required figures, called bars.
 
-    python benchmarks/gpu/gpu_bars.py [--only pack all_reduce list memory] [--time-s 1]
+    python benchmarks/gpu/gpu_bars.py [--only pack all_reduce others list memory] [--time-s 1]
 
 Two ranks share the first visible GPU. Prints a line per bar and writes all bars, their figures and
 facts about the machine into benchmarks/results. Exits with 1 if a bar was missed, with 2 without a
@@ -25,6 +25,7 @@ sys.path.insert(0, str(_FOLDER.parent))
 from bars import Bar, printed, with_failure, write_results  # noqa: E402
 from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes  # noqa: E402
+from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_cuda_peer  # noqa: E402
 from fastdist.cli.bench.placement import Placement, place_ranks  # noqa: E402
@@ -33,8 +34,9 @@ from fastdist.cli.bench.results import Row  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
 
 _RANKS = 2
-_SIZES = "1K:256M"
-_HOST_SIZES = (1 << 10, 64 << 10, 1 << 20)
+_SIZES = "8:256M"
+_HOST_SIZES = (8, 1 << 10, 64 << 10, 1 << 20)
+_OTHER_SIZES = (64 << 10, 64 << 20)
 _DDP = "torch: 25 MB buckets"
 _MIB = 1 << 20
 
@@ -102,7 +104,21 @@ def all_reduce(bench: GpuBench) -> Iterator[Bar]:
         if case.bytes in _HOST_SIZES:
             host_ratio = row.host_times_as_fast(torch) if torch else None
             yield Bar(f"{name}: the host's time", _or_nan(row.ours.host_us), most=5, unit=" us")
-            yield Bar(f"{name}: the host, against torch's", _or_nan(host_ratio), 2)
+            yield Bar(f"{name}: the host, against torch's", _or_nan(host_ratio), 1 / 0.6)
+
+
+def others(bench: GpuBench) -> Iterator[Bar]:
+    """Every other collective, on a small and on a large array."""
+    for collective in COLLECTIVES:
+        if collective in ("all_reduce", "barrier"):
+            continue
+        cases = array_cases(collective, _OTHER_SIZES, _RANKS, array="torch")
+        for case, row in bench.measure(cases):
+            name = f"{collective} {case.label}"
+            (torch,) = row.others or (None,)
+            ratio = row.times_as_fast(torch) if torch else None
+            yield Bar(f"{name}: wrong elements", float(row.ours.wrong or 0), most=0)
+            yield Bar(f"{name}: against torch's NCCL", _or_nan(ratio), 0.98)
 
 
 def gradient_list(bench: GpuBench) -> Iterator[Bar]:
@@ -149,6 +165,7 @@ def _or_nan(value: float | None) -> float:
 _SECTIONS: dict[str, Callable[[GpuBench], Iterator[Bar]]] = {
     "pack": pack,
     "all_reduce": all_reduce,
+    "others": others,
     "list": gradient_list,
     "memory": memory,
 }

@@ -138,8 +138,8 @@ if(wanted STREQUAL "on" OR (wanted STREQUAL "auto" AND gpu_driver))
         "FASTDIST_CUDA=on, and no CUDA compiler was found. Install a CUDA toolkit (${oldest_cuda} or "
         "newer, nvcc on PATH or CUDA_HOME set), or NVIDIA's packages: "
         "pip install nvidia-cuda-nvcc==13.0.* nvidia-nvvm==13.0.* nvidia-cuda-crt==13.0.* "
-        "nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.*. FASTDIST_CUDA=off builds the engines "
-        "for CPUs only.")
+        "nvidia-cuda-runtime==13.0.* nvidia-cuda-cccl==13.0.* nvidia-nvtx==13.0.*. FASTDIST_CUDA=off "
+        "builds the engines for CPUs only.")
   else()
     set(why_no_cuda "FASTDIST_CUDA=auto, and no CUDA compiler was found")
   endif()

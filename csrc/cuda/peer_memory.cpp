@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -135,6 +136,6 @@ void PeerMemory::leave() {
   end.synchronize();
 }
 
-void PeerMemory::give_up() noexcept { *static_cast<volatile int*>(is_given_up_) = 1; }
+void PeerMemory::give_up() noexcept { std::atomic_ref(*is_given_up_).store(1); }
 
 }  // namespace fastdist::cuda

@@ -17,7 +17,8 @@ namespace {
 
 constexpr std::size_t kQuantum = 16;
 
-void meet(const PeerCall& call, std::size_t block, int step, std::uint32_t number) {
+// Returns false if the call was given up.
+[[nodiscard]] bool meet(const PeerCall& call, std::size_t block, int step, std::uint32_t number) {
   for (int p = 0; p < call.size; ++p) {
     auto& signal = call.pages[p]->blocks[block].signals[step][call.rank];
     std::atomic_ref(signal).store(number, std::memory_order_release);
@@ -25,10 +26,11 @@ void meet(const PeerCall& call, std::size_t block, int step, std::uint32_t numbe
   for (int p = 0; p < call.size; ++p) {
     auto& signal = call.pages[call.rank]->blocks[block].signals[step][p];
     while (static_cast<int>(std::atomic_ref(signal).load(std::memory_order_acquire) - number) < 0) {
-      if (*call.is_given_up != 0) return;
+      if (std::atomic_ref(*const_cast<int*>(call.is_given_up)).load() != 0) return false;
       std::this_thread::yield();
     }
   }
+  return true;
 }
 
 void run_block(DType dtype, const PeerCall& call, std::size_t block, std::size_t blocks) {
@@ -43,7 +45,7 @@ void run_block(DType dtype, const PeerCall& call, std::size_t block, std::size_t
   const std::uint32_t number = page.blocks[block].calls + 1;
   const std::uint32_t parity = number % 2;
   std::memcpy(page.inputs[block][parity].bytes, call.in + begin, size);
-  meet(call, block, 0, number);
+  if (!meet(call, block, 0, number)) return;
   page.blocks[block].calls = number;
   const ReduceOp op = call.factor == 1.0F ? ReduceOp::kSum : ReduceOp::kMean;
   const auto sum = [&](std::byte* to, std::size_t from, std::size_t length) {
@@ -62,7 +64,7 @@ void run_block(DType dtype, const PeerCall& call, std::size_t block, std::size_t
   };
   const auto [first, last] = part(static_cast<std::size_t>(call.rank));
   sum(page.results[block][parity].bytes + first, first, last - first);
-  meet(call, block, 1, number);
+  if (!meet(call, block, 1, number)) return;
   for (std::size_t p = 0; p < n; ++p) {
     const auto [from, to] = part(p);
     std::memcpy(call.out + begin + from, call.pages[p]->results[block][parity].bytes + from,

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import fastdist as fd
@@ -217,6 +218,27 @@ def limited(comm: Communicator) -> None:
         part.close()
 
 
+def hosts_beside(comm: Communicator) -> None:
+    """After calls on GPUs, calls on hosts fail as they do without GPUs."""
+    part = comm.split(0)
+    assert part is not None
+    x, r = arrays.full(8, 1), part.rank
+    part.all_reduce(x)
+    calls = {0: lambda: part.send(np.ones(3), 1), 1: lambda: part.recv(np.ones(4), 0)}
+    if r in calls:
+        with pytest.raises(CollectiveMismatchError, match="send and recv do not match"):
+            calls[r]()
+    part.all_reduce(x)  # only two ranks have failed, and none on a GPU
+    assert arrays.is_full(x, part.world_size**2)
+    start = time.monotonic()
+    waits: Any = part.barrier if r > 0 else lambda: part.recv(np.ones(4), 1)
+    with pytest.raises(CollectiveMismatchError, match="wait"):
+        waits()
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    part.close()
+    comm.barrier()
+
+
 def over_peer_memory(comm: Communicator) -> None:
     """With FASTDIST_PEER_MEMORY=1, small arrays of GPUs that can map each other's memory."""
     n, r = comm.world_size, comm.rank
@@ -248,18 +270,22 @@ def over_peer_memory(comm: Communicator) -> None:
             comm.all_reduce(some, "mean")
             assert arrays.is_full(x, n * turn + n * (n - 1) / 2)
     assert all(arrays.is_full(x, 1) for x in some)
-    x, graph = arrays.full(5_000, 0), arrays.graph()
+    x, y, graph = arrays.full(5_000, 0), arrays.full(5_000, 0), arrays.graph()
     arrays.synchronize()
     comm.barrier()
     with graph.capture():
+        work = comm.all_reduce(y, async_op=True)
         comm.all_reduce(x)
         comm.all_reduce(x, "mean")
+        work.wait()
     comm.barrier()
     for turn in range(3):
         arrays.fill(x, turn)
+        arrays.fill(y, 2 * turn)
         graph.launch()
         arrays.synchronize()
         assert arrays.is_full(x, turn * n)
+        assert arrays.is_full(y, 2 * turn * n)
     comm.all_reduce(x, "mean")
     assert arrays.is_full(x, 2 * n)
     comm.barrier()
@@ -463,6 +489,22 @@ def a_late_rank(comm: Communicator) -> None:
         time.sleep(2)
         with pytest.raises((CollectiveTimeoutError, PeerFailureError)):
             call_again_and_again(comm)
+
+
+def an_error_that_was_caught(comm: Communicator) -> None:
+    """An error that the program has caught is not told again."""
+    x = arrays.full(4, 1)
+    comm.all_reduce(x)
+    if comm.rank > 0:
+        time.sleep(3)
+        with suppress(FastdistError):
+            comm.close()
+        return
+    work: Any = comm.all_reduce(x, timeout=1, async_op=True)
+    with pytest.raises(CollectiveTimeoutError):
+        work.synchronize(TIMEOUT_S)
+    time.sleep(0.5)
+    comm.close()
 
 
 def a_silent_peer(comm: Communicator) -> None:

@@ -282,6 +282,7 @@ def late(r: Rank) -> None:
     a.synchronize()
     if r.rank == 0:
         work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=2.0)
+        r.call("all_reduce", a.full(0, 1), "sum", None, None, 0, gpu=gpu)  # ends at once
         with pytest.raises(errors.CollectiveTimeoutError, match="within 2 s"):
             work.synchronize(60)
         with pytest.raises(errors.CollectiveTimeoutError):

@@ -28,9 +28,10 @@ ALONE = [
     "in_memory_of_nccl",
     "limited",
 ]
-TOGETHER = ["disagreement", "groups", "shrinking", "aborting", "between_two"]
+TOGETHER = ["disagreement", "hosts_beside", "groups", "shrinking", "aborting", "between_two"]
 LOSING = [
     "a_late_rank",
+    "an_error_that_was_caught",
     "a_killed_rank",
     "a_silent_peer",
     "a_peer_that_does_not_call",

@@ -211,13 +211,16 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
   return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order};
 }
 
-// Returns the DLPack exchange table of a type, or null. The first type found is cached: most
-// programs use arrays of a single type.
+// Returns the DLPack exchange table of a type, or null. The first types found are remembered: most
+// programs use arrays of few types, such as tensors and parameters. The GIL guards the list.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
-  static std::atomic<PyTypeObject*> known_type{nullptr};
-  static std::atomic<const dlpack::ExchangeApi*> known_api{nullptr};
-  if (known_type.load(std::memory_order_acquire) == type) {
-    return known_api.load(std::memory_order_relaxed);
+  struct Known {
+    PyTypeObject* type = nullptr;
+    const dlpack::ExchangeApi* api = nullptr;
+  };
+  static std::array<Known, 4> all;
+  for (const Known& known : all) {
+    if (known.type == type) return known.api;
   }
   const py::handle object(reinterpret_cast<PyObject*>(type));
   if (!py::hasattr(object, "__dlpack_c_exchange_api__")) return nullptr;
@@ -226,13 +229,11 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
       PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) throw py::error_already_set();
   if (api->version.major != 1 || api->tensor_from_object == nullptr) return nullptr;
-  // Only one type is ever cached, so a reader cannot pair it with another type's table.
-  PyTypeObject* none = nullptr;
-  if (known_api.load(std::memory_order_relaxed) == nullptr) {
-    known_api.store(api, std::memory_order_relaxed);
-    if (known_type.compare_exchange_strong(none, type, std::memory_order_release)) {
-      Py_INCREF(type);
-    }
+  for (Known& known : all) {
+    if (known.type != nullptr) continue;
+    Py_INCREF(type);  // its address stays its own
+    known = {type, api};
+    break;
   }
   return api;
 }

@@ -19,10 +19,10 @@ bool compare(BlockingCommunicator& hosts, const Signature& signature, bool flag,
 
 }  // namespace
 
-void HostChecker::on_failure(std::function<void(const Error&)> fail) {
+void HostChecker::on_failure(Fail fail) {
   state_->fail = std::move(fail);
   hosts_.on_mismatch([weak = std::weak_ptr(state_)](const Error& error) {
-    if (const auto state = weak.lock()) state->report(error);
+    if (const auto state = weak.lock()) state->report(error, {});
   });
 }
 
@@ -44,8 +44,7 @@ void HostChecker::compare_later(const Signature& signature, const CallOptions& o
         try {
           (void)compare(c, signature, true, each);
         } catch (const Error& error) {
-          hosts.tell_next(error);
-          state->report(error);
+          state->report(error, [&] { hosts.tell_next(error); });
         }
       },
       options);

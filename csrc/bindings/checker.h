@@ -22,7 +22,7 @@ class HostChecker final : public nccl::Checker {
       : owner_(std::move(hosts)), hosts_(owner_.cast<Endpoint&>()) {}
 
   [[nodiscard]] int size() const override { return hosts_.communicator().size(); }
-  void on_failure(std::function<void(const Error&)> fail) override;
+  void on_failure(Fail fail) override;
   bool agree(const Signature& signature, bool flag, const CallOptions& options) override;
   void compare_later(const Signature& signature, const CallOptions& options) override;
   bool settle(std::chrono::nanoseconds limit) noexcept override;
@@ -41,11 +41,11 @@ class HostChecker final : public nccl::Checker {
  private:
   // Shared with queued comparisons, which may outlive this object.
   struct State {
-    std::function<void(const Error&)> fail;
+    Fail fail;
     std::atomic<bool> has_failed{false};
 
-    void report(const Error& error) {
-      if (!has_failed.exchange(true)) fail(error);
+    void report(const Error& error, const std::function<void()>& tell) {
+      if (!has_failed.exchange(true)) fail(error, tell);
     }
   };
 

@@ -66,12 +66,12 @@ class Endpoint {
   // Does the same for a caller that does not hold the GIL. Waits for pending calls.
   template <class Call>
   void run_without_gil(const Call& call, const CallOptions& options) {
-    if (collectives_.try_run([&] { make(call, options); })) return;
+    if (collectives_.try_run([&] { make(collectives_, call, options); })) return;
     refuse_nested(collectives_);
     const RecordedCaller caller(options.caller->location());
     CallOptions later = options;
     later.caller = &caller;
-    wait_without_gil(*submit(collectives_, [&] { make(call, later); }), options);
+    wait_without_gil(*submit(collectives_, [&] { make(collectives_, call, later); }), options);
   }
   // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
   // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
@@ -82,7 +82,10 @@ class Endpoint {
     auto work = collectives_.submit_soon(
         [this, count = std::make_shared<Count>(communicator_), call = std::move(call),
          caller = std::make_shared<RecordedCaller>(options.caller->location()),
-         timeout = options.timeout] { call(communicator_, CallOptions{timeout, caller.get()}); });
+         timeout = options.timeout]() mutable {
+          const auto until_end = std::move(count);
+          call(communicator_, CallOptions{timeout, caller.get()});
+        });
     if (collectives_.pending() > kMostAhead) wait_without_gil(*work, options);
     return work;
   }
@@ -130,9 +133,11 @@ class Endpoint {
     ~Count() { communicator.count_submitted(-1); }
     BlockingCommunicator& communicator;
   };
-  // Makes a call when it is its turn.
+  // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
+  // two ranks, and other calls go on after their mismatch.
   template <class Call>
-  void make(Call& call, const CallOptions& options) {
+  void make(const WorkQueue& queue, Call& call, const CallOptions& options) {
+    if (&queue != &collectives_) return call(communicator_, options);
     throw_untold();
     try {
       call(communicator_, options);
@@ -187,7 +192,7 @@ class Endpoint {
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     const CallOptions options{timeout, &caller};
-    return queue.try_run([&] { make(call, options); });
+    return queue.try_run([&] { make(queue, call, options); });
   }
   template <class Call>
   py::object run_in(WorkQueue& queue, Call call, py::handle kept, py::handle result,
@@ -199,8 +204,8 @@ class Endpoint {
     refuse_nested(queue);
     const auto caller = std::make_shared<RecordedCaller>(python_location());
     PendingCall pending{
-        submit(queue, [this, call = std::move(call), caller,
-                       timeout] { make(call, CallOptions{timeout, caller.get()}); }),
+        submit(queue, [this, &queue, call = std::move(call), caller,
+                       timeout] { make(queue, call, CallOptions{timeout, caller.get()}); }),
         py::reinterpret_borrow<py::object>(result),
         std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
         py::cast(this, py::return_value_policy::reference)};

@@ -121,6 +121,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     });
   }
   void check_usable() {
+    const GilRelease release;
     telling([this] { communicator_->check_usable(); });
   }
   // Waits for the device, and throws the error of a comparison that no call has thrown.

@@ -1,12 +1,14 @@
 #include "cuda/peer_memory.h"
 
 #include <cuda_runtime_api.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
 #include <thread>
 
 #include "core/error.h"
@@ -22,11 +24,37 @@ constexpr int kFewRanks = 4;
 constexpr std::size_t kQuantum = 16;
 
 struct Address {
-  int process;
+  std::uint64_t process;
   int device;
   PeerPage* page;  // in that process
   cudaIpcMemHandle_t handle;
 };
+
+// Returns a number that no other process has: in containers, process ids may be the same.
+std::uint64_t this_process() {
+  static const std::uint64_t number = [] {
+    std::random_device random;
+    return static_cast<std::uint64_t>(random()) << 32 | random();
+  }();
+  return number;
+}
+
+// Memory that was left, by device. It is not freed but used again, as other processes may have it
+// mapped for a moment longer.
+std::mutex left_mutex;
+std::multimap<int, std::unique_ptr<DeviceBuffer>>& left() {
+  static auto& all = *new std::multimap<int, std::unique_ptr<DeviceBuffer>>;  // outlives CUDA
+  return all;
+}
+
+std::unique_ptr<DeviceBuffer> take_page(int device) {
+  const std::lock_guard lock(left_mutex);
+  const auto found = left().find(device);
+  if (found == left().end()) return std::make_unique<DeviceBuffer>(sizeof(PeerPage));
+  auto page = std::move(found->second);
+  left().erase(found);
+  return page;
+}
 
 Address parse(const std::string& text) {
   Address result{};
@@ -39,10 +67,11 @@ Address parse(const std::string& text) {
 
 }  // namespace
 
-PeerMemory::PeerMemory(int rank) : rank_(rank), own_(sizeof(PeerPage)) {
+PeerMemory::PeerMemory(int rank) : rank_(rank) {
   FASTDIST_CUDA_CHECK(cudaGetDevice(&device_));
+  own_ = take_page(device_);
   load_peer_kernels();
-  FASTDIST_CUDA_CHECK(cudaMemset(own_.data(), 0, sizeof(PeerPage)));
+  FASTDIST_CUDA_CHECK(cudaMemset(own_->data(), 0, sizeof(PeerPage)));
   FASTDIST_CUDA_CHECK(cudaDeviceSynchronize());
   void* flag = nullptr;
   FASTDIST_CUDA_CHECK(cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped));
@@ -51,6 +80,11 @@ PeerMemory::PeerMemory(int rank) : rank_(rank), own_(sizeof(PeerPage)) {
 }
 
 PeerMemory::~PeerMemory() {
+  if (is_in_use_) {  // nothing of it may go before the process ends
+    give_up();
+    (void)own_.release();
+    return;
+  }
   try {
     const DeviceGuard guard(device_);
     const RelaxedCapture relaxed;
@@ -58,17 +92,19 @@ PeerMemory::~PeerMemory() {
       if (is_mapped_[p]) (void)cudaIpcCloseMemHandle(pages_[p]);
     }
     if (is_given_up_ != nullptr) (void)cudaFreeHost(is_given_up_);
-    if (!may_free_) (void)new DeviceBuffer(std::move(own_));  // until the process ends
+    const std::lock_guard lock(left_mutex);
+    left().emplace(device_, std::move(own_));
   } catch (...) {  // the process is exiting, and the driver is gone
+    (void)own_.release();
   }
 }
 
 std::string PeerMemory::address() const {
   Address result{};
-  result.process = ::getpid();
+  result.process = this_process();
   result.device = device_;
-  result.page = reinterpret_cast<PeerPage*>(own_.data());
-  FASTDIST_CUDA_CHECK(cudaIpcGetMemHandle(&result.handle, own_.data()));
+  result.page = reinterpret_cast<PeerPage*>(own_->data());
+  FASTDIST_CUDA_CHECK(cudaIpcGetMemHandle(&result.handle, own_->data()));
   return {reinterpret_cast<const char*>(&result), sizeof(result)};
 }
 
@@ -78,8 +114,8 @@ void PeerMemory::open(std::span<const std::string> addresses) {
   for (std::size_t p = 0; p < addresses.size(); ++p) {
     const Address address = parse(addresses[p]);
     if (static_cast<int>(p) == rank_) {
-      pages_[p] = reinterpret_cast<PeerPage*>(own_.data());
-    } else if (address.process == ::getpid()) {
+      pages_[p] = reinterpret_cast<PeerPage*>(own_->data());
+    } else if (address.process == this_process()) {
       const cudaError_t error = cudaDeviceEnablePeerAccess(address.device, 0);
       (void)cudaGetLastError();
       if (error != cudaErrorPeerAccessAlreadyEnabled) check(error, "cudaDeviceEnablePeerAccess(");
@@ -116,6 +152,7 @@ void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceO
                 .factor = op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F,
                 .in_two_shots = size_ > kFewRanks && in.bytes() > kMostInOneShot};
   std::copy(pages_.begin(), pages_.end(), call.pages);
+  is_in_use_ = true;
   reduce_with_peers(in.dtype, call, static_cast<int>(blocks), stream);
 }
 
@@ -131,7 +168,7 @@ void PeerMemory::leave() {
   while (!end.is_done() && std::chrono::steady_clock::now() - start < kMost) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  may_free_ = end.is_done();
+  is_in_use_ = !end.is_done();
   give_up();
   end.synchronize();
 }

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 
@@ -25,14 +26,14 @@ inline constexpr std::size_t kPeerChunkBytes = std::size_t{16} << 10;  // of a b
 inline constexpr std::size_t kMostPeerBytes = kPeerBlocks * kPeerChunkBytes;
 
 // The memory of one rank. Blocks of threads with one number work together, apart from the others:
-// each has signals, a count of its calls, and two chunks for inputs and results, of which
+// each has signals, counts of its steps, and two chunks for inputs and results, of which
 // successive calls use one and the other. So one exchange of signals per call suffices: who fills a
 // chunk again has seen that all have begun the call after the one that read it.
 struct PeerPage {
   struct Block {
-    std::uint32_t signals[2][kMostPeers];  // by step and rank: the call that the rank has come to
-    std::uint32_t calls;
-    std::uint32_t unused[15];
+    std::uint32_t signals[2][kMostPeers];  // by step and rank: how often the rank has come to it
+    std::uint32_t steps[2];                // how often this rank has
+    std::uint32_t unused[14];
   };
   struct alignas(16) Chunk {
     std::byte bytes[kPeerChunkBytes];
@@ -78,8 +79,8 @@ class PeerMemory {
   [[nodiscard]] static bool can_reduce(const TensorView& array, ReduceOp op) noexcept;
   // Enqueues. Calls must be in one order on the device, the same on all ranks.
   void all_reduce(const TensorView& in, const TensorView& out, ReduceOp op, StreamHandle stream);
-  // Waits a second for the other ranks to come here. This rank's memory is freed only if they do:
-  // else they may still use it.
+  // Waits a second for the other ranks to come here, after the last call. If they do not, they may
+  // still use this rank's memory, which then stays as it is until the process ends.
   void leave();
   // Ends the kernels that wait for other ranks; results are then undefined.
   void give_up() noexcept;
@@ -87,12 +88,12 @@ class PeerMemory {
  private:
   int rank_;
   int device_;
-  DeviceBuffer own_;
+  std::unique_ptr<DeviceBuffer> own_;
   int* is_given_up_ = nullptr;  // on the host, and mapped
   std::array<PeerPage*, kMostPeers> pages_{};
   std::array<bool, kMostPeers> is_mapped_{};
   int size_ = 0;
-  bool may_free_ = false;
+  bool is_in_use_ = false;  // by kernels, of this rank or others
 };
 
 }  // namespace fastdist::cuda

@@ -29,21 +29,28 @@ __device__ std::uint32_t look(const std::uint32_t* signal) {
   return call;
 }
 
-// Waits until this block of every rank has come to step `step` of call `number`. What the ranks
-// have written before is then visible.
-__device__ void meet(const PeerCall& call, int step, std::uint32_t number) {
+// Waits until this block of every rank has come to a step as often as this one. What the ranks have
+// written before is then visible. Returns false to all threads if the call was given up.
+__device__ bool meet(const PeerCall& call, int step) {
+  __shared__ bool is_given_up;
+  PeerPage::Block& own = call.pages[call.rank]->blocks[blockIdx.x];
+  const std::uint32_t number = own.steps[step] + 1;  // written below, after all have read it
+  if (threadIdx.x == 0) is_given_up = false;
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < call.size) {
-    PeerPage::Block& theirs = call.pages[threadIdx.x]->blocks[blockIdx.x];
-    tell(&theirs.signals[step][call.rank], number);
-    const std::uint32_t* signal =
-        &call.pages[call.rank]->blocks[blockIdx.x].signals[step][threadIdx.x];
-    // A rank may be in a later call already; numbers wrap around.
-    for (int looks = 0; static_cast<int>(look(signal) - number) < 0; ++looks) {
-      if (looks % 64 == 63 && *call.is_given_up != 0) break;
+    tell(&call.pages[threadIdx.x]->blocks[blockIdx.x].signals[step][call.rank], number);
+    const std::uint32_t* signal = &own.signals[step][threadIdx.x];
+    // A rank may be ahead; numbers wrap around.
+    for (unsigned looks = 1; static_cast<int>(look(signal) - number) < 0; ++looks) {
+      if (looks % 64 == 0 && *call.is_given_up != 0) {
+        is_given_up = true;
+        break;
+      }
     }
   }
   __syncthreads();
+  if (threadIdx.x == 0) own.steps[step] = number;
+  return !is_given_up;
 }
 
 // The elements of a call that this block works on, of which `first` is at a multiple of 16 bytes.
@@ -123,10 +130,9 @@ __device__ Quantum<T> sum_of(const PeerCall& call, std::uint32_t parity, std::ui
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) peer_kernel(const __grid_constant__ PeerCall call) {
+  if (*call.is_given_up != 0) return;  // other ranks may use what this kernel would write
   PeerPage& page = *call.pages[call.rank];
-  PeerPage::Block& block = page.blocks[blockIdx.x];
-  const std::uint32_t number = block.calls + 1;  // written below, after all have read it
-  const std::uint32_t parity = number % 2;
+  const std::uint32_t parity = page.blocks[blockIdx.x].steps[0] % 2;
   const Part part = own_part<T>(call);
   const T* in = reinterpret_cast<const T*>(call.in) + part.first;
   T* out = reinterpret_cast<T*>(call.out) + part.first;
@@ -134,8 +140,7 @@ __global__ void __launch_bounds__(kThreads) peer_kernel(const __grid_constant__ 
   for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
     inputs[q] = load(in, q, part.count);
   }
-  meet(call, 0, number);
-  if (threadIdx.x == 0) block.calls = number;
+  if (!meet(call, 0)) return;
   if (!call.in_two_shots) {
     for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
       store(out, q, part.count, sum_of<T>(call, parity, q));
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) peer_kernel(const __grid_constant__ 
   for (std::uint32_t q = begin + threadIdx.x; q < end; q += kThreads) {
     results[q] = sum_of<T>(call, parity, q);
   }
-  meet(call, 1, number);
+  if (!meet(call, 1)) return;
   for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
     const auto* theirs =
         reinterpret_cast<const Quantum<T>*>(&call.pages[q / share]->results[blockIdx.x][parity]);

@@ -17,9 +17,10 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connect
       checker_(connection.lane ? nullptr : connection.checker),
       watcher_(handle_, connection.rank, connection.checker) {
   if (checker_ == nullptr) return;
-  checker_->on_failure([weak = std::weak_ptr(handle_)](const Error& error) {
-    if (const auto handle = weak.lock()) handle->fail(error);
-  });
+  checker_->on_failure(
+      [weak = std::weak_ptr(handle_)](const Error& error, const std::function<void()>& tell) {
+        if (const auto handle = weak.lock()) handle->fail(error, tell);
+      });
 }
 
 NcclCommunicator::~NcclCommunicator() { close(); }
@@ -211,16 +212,12 @@ void NcclCommunicator::reduce_by_peers(const TensorView& in, const TensorView& o
                                        const CallOptions& options) {
   const cuda::Range range("peer_all_reduce");
   const StreamHandle stream = stream_of(options);
-  if (capture_) {
-    if (std::exchange(peers_kept_by_, capture_->id) != capture_->id) {
-      cuda::keep_with_graph(*capture_, peers_);
-    }
-    return peers_->all_reduce(in, out, op, stream);
+  if (capture_ && std::exchange(peers_kept_by_, capture_->id) != capture_->id) {
+    cuda::keep_with_graph(*capture_, peers_);
   }
-  if (peers_are_free_) peers_are_free_->make_wait(stream);
+  ScratchUse order(*this, stream);
   peers_->all_reduce(in, out, op, stream);
-  if (!peers_are_free_) peers_are_free_.emplace();
-  peers_are_free_->record(stream);
+  order.end();
 }
 
 void NcclCommunicator::share_failures(GpuCommunicator& other) {

@@ -139,7 +139,6 @@ class NcclCommunicator final : public GpuCommunicator {
   std::shared_ptr<cuda::PeerMemory> peers_;                        // graphs may own it too
   bool uses_peers_ = false;
   unsigned long long peers_kept_by_ = 0;  // the last capture whose graph owns them
-  std::optional<cuda::Event> peers_are_free_;
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
   int depth_ = 0;                         // nesting of calls

@@ -62,10 +62,12 @@ class Checker {
   virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;
   // Compares a call after this function has returned, so that no call waits for the slowest rank.
   // On a mismatch, or if a rank is late or lost, the function given to `on_failure` gets the error
-  // on every rank, once.
+  // on every rank, once. If that is the communicator's first failure, it must call `tell` before
+  // any call can see the failure.
   virtual void compare_later(const Signature& signature, const CallOptions&) = 0;
   // Must be called before calls are compared.
-  virtual void on_failure(std::function<void(const Error&)> fail) = 0;
+  using Fail = std::function<void(const Error& error, const std::function<void()>& tell)>;
+  virtual void on_failure(Fail fail) = 0;
   // Waits until all calls are compared. Returns false if `limit` passes first.
   virtual bool settle(std::chrono::nanoseconds limit) noexcept = 0;
   // Returns a lost rank as the error that calls waiting for it should throw. Thread-safe.

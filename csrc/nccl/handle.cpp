@@ -112,13 +112,14 @@ void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
   held_.emplace_back(memory);
 }
 
-bool Handle::set_failure(const Error& why) noexcept {
+bool Handle::set_failure(const Error& why, const std::function<void()>& tell) noexcept {
   const std::lock_guard lock(mutex_);
   const bool is_first = is_usable();
   // NCCL's own errors after a mismatch are its consequences, and may be seen before it is found.
   if (!is_first && (why.code() != ErrorCode::kMismatch || !failure_)) return false;
   failure_.emplace(why);
   if (!is_first) return false;
+  if (tell) tell();
   failed_.store(true, std::memory_order_release);
   return true;
 }
@@ -171,8 +172,8 @@ void Handle::wait_for_other_thread() noexcept {
 }
 
 // A call of NCCL in another thread returns when the communicator is aborted.
-void Handle::fail(const Error& why) noexcept {
-  if (!set_failure(why)) return;
+void Handle::fail(const Error& why, const std::function<void()>& tell) noexcept {
+  if (!set_failure(why, tell)) return;
   std::vector<std::weak_ptr<Handle>> others;
   std::function<void()> at_failure;
   {

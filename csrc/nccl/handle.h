@@ -51,9 +51,9 @@ class Handle {
   // Returns an error that NCCL reported asynchronously, if any.
   [[nodiscard]] std::optional<Error> background_error() const;
 
-  // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect;
-  // NCCL no longer knows the communicator afterwards.
-  void fail(const Error& why) noexcept;
+  // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect,
+  // and calls `tell` before any call can see it; NCCL no longer knows the communicator afterwards.
+  void fail(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void close() noexcept;
   // Calls `function` at the failure; it must not throw.
   void at_failure(std::function<void()> function);
@@ -83,7 +83,7 @@ class Handle {
   // Returns what NCCL reports about the last call and its own threads; success after a failure.
   [[nodiscard]] abi::Result report() const;
   // Returns false if the communicator has already failed or is closed.
-  [[nodiscard]] bool set_failure(const Error& why) noexcept;
+  [[nodiscard]] bool set_failure(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void end(abi::Result (*call)(abi::Comm)) noexcept;
   void wait_for_other_thread() noexcept;
 

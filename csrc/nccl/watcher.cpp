@@ -88,7 +88,6 @@ Error Watcher::timeout_error(const Call& call) const {
 std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   auto& calls = state_->calls;
   const auto is_done = [](const Call& call) { return call.mark && call.mark->is_done(); };
-  if (!calls.empty() && is_done(calls.back())) calls.clear();  // hence all before it
   while (!calls.empty() && is_done(calls.front())) calls.pop_front();
   if (calls.empty()) {
     state_->drained.notify_all();

@@ -18,7 +18,8 @@ class FastdistError(RuntimeError):
 class CollectiveMismatchError(FastdistError):
     """Ranks called different collectives, or one collective with arguments that disagree.
 
-    Raised on every rank before any data is moved; the communicator stays usable.
+    Raised on every rank. On hosts no data has moved then, and the communicator stays usable. On
+    GPUs the calls may have begun, so the communicator's calls on GPUs have ended; its others go on.
     """
 
 

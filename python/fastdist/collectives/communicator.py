@@ -778,7 +778,8 @@ class Communicator:
         made = Communicator(engine, self._timeout_s, self._on_end)
         if self._on_end is not None:
             self._on_end(self, made)
-        self.close()
+        with suppress(FastdistError):
+            self.close()
         return made
 
     def empty(

@@ -17,19 +17,26 @@ namespace {
 
 constexpr std::size_t kQuantum = 16;
 
+bool is_given_up(const PeerCall& call) {
+  return std::atomic_ref(*const_cast<int*>(call.is_given_up)).load() != 0;
+}
+
 // Returns false if the call was given up.
-[[nodiscard]] bool meet(const PeerCall& call, std::size_t block, int step, std::uint32_t number) {
+[[nodiscard]] bool meet(const PeerCall& call, std::size_t block, int step) {
+  PeerPage::Block& own = call.pages[call.rank]->blocks[block];
+  const std::uint32_t number = own.steps[step] + 1;
   for (int p = 0; p < call.size; ++p) {
     auto& signal = call.pages[p]->blocks[block].signals[step][call.rank];
     std::atomic_ref(signal).store(number, std::memory_order_release);
   }
   for (int p = 0; p < call.size; ++p) {
-    auto& signal = call.pages[call.rank]->blocks[block].signals[step][p];
+    auto& signal = own.signals[step][p];
     while (static_cast<int>(std::atomic_ref(signal).load(std::memory_order_acquire) - number) < 0) {
-      if (std::atomic_ref(*const_cast<int*>(call.is_given_up)).load() != 0) return false;
+      if (is_given_up(call)) return false;
       std::this_thread::yield();
     }
   }
+  own.steps[step] = number;
   return true;
 }
 
@@ -41,12 +48,11 @@ void run_block(DType dtype, const PeerCall& call, std::size_t block, std::size_t
   const std::size_t begin = std::min(bytes, block * each);
   const std::size_t size = std::min(bytes, begin + each) - begin;
   if (size > kPeerChunkBytes) throw std::logic_error("a part that is larger than its chunk");
+  if (is_given_up(call)) return;
   PeerPage& page = *call.pages[call.rank];
-  const std::uint32_t number = page.blocks[block].calls + 1;
-  const std::uint32_t parity = number % 2;
+  const std::uint32_t parity = page.blocks[block].steps[0] % 2;
   std::memcpy(page.inputs[block][parity].bytes, call.in + begin, size);
-  if (!meet(call, block, 0, number)) return;
-  page.blocks[block].calls = number;
+  if (!meet(call, block, 0)) return;
   const ReduceOp op = call.factor == 1.0F ? ReduceOp::kSum : ReduceOp::kMean;
   const auto sum = [&](std::byte* to, std::size_t from, std::size_t length) {
     std::vector<const std::byte*> sources;
@@ -64,7 +70,7 @@ void run_block(DType dtype, const PeerCall& call, std::size_t block, std::size_t
   };
   const auto [first, last] = part(static_cast<std::size_t>(call.rank));
   sum(page.results[block][parity].bytes + first, first, last - first);
-  if (!meet(call, block, 1, number)) return;
+  if (!meet(call, block, 1)) return;
   for (std::size_t p = 0; p < n; ++p) {
     const auto [from, to] = part(p);
     std::memcpy(call.out + begin + from, call.pages[p]->results[block][parity].bytes + from,

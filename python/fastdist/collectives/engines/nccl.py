@@ -35,6 +35,7 @@ from fastdist.errors import FastdistError, UnsupportedError
 _PER_THREAD = 2  # cudaStreamPerThread
 _RECORD_BYTES = 1024
 _MOST_PEERS = 8  # of csrc/cuda/peer_memory.h
+_NO_MEMORY = (FastdistError, MemoryError, OSError, ValueError)  # from CUDA, for memory of peers
 
 
 def is_possible() -> bool:
@@ -284,14 +285,14 @@ class NcclEngine:
         """Map the memory of all ranks' GPUs; without effect unless all ranks can."""
         try:
             own, failure = gpu.make_peer_memory(), ""
-        except FastdistError as error:
+        except _NO_MEMORY as error:
             own, failure = b"", str(error)[: _RECORD_BYTES // 4]
         records = self._exchange({"address": own.hex(), "error": failure}, timeout_s)
         is_open = not any(record["error"] for record in records)
         try:
             if is_open:
                 gpu.open_peer_memory([bytes.fromhex(record["address"]) for record in records])
-        except FastdistError:
+        except _NO_MEMORY:
             is_open = False
         answer = np.array([is_open], np.uint8)
         self._on_hosts["all_reduce"](answer, "min", None, None, timeout_s, False)

@@ -239,6 +239,57 @@ def hosts_beside(comm: Communicator) -> None:
     comm.barrier()
 
 
+def out_of_memory(comm: Communicator) -> None:
+    """A rank without memory for a bucket: all ranks raise, and go on."""
+    if not arrays.are_virtual:
+        pytest.skip("fills a virtual GPU")
+    import virtual_arrays
+
+    comm.all_reduce(arrays.full(4, 1))
+    some = [arrays.full(size, 1) for size in (300_000, 400_000)]
+    arrays.synchronize()
+    comm.barrier()
+    filler = None
+    if comm.rank == comm.world_size - 1:
+        free = (4 << 30) - virtual_arrays.bytes_in_use(virtual_arrays.current_device())
+        filler = ctypes.c_void_p()
+        virtual_arrays.cuda.cudaMalloc(ctypes.byref(filler), ctypes.c_size_t(free - (1 << 20)))
+    with pytest.raises(MemoryError, match="device memory could not be allocated"):
+        comm.all_reduce(some)
+    assert all(arrays.is_full(x, 1) for x in some)
+    comm.barrier()
+    if filler is not None:
+        virtual_arrays.cuda.cudaFree(filler)
+    comm.all_reduce(some)
+    assert all(arrays.is_full(x, comm.world_size) for x in some)
+
+
+def on_two_gpus(comm: Communicator) -> None:
+    """Lists over two GPUs are refused before anything is sent."""
+    x = arrays.full(4, 1)
+    comm.all_reduce(x)
+    own = comm.rank % arrays.device_count()
+    arrays.set_device((own + 1) % arrays.device_count())
+    y = arrays.full(4, 1)
+    arrays.set_device(own)
+    for wrong in (y, [x, y], [y, x]):
+        with pytest.raises(ValueError, match=f"must be on cuda:{own}"):
+            comm.all_reduce(wrong)
+    comm.all_reduce(x)
+    assert arrays.is_full(x, comm.world_size**2)
+    assert arrays.is_full(y, 1)
+
+
+def one_rank_without_a_gpu(comm: Communicator) -> None:
+    """A rank that calls on the host instead gets an error with both lines, as the others do."""
+    x = np.ones(4, np.float32) if comm.rank == 0 else arrays.full(4, 1)
+    with pytest.raises(CollectiveMismatchError, match="gpu_communicator"):
+        comm.all_reduce(x)
+    y = np.ones(4)
+    comm.all_reduce(y)
+    assert set(y) == {comm.world_size}
+
+
 def over_peer_memory(comm: Communicator) -> None:
     """With FASTDIST_PEER_MEMORY=1, small arrays of GPUs that can map each other's memory."""
     n, r = comm.world_size, comm.rank

@@ -28,7 +28,15 @@ ALONE = [
     "in_memory_of_nccl",
     "limited",
 ]
-TOGETHER = ["disagreement", "hosts_beside", "groups", "shrinking", "aborting", "between_two"]
+TOGETHER = [
+    "disagreement",
+    "hosts_beside",
+    "one_rank_without_a_gpu",
+    "groups",
+    "shrinking",
+    "aborting",
+    "between_two",
+]
 LOSING = [
     "a_late_rank",
     "an_error_that_was_caught",
@@ -115,6 +123,11 @@ print("passed")
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = ["-m", "fastdist", "run", "-n", "2", str(script)]
     passes(start(command, gpus_for(2), PYTHONPATH=path))
+
+
+@pytest.mark.parametrize("part", ["on_two_gpus", "out_of_memory"])
+def test_gpus_of_their_own(part: str) -> None:
+    passes(start(["gpu_communicator.py", part, "2"], gpus_for(2)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])

@@ -45,13 +45,22 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   void* data = nullptr;
   bytes = std::max<std::size_t>(bytes, 1);
   const abi::Result result = functions().mem_alloc(&data, bytes);
-  if (result != abi::kSuccess) {
+  const bool has_memory = result == abi::kSuccess;
+  // All ranks must have made the same calls before NCCL waits for all of them to make a window.
+  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
+  const bool all_have = checker == nullptr || checker->agree(question, has_memory, options);
+  if (!has_memory) {
     throw Error(ErrorCode::kMemory, std::to_string(bytes) +
                                         " bytes of device memory could not be allocated: " +
                                         to_error(result, "ncclMemAlloc", handle_->get()).what());
   }
   const int device = handle_->device();
   data_ = {static_cast<std::byte*>(data), [device](std::byte* memory) { release(memory, device); }};
+  if (!all_have) {
+    throw Error(
+        ErrorCode::kMemory,
+        std::to_string(bytes) + " bytes of device memory could not be allocated on another rank");
+  }
   handle_->hold_until_end(data_);
   if (make_window(bytes, options, checker)) return;
   try {
@@ -65,9 +74,6 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
 bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Checker* checker) {
   const abi::Functions& f = functions();
   if (f.window_register == nullptr || !handle_->has_windows()) return false;
-  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
-  // NCCL waits for all ranks, so first all must have made the same calls.
-  if (checker != nullptr) (void)checker->agree(question, true, options);
   const abi::Result result =
       f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow);
   if (result == abi::kSuccess || result == abi::kInProgress) {
@@ -78,6 +84,7 @@ bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Chec
   }
   // Success with a null window means that this system does not support windows.
   const bool is_window = window_ != nullptr;
+  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
   if (checker == nullptr ? is_window : checker->agree(question, is_window, options)) return true;
   if (is_window) (void)f.window_deregister(handle_->get(), window_);
   window_ = nullptr;

@@ -71,7 +71,7 @@ class Endpoint {
     const RecordedCaller caller(options.caller->location());
     CallOptions later = options;
     later.caller = &caller;
-    wait_without_gil(*submit(collectives_, [&] { make(collectives_, call, later); }), options);
+    wait_without_gil(*collectives_.submit([&] { make(collectives_, call, later); }), options);
   }
   // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
   // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
@@ -203,12 +203,14 @@ class Endpoint {
     communicator_.check_usable();
     refuse_nested(queue);
     const auto caller = std::make_shared<RecordedCaller>(python_location());
-    PendingCall pending{
-        submit(queue, [this, &queue, call = std::move(call), caller,
-                       timeout] { make(queue, call, CallOptions{timeout, caller.get()}); }),
-        py::reinterpret_borrow<py::object>(result),
-        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
-        py::cast(this, py::return_value_policy::reference)};
+    auto task = [this, &queue, call = std::move(call), caller, timeout] {
+      make(queue, call, CallOptions{timeout, caller.get()});
+    };
+    // A caller that waits here does nothing else, so its call is not counted.
+    PendingCall pending{async ? submit(queue, std::move(task)) : queue.submit(std::move(task)),
+                        py::reinterpret_borrow<py::object>(result),
+                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
+                        py::cast(this, py::return_value_policy::reference)};
     keep_until_done(pending);
     if (async) return py::cast(std::move(pending));
     wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));

@@ -11,8 +11,8 @@
 namespace fastdist::cuda {
 
 // The conversion between arrays and bucket. The arrays have the bucket's dtype, or are float32 or
-// float64 with a bucket of a narrower floating dtype. Only
-// float32 and bfloat16 are scaled without a conversion.
+// float64 with a bucket of a narrower floating dtype. Of arrays with the bucket's dtype, only
+// float32 and bfloat16 can be scaled.
 struct Cast {
   DType dtype;  // of the bucket
   // Multiplies unpacked values: 1/n for a mean.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,16 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
     if hasattr(array, "__dlpack__"):
         return np.empty(shape, np.from_dlpack(array).dtype)
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
+
+
+def as_list(arrays: Any) -> Sequence[Any]:
+    """Return one array, or a list of them, as a list."""
+    return arrays if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def for_each(arrays: Any, call: Callable[[Any], Any]) -> Any:
+    """Call for one array, or for each array of a list."""
+    return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)
 
 
 def shape_of(array: Any) -> tuple[int, ...]:

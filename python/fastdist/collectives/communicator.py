@@ -16,6 +16,8 @@ import fastdist._core as _core
 from fastdist.collectives import uneven
 from fastdist.collectives.arguments import to_integer, to_integers, to_rank
 from fastdist.collectives.arrays import (
+    as_list,
+    for_each,
     new_like,
     shape_of,
     to_dtype,
@@ -372,7 +374,7 @@ class Communicator:
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
-            out = _for_each(array, self._joined)
+            out = for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("all_gather", (array, out), seconds, async_op, stream)
@@ -408,7 +410,7 @@ class Communicator:
         if self.rank != root:
             out = None
         elif out is None:
-            out = _for_each(array, self._joined)
+            out = for_each(array, self._joined)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("gather", (array, root, out), seconds, async_op, stream)
@@ -449,13 +451,13 @@ class Communicator:
         """
         _refuse("scatter", unknown)
         if self.rank == root and array is not None:
-            _for_each(array, self._check_parts)
+            for_each(array, self._check_parts)
         if out is None:
             if to_rank(root, "root", self.world_size) != self.rank or array is None:
                 raise ValueError(
                     f"scatter: rank {self.rank} needs out=, only the root knows the shape"
                 )
-            out = _for_each(array, self._part)
+            out = for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("scatter", (array, root, out), seconds, async_op, stream)
@@ -511,9 +513,9 @@ class Communicator:
             self._refuse_in_group("reduce_scatter with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.reduce_scatter(self, array, op, splits, out, keywords)
-        _for_each(array, self._check_parts)
+        for_each(array, self._check_parts)
         if out is None:
-            out = _for_each(array, self._part)
+            out = for_each(array, self._part)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("reduce_scatter", (array, op, out), seconds, async_op, stream)
@@ -564,15 +566,15 @@ class Communicator:
         counts: list[int] = []
         if splits is not None:
             table = self._exchange_splits(array, splits, timeout)
-            for one in _as_list(array):
+            for one in as_list(array):
                 counts += (table.ravel() * prod(shape_of(one)[1:])).tolist()
             rows = int(table[:, self.rank].sum())
             if out is None:
-                out = _for_each(array, lambda x: new_like(x, (rows, *shape_of(x)[1:])))
+                out = for_each(array, lambda x: new_like(x, (rows, *shape_of(x)[1:])))
         else:
-            _for_each(array, self._check_parts)
+            for_each(array, self._check_parts)
             if out is None:
-                out = _for_each(array, _new)
+                out = for_each(array, _new)
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
@@ -905,7 +907,7 @@ class Communicator:
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
         self._refuse_in_group("all_to_all with splits")
         row = np.array([to_integers(splits, "splits")], np.int64)
-        for array in _as_list(arrays):
+        for array in as_list(arrays):
             rows = (*shape_of(array), 0)[0]
             if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
                 raise ValueError(
@@ -914,10 +916,6 @@ class Communicator:
                 )
         table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
         return table
-
-
-def _as_list(arrays: Arrays) -> Sequence[Array]:
-    return arrays if isinstance(arrays, (list, tuple)) else [arrays]
 
 
 def _refuse(call: str, unknown: dict[str, Any]) -> None:
@@ -929,13 +927,8 @@ def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:
     """Make outputs for inputs that cannot be changed; raise the present error for other calls."""
     if out is not None or not is_immutable(arrays):
         raise
-    return _for_each(arrays, _new)
+    return for_each(arrays, _new)
 
 
 def _new(array: Array) -> Array:
     return new_like(array, shape_of(array))
-
-
-def _for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:
-    """Call for one array, or for each array of a list."""
-    return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdist.collectives.arguments import to_integers
-from fastdist.collectives.arrays import new_like, shape_of
+from fastdist.collectives.arrays import as_list, for_each, new_like, shape_of
 
 if TYPE_CHECKING:
     from fastdist.collectives.communicator import Communicator, Work
@@ -24,11 +24,11 @@ def all_gather(
     rows = _to_rows(comm, splits)
     _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
     if out is None:
-        out = _each(lambda x: new_like(x, (sum(rows), *shape_of(x)[1:])), arrays)
+        out = for_each(arrays, lambda x: new_like(x, (sum(rows), *shape_of(x)[1:])))
     _check(out, sum(rows), "the sum of splits", "out")
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
-        part = _each(lambda x: _rows(x, begin, end), out)
+        part = for_each(out, lambda x: _rows(x, begin, end))
         if rank == comm.rank:
             return comm.broadcast(arrays, rank, out=part, **keywords)
         return comm.broadcast(part, rank, **keywords)
@@ -48,11 +48,11 @@ def reduce_scatter(
     rows = _to_rows(comm, splits)
     _check(arrays, sum(rows), "the sum of splits", "array")
     if out is None:
-        out = _each(lambda x: new_like(x, (rows[comm.rank], *shape_of(x)[1:])), arrays)
+        out = for_each(arrays, lambda x: new_like(x, (rows[comm.rank], *shape_of(x)[1:])))
     _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
-        part = _each(lambda x: _rows(x, begin, end), arrays)
+        part = for_each(arrays, lambda x: _rows(x, begin, end))
         return comm.reduce(part, op, rank, out=out if rank == comm.rank else None, **keywords)
 
     return _call_all(comm, rows, call, out, keywords)
@@ -105,14 +105,10 @@ def _to_rows(comm: Communicator, splits: Sequence[int]) -> list[int]:
 
 
 def _check(arrays: Arrays, rows: int, expected: str, argument: str) -> None:
-    for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
+    for array in as_list(arrays):
         shape = shape_of(array) or (1,)
         if shape[0] != rows:
             raise ValueError(f"{argument} must have {rows} rows, {expected}, got shape {shape}")
-
-
-def _each(function: Callable[[Any], Any], arrays: Arrays) -> Any:
-    return [function(x) for x in arrays] if isinstance(arrays, (list, tuple)) else function(arrays)
 
 
 def _rows(array: Any, begin: int, end: int) -> Any:

@@ -11,6 +11,7 @@
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
+#include "cuda/load.cuh"
 
 namespace fastdist::cuda {
 namespace {
@@ -309,12 +310,6 @@ void move_all(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHan
   } else {
     launch<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, nullptr, stream);
   }
-}
-
-template <class Kernel>
-void load(Kernel kernel) {
-  cudaFuncAttributes attributes{};
-  FASTDIST_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "core/error.h"
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
+#include "cuda/load.cuh"
 #include "cuda/peer_memory.h"
 
 namespace fastdist::cuda {
@@ -168,18 +169,12 @@ void launch(const PeerCall& call, int blocks, StreamHandle stream) {
   check(cudaGetLastError(), "launch of peer_kernel(");
 }
 
-template <class T>
-void load_kernel() {
-  cudaFuncAttributes attributes{};
-  FASTDIST_CUDA_CHECK(cudaFuncGetAttributes(&attributes, peer_kernel<T>));
-}
-
 }  // namespace
 
 void load_peer_kernels() {
-  load_kernel<float>();
-  load_kernel<__half>();
-  load_kernel<__nv_bfloat16>();
+  load(peer_kernel<float>);
+  load(peer_kernel<__half>);
+  load(peer_kernel<__nv_bfloat16>);
 }
 
 void reduce_with_peers(DType dtype, const PeerCall& call, int blocks, StreamHandle stream) {

@@ -8,6 +8,7 @@
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
+#include "cuda/load.cuh"
 
 namespace fastdist::cuda {
 namespace {
@@ -140,8 +141,7 @@ struct Launch {
 struct Load {
   template <class T, class Operation>
   void run(float = 1.0F) const {
-    cudaFuncAttributes attributes{};
-    FASTDIST_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reduce_kernel<T, Operation>));
+    load(reduce_kernel<T, Operation>);
   }
 };
 

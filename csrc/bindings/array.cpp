@@ -490,9 +490,9 @@ void check_fits(const Arrays& in, const Arrays& out) {
   if (!others.empty()) check_disjoint(b, others, "out");
 }
 
-void check_no_overlap(const Arrays& in, const Arrays& out) {
-  if (in.is_list()) return check_disjoint(out.views(), in.views(), "out");
-  if (overlap(in.views()[0], out.views()[0])) {
+void check_no_overlap(TensorViews in, const Arrays& out) {
+  if (out.is_list()) return check_disjoint(out.views(), in, "out");
+  if (overlap(in[0], out.views()[0])) {
     throw Error(ErrorCode::kValue, "out shares memory with the input; pass separate memory");
   }
 }

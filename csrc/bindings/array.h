@@ -74,6 +74,6 @@ void check_fits(const Arrays& in, const Arrays& out);
 // Raises ValueError unless both are one array, or both are lists of the same length.
 void check_same_count(const Arrays& in, const Arrays& out);
 // Raises ValueError if `out` shares memory with `in` or within itself.
-void check_no_overlap(const Arrays& in, const Arrays& out);
+void check_no_overlap(TensorViews in, const Arrays& out);
 
 }  // namespace fastdist::bindings

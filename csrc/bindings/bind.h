@@ -8,6 +8,7 @@ namespace fastdist::bindings {
 void bind_errors(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
+void bind_messages(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
 void bind_table(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);

@@ -19,8 +19,9 @@ namespace fastdist::bindings {
 
 void check_reducible_all(ReduceOp op, TensorViews arrays);
 void check_row_major(const Arrays& arrays);
-// Throws unless `whole` has `ranks` times the elements of `part`. One of the two is written.
-void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int ranks);
+// Throws unless `whole` has `ranks` times the elements of `part`. The two do not share memory, or
+// `part` is the place of this rank in `whole`.
+void check_sizes(const char* op, const Arrays& part, const Arrays& whole, int rank, int ranks);
 // `counts` has, for each array, the elements from each of n ranks to each rank; empty means equal
 // parts. Checks the arrays of rank r.
 void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,

@@ -90,6 +90,17 @@ class Endpoint {
     return work;
   }
 
+  // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
+  void keep_until_done(const PendingCall& call) {
+    std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
+    const std::lock_guard lock(mutex_);
+    while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
+      dropped.push_back(std::move(in_flight_.front().second));
+      in_flight_.pop_front();
+    }
+    in_flight_.emplace_back(call.work, call.kept);
+  }
+
   // The next call throws `failure`, which was found after its own call had returned.
   void tell_next(const Error& failure) {
     const std::lock_guard lock(mutex_);
@@ -177,16 +188,6 @@ class Endpoint {
           const auto until_end = std::move(count);
           task();
         });
-  }
-  // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
-  void keep_until_done(const PendingCall& call) {
-    std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
-    const std::lock_guard lock(mutex_);
-    while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
-      dropped.push_back(std::move(in_flight_.front().second));
-      in_flight_.pop_front();
-    }
-    in_flight_.emplace_back(call.work, call.kept);
   }
   template <class Call>
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {

@@ -122,7 +122,7 @@ py::object all_gather(Endpoint& self, py::handle array, py::handle out, Timeout 
                       bool async) {
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  check_sizes("all_gather", *in, *to, self.communicator().size());
+  check_sizes("all_gather", *in, *to, self.communicator().rank(), self.communicator().size());
   return self.run(
       [in, to](BlockingCommunicator& c, const CallOptions& options) {
         const TensorViews parts = in->views();
@@ -141,7 +141,7 @@ py::object gather(Endpoint& self, py::handle array, py::handle root_rank, py::ha
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = is_root ? make_arrays(out, Access::kWrite, "out") : in;
   if (is_root) {
-    check_sizes("gather", *in, *to, self.communicator().size());
+    check_sizes("gather", *in, *to, self.communicator().rank(), self.communicator().size());
   } else {
     check_row_major(*in);
   }
@@ -163,7 +163,7 @@ py::object scatter(Endpoint& self, py::handle array, py::handle root_rank, py::h
   const auto in = is_root ? make_arrays(array, Access::kRead, "array") : nullptr;
   const auto to = make_arrays(out, Access::kWrite, "out");
   if (is_root) {
-    check_sizes("scatter", *to, *in, self.communicator().size());
+    check_sizes("scatter", *to, *in, self.communicator().rank(), self.communicator().size());
   } else {
     check_row_major(*to);
   }
@@ -184,7 +184,7 @@ py::object reduce_scatter(Endpoint& self, py::handle array, py::handle op_name, 
   const ReduceOp op = to_reduce_op(op_name);
   const auto in = make_arrays(array, Access::kRead, "array");
   const auto to = make_arrays(out, Access::kWrite, "out");
-  check_sizes("reduce_scatter", *to, *in, self.communicator().size());
+  check_sizes("reduce_scatter", *to, *in, self.communicator().rank(), self.communicator().size());
   check_reducible_all(op, in->views());
   return self.run(
       [in, to, op](BlockingCommunicator& c, const CallOptions& options) {

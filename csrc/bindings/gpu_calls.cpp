@@ -99,7 +99,7 @@ py::object all_gather(Gpu& self, py::handle array, py::handle out, StreamArgumen
                       Timeout timeout, bool async) {
   const Arrays in(array, Access::kRead, "array", self.placement());
   const Arrays to(out, Access::kWrite, "out", self.placement());
-  check_sizes("all_gather", in, to, self.communicator().size());
+  check_sizes("all_gather", in, to, self.communicator().rank(), self.communicator().size());
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {
         const auto whole = signature_of({.op = Op::kAllGather}, in.views());
@@ -119,7 +119,7 @@ py::object gather(Gpu& self, py::handle array, py::handle root_rank, py::handle 
   std::optional<Arrays> to;
   if (is_root) {
     to.emplace(out, Access::kWrite, "out", self.placement());
-    check_sizes("gather", in, *to, self.communicator().size());
+    check_sizes("gather", in, *to, self.communicator().rank(), self.communicator().size());
   } else {
     check_row_major(in);
   }
@@ -142,7 +142,7 @@ py::object scatter(Gpu& self, py::handle array, py::handle root_rank, py::handle
   if (is_root) in.emplace(array, Access::kRead, "array", self.placement());
   const Arrays to(out, Access::kWrite, "out", self.placement());
   if (is_root) {
-    check_sizes("scatter", to, *in, self.communicator().size());
+    check_sizes("scatter", to, *in, self.communicator().rank(), self.communicator().size());
   } else {
     check_row_major(to);
   }
@@ -162,7 +162,7 @@ py::object reduce_scatter(Gpu& self, py::handle array, py::handle op_name, py::h
   const ReduceOp op = to_reduce_op(op_name);
   const Arrays in(array, Access::kRead, "array", self.placement());
   const Arrays to(out, Access::kWrite, "out", self.placement());
-  check_sizes("reduce_scatter", to, in, self.communicator().size());
+  check_sizes("reduce_scatter", to, in, self.communicator().rank(), self.communicator().size());
   check_reducible_all(op, in.views());
   return self.run(
       [&](GpuCommunicator& c, const CallOptions& options) {

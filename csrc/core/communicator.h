@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
@@ -41,6 +42,8 @@ struct CallOptions {
   const Signature* shown = nullptr;
   // GPU engines: the CUDA stream that the call is enqueued on; null is the default stream.
   void* stream = nullptr;
+  // Of a send: what the receiver chooses among its receives by; see `Inbox`.
+  std::uint64_t tag = 0;
 };
 
 // One rank of a group. Every rank must call every method except send and recv, in the same order
@@ -76,6 +79,13 @@ class Communicator {
   virtual void barrier(const CallOptions&) = 0;
 };
 
+// A message that its sender has announced.
+struct Message {
+  DType dtype;
+  std::uint64_t count;
+  std::uint64_t tag;
+};
+
 // A communicator on host memory, whose calls return when they have ended.
 class BlockingCommunicator : public Communicator {
  public:
@@ -89,6 +99,11 @@ class BlockingCommunicator : public Communicator {
   // Counts calls that were submitted to run in another thread and have not ended. While there are
   // any, this rank may still act although its caller waits.
   virtual void count_submitted(int change) noexcept = 0;
+  // Returns the next message from `src`, if there is one that was not received.
+  [[nodiscard]] virtual std::optional<Message> find_message(int src) = 0;
+  // Waits for the next message from `src`. `call` is a receive, for errors.
+  [[nodiscard]] virtual Message await_message(int src, const Signature& call,
+                                              const CallOptions&) = 0;
   // Returns a rank that has died or failed. Thread-safe.
   [[nodiscard]] virtual std::optional<int> find_lost() const noexcept = 0;
   // Allocates memory that calls use with the fewest copies, until `owner` is released.

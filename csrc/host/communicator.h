@@ -77,6 +77,8 @@ class HostCommunicator final : public BlockingCommunicator {
                   const CallOptions&) override;
   void send(TensorView in, int dst, const CallOptions&) override;
   void recv(TensorView out, int src, const CallOptions&) override;
+  [[nodiscard]] std::optional<Message> find_message(int src) override;
+  [[nodiscard]] Message await_message(int src, const Signature& call, const CallOptions&) override;
   void barrier(const CallOptions&) override;
 
  private:
@@ -220,6 +222,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
   void compare(Transfer& transfer);
+  [[nodiscard]] Header& next_header(int src) noexcept;
   void fill(Transfer& transfer, std::uint64_t round);
   void send_chunks(Transfer& transfer);
   void receive_chunks(Transfer& transfer);

@@ -74,6 +74,34 @@ void HostCommunicator::recv(TensorView out, int src, const CallOptions& options)
   receive_chunks(transfer);
 }
 
+// Returns where `src` announces the next transfer to this rank.
+Header& HostCommunicator::next_header(int src) noexcept {
+  const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
+  return peer(src).lanes[rank_].to.headers[number & 1];
+}
+
+std::optional<Message> HostCommunicator::find_message(int src) {
+  check_usable();
+  const Header& header = next_header(src);
+  const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
+  if (header.sequence.load(std::memory_order_acquire) < number) return std::nullopt;
+  const std::uint64_t count = header.count.load(std::memory_order_relaxed);
+  const auto theirs = unpack_signature(header.signature.load(std::memory_order_relaxed), count, 0);
+  return Message{theirs.dtype, count, header.list.load(std::memory_order_relaxed)};
+}
+
+Message HostCommunicator::await_message(int src, const Signature& call,
+                                        const CallOptions& options) {
+  const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
+  const Counter& announced = next_header(src).sequence;
+  if (announced.load(std::memory_order_acquire) < number) {
+    check_usable();
+    Wait wait{&options, call, &me().lanes[src].from.bell, false, {}};
+    await_slowly(src, announced, number, wait);
+  }
+  return *find_message(src);
+}
+
 Turn HostCommunicator::turn_of(const LaneState& state, std::size_t bytes) const noexcept {
   const std::size_t least = std::min(tuning_.lane_bytes, kCacheLine);
   const std::size_t chunk = chunk_for(bytes, least, tuning_.lane_bytes);
@@ -97,6 +125,7 @@ void HostCommunicator::open(Transfer& transfer) {
   Header& header = transfer.own_header();
   header.signature.store(transfer.wait.signature.packed(), std::memory_order_relaxed);
   header.count.store(transfer.wait.signature.count, std::memory_order_relaxed);
+  header.list.store(transfer.wait.options->tag, std::memory_order_relaxed);
   header.input.store(transfer.location, std::memory_order_relaxed);
   publish(transfer, header.sequence, transfer.number);
   await(transfer, transfer.their_header().sequence, transfer.number);

@@ -71,6 +71,8 @@ class NetCommunicator final : public BlockingCommunicator {
                   const CallOptions&) override;
   void send(TensorView in, int dst, const CallOptions&) override;
   void recv(TensorView out, int src, const CallOptions&) override;
+  [[nodiscard]] std::optional<Message> find_message(int src) override;
+  [[nodiscard]] Message await_message(int src, const Signature& call, const CallOptions&) override;
   void barrier(const CallOptions&) override;
 
  private:

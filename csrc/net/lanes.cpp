@@ -27,6 +27,7 @@ struct TransferHead {
   std::uint64_t number;
   std::uint64_t signature;
   std::uint64_t count;
+  std::uint64_t tag;
 };
 
 using Site = std::array<char, 512>;
@@ -69,7 +70,11 @@ void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
     if (!is_here(dst)) return send_across(in, dst, wait, options);
     const Watcher watcher(*this, wait, false);
     try {
-      inner_->send(in, local_of(dst), {options.timeout, &watcher, nullptr, &signature});
+      inner_->send(in, local_of(dst),
+                   {.timeout = options.timeout,
+                    .caller = &watcher,
+                    .shown = &signature,
+                    .tag = options.tag});
     } catch (const Error& error) {
       throw_inner(error, wait);
     }
@@ -87,6 +92,45 @@ void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) 
       throw_inner(error, wait);
     }
   });
+}
+
+std::optional<Message> NetCommunicator::find_message(int src) {
+  check_usable();
+  if (is_here(src)) return inner_->find_message(local_of(src));
+  TransferHead head{};
+  const ssize_t n = ::recv(peer(src).in.get(), &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT);
+  if (n != static_cast<ssize_t>(sizeof(head))) return std::nullopt;
+  const Signature theirs = unpack_signature(head.signature, head.count, 0);
+  if (static_cast<int>(theirs.dtype) >= kDTypeCount) throw_ended(src, theirs);
+  return Message{theirs.dtype, head.count, head.tag};
+}
+
+Message NetCommunicator::await_message(int src, const Signature& call, const CallOptions& options) {
+  std::optional<Message> found;
+  transfer(call, peer(src).received + 1, options, [&](Wait& wait) {
+    if (is_here(src)) {
+      const Watcher watcher(*this, wait, false);
+      try {
+        found = inner_->await_message(
+            local_of(src), call, {.timeout = options.timeout, .caller = &watcher, .shown = &call});
+      } catch (const Error& error) {
+        throw_inner(error, wait);
+      }
+      return;
+    }
+    const auto start = Clock::now();
+    auto last_check = start;
+    while (!(found = find_message(src))) {
+      char byte = 0;
+      if (::recv(peer(src).in.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) {
+        throw_ended(src, call);
+      }
+      await_lane(src, peer(src).in.get(), POLLIN, wait, options, last_check);
+      const auto waited = Clock::now() - start;
+      if (waited > options.timeout) throw_late(src, wait, waited);
+    }
+  });
+  return *found;
 }
 
 // Waits until `fd`, a connection to rank p, is ready, or a while.
@@ -139,7 +183,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
       pause(them.out.get(), POLLOUT);
     }
   };
-  TransferHead head{wait.number, signature.packed(), signature.count};
+  TransferHead head{wait.number, signature.packed(), signature.count, options.tag};
   write(bytes_of(head), sizeof(head));
   write(in.data, in.bytes());
   for (;;) {

@@ -24,6 +24,7 @@ from fastdist.collectives.functions import (
     send,
 )
 from fastdist.collectives.init import default_communicator, init, local_group
+from fastdist.integrations.torch_backend import register_with_torch
 
 __all__ = [
     "CentralStorageStrategy",
@@ -130,6 +131,9 @@ _LAZY = {
     "VariableAggregation": "fastdist.replicas.variables",
     "VariableSynchronization": "fastdist.replicas.variables",
 }
+
+
+register_with_torch()
 
 
 def __getattr__(name: str) -> object:

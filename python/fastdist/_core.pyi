@@ -135,6 +135,25 @@ def connect_machines(
     /,
 ) -> NetCommunicator: ...
 
+# bind_messages.cpp
+
+class Receive:
+    # the rank whose message it was; -1 before
+    @property
+    def source(self) -> int: ...
+
+class _MessageCalls(TypedDict):
+    # array, destination, tag; returns None
+    send: Callable[[Any, int, int, float, bool], Any]
+    # array, source or -1 for any, tag; returns a Receive
+    recv: Callable[[Any, int, int, float, bool], Any]
+
+# Messages with tags, between the ranks of a communicator that has no other sends and receives.
+# Several threads may use it. A rank may send to itself.
+class Messages:
+    def __init__(self, communicator: Communicator, /) -> None: ...
+    def calls(self, /) -> _MessageCalls: ...
+
 # bind_table.cpp
 #
 # Ids are int64 or uint64 arrays and values are float32 arrays; only their sizes are checked, not

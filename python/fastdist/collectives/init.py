@@ -117,7 +117,7 @@ def init(
     waits_s = config.rendezvous_timeout_s + patience_s()
     _World.meetings += 1  # also of a meeting that fails
     if bootstrap is not None:
-        engine = _from_bootstrap(bootstrap, waits_s)
+        engine, _ = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
         engine = _from_cluster(cluster, waits_s)
     elif ranks is not None:
@@ -146,6 +146,23 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     timeout_s = settings().timeout_s if timeout is None else timeout
     check_timeout(timeout_s)
     return [Communicator(engine, timeout_s) for engine in HostEngine.of_threads(size)]
+
+
+def communicator_of(
+    bootstrap: Bootstrap, timeout_s: float, host: str | None
+) -> tuple[Communicator, int]:
+    """Make a communicator beside the default one. Every rank of `bootstrap` must call.
+
+    Args:
+        bootstrap: defines the ranks.
+        timeout_s: seconds to wait for the ranks, and the communicator's default.
+        host: a name or address of the machine of rank 0, if it is known.
+
+    Returns:
+        The communicator, and the number of its ranks on this machine.
+    """
+    engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host)
+    return Communicator(engine, timeout_s), ranks_here
 
 
 def has_communicator() -> bool:
@@ -280,7 +297,10 @@ def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, st
     return to_rank(rank, "rank", size), size, address
 
 
-def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
+def _from_bootstrap(
+    bootstrap: Bootstrap, timeout_s: float, host: str | None = None
+) -> tuple[Engine, int]:
+    """Make the engine, and count this machine's ranks; `host` is one of the machine of rank 0."""
     from fastdist.collectives.engines.machine_rendezvous import (
         Arrival,
         arrive,
@@ -292,14 +312,15 @@ def _from_bootstrap(bootstrap: Bootstrap, timeout_s: float) -> Engine:
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     key = bootstrap.bcast(secrets.token_hex(16))
     machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
-    if len(set(machines)) == 1:
+    ranks_here = machines.count(machines[rank])
+    if ranks_here == size:
         launch = Launch("bootstrap", rank, size, rank, size, key)
-        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
-    host, port = split_address(bootstrap.bcast(_free_address() if rank == 0 else ""))
-    arrival, listener = arrive(host, port, size)
+        return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
+    address = bootstrap.bcast(_free_address(host) if rank == 0 else "")
+    arrival, listener = arrive(*split_address(address), size)
     arrivals = [Arrival.unpack(bootstrap.bcast(arrival.pack(), root)) for root in range(size)]
     meeting = conclude(arrivals, listener, key)
-    return _connect_machines("bootstrap", rank, meeting, timeout_s)[0]
+    return _connect_machines("bootstrap", rank, meeting, timeout_s)[0], ranks_here
 
 
 def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
@@ -358,9 +379,9 @@ def _is_loopback(coordinator: str) -> bool:
         return False
 
 
-def _free_address() -> str:
-    """Return a free port of this machine, at MASTER_ADDR or the address of its host name."""
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+def _free_address(host: str | None) -> str:
+    """Return a free port of this machine: at `host`, MASTER_ADDR or its host name's address."""
+    host = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:

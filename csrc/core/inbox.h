@@ -1,0 +1,84 @@
+// The messages from one rank, matched with receives by their tags: a message that no receive wants
+// yet is kept, so that tags may be received in another order than they were sent in.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "core/communicator.h"
+#include "core/work.h"
+
+namespace fastdist {
+
+// A receive of one array, which ends once: with a message, or with an error.
+class Receive {
+ public:
+  Receive(TensorView out, std::uint64_t tag) : out_(out), tag_(tag) {}
+
+  [[nodiscard]] TensorView out() const noexcept { return out_; }
+  [[nodiscard]] std::uint64_t tag() const noexcept { return tag_; }
+  // Ended by `finish`; waiting throws its error.
+  [[nodiscard]] const std::shared_ptr<Work>& work() const noexcept { return work_; }
+  [[nodiscard]] bool is_done() const { return work_->is_done(); }
+  // The rank whose message it was.
+  [[nodiscard]] int source() const noexcept { return source_; }
+
+  // Returns true to the one caller that may end this receive.
+  [[nodiscard]] bool claim() noexcept { return !is_claimed_.exchange(true); }
+  [[nodiscard]] bool is_claimed() const noexcept { return is_claimed_; }
+  void finish(int source, std::exception_ptr error) noexcept;
+
+ private:
+  TensorView out_;
+  std::uint64_t tag_;
+  std::atomic<bool> is_claimed_{false};
+  std::atomic<int> source_{-1};
+  std::exception_ptr error_;
+  std::shared_ptr<Work> work_ = std::make_shared<Work>([this] {
+    if (error_) std::rethrow_exception(error_);
+  });
+};
+
+// The receives of messages from one rank. All messages of that rank must be received through it.
+// Thread-safe.
+class Inbox {
+ public:
+  Inbox(BlockingCommunicator& communicator, int source)
+      : communicator_(communicator), source_(source) {}
+
+  // Adds a receive. Ends it if its message has come. It may be added to several inboxes.
+  void add(const std::shared_ptr<Receive>& receive);
+  // Reads messages until the receive has ended. Throws what ends the communicator.
+  void read_until(const Receive& end, const CallOptions& options);
+  // Reads a message if one has come and no other thread reads. Returns true if one was read.
+  bool read_if_any(const CallOptions& options);
+  // Takes a message that this rank sends to itself.
+  void put(TensorView message, std::uint64_t tag);
+
+ private:
+  struct Kept {
+    Message message;
+    std::vector<std::byte> data;
+  };
+  void read(const Message& next, const CallOptions& options);
+  void put(Kept kept);
+  // Returns and claims the first receive of this tag. Needs mutex_.
+  [[nodiscard]] std::shared_ptr<Receive> take(std::uint64_t tag);
+  void fill(Receive& receive, const Kept& kept) const noexcept;
+
+  BlockingCommunicator& communicator_;
+  int source_;
+  std::mutex reading_;  // held while a message is read
+  std::mutex mutex_;    // guards the lists
+  std::list<std::shared_ptr<Receive>> receives_;
+  std::deque<Kept> kept_;
+};
+
+}  // namespace fastdist

@@ -1,0 +1,525 @@
+"""The collectives of a process group, by the names under which c10d's C++ and Python call them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistBackendError, distributed_c10d
+
+import fastdist._core as _core
+from fastdist.collectives.communicator import Communicator
+from fastdist.errors import FastdistError
+from fastdist.integrations.torch_backend import NAME
+from fastdist.integrations.torch_backend.reductions import reduction_of, scale_in_place, scaled
+from fastdist.integrations.torch_backend.sparse import all_reduce_sparse
+from fastdist.integrations.torch_backend.tensors import (
+    Finish,
+    joined,
+    joined_to_write,
+    numel,
+    to_read,
+    to_write,
+)
+from fastdist.integrations.torch_backend.work import Completer, Done, Pending
+
+if TYPE_CHECKING:  # its methods have other signatures for calls of users
+    _ProcessGroup = object
+else:
+    _ProcessGroup = c10d.ProcessGroup
+
+# What torch passes for calls without options.
+_AllToAllOptions = c10d.AllToAllOptions()
+_AllgatherOptions = c10d.AllgatherOptions()
+_AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions()
+_AllreduceOptions = c10d.AllreduceOptions()
+_BarrierOptions = c10d.BarrierOptions()
+_BroadcastOptions = c10d.BroadcastOptions()
+_GatherOptions = c10d.GatherOptions()
+_ReduceOptions = c10d.ReduceOptions()
+_ReduceScatterOptions = c10d.ReduceScatterOptions()
+_ScatterOptions = c10d.ScatterOptions()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+class Job:
+    """Whether this machine has cores that wait for work; see `_may_wait`."""
+
+    has_idle_cores = True
+
+
+def _collective(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a collective that serves tensors of every device, and that profilers see."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        self: Any = args[0]
+        tensor: Any = args[1]
+        while type(tensor) is list:
+            if not tensor:  # of a rank that only sends
+                tensor = args[2]
+                continue
+            tensor = tensor[0]
+        if not tensor.is_cpu:
+            other = self._other_group(tensor.device)
+            if other is not None:
+                made: R = getattr(other, name)(*args[1:], **kwargs)
+                return made
+        if _is_profiling():
+            return _profiled(name, args[1], lambda: method(*args, **kwargs))
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _profiled(name: str, tensors: Any, call: Callable[[], R]) -> R:
+    """Make a call, as an event that lasts until the call has ended."""
+    given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
+    title = f"{NAME}:{_TITLES.get(name, name)}"
+    event = torch.autograd._record_function_with_args_enter(title, *given)  # type: ignore[attr-defined]
+    made: R | None = None
+    try:
+        made = call()
+        return made
+    finally:
+        if isinstance(made, Pending):
+            torch.ops.profiler._call_end_callbacks_on_jit_fut(event, made.get_future())
+        else:
+            torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
+
+
+def _flat(items: Any) -> list[Any]:
+    return [x for item in items for x in _flat(item)] if isinstance(items, list) else [items]
+
+
+_TITLES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "recv_anysource": "recvAnySource",
+}
+
+
+class Calls(_ProcessGroup):
+    """The collectives of one rank.
+
+    Args:
+        comm: the communicator of the group's ranks.
+        timeout_s: seconds that each call waits for other ranks.
+    """
+
+    def __init__(self, comm: Communicator, timeout_s: float) -> None:
+        super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]
+        self._comm = comm
+        self._timeout_s = timeout_s
+        self._completer = Completer()
+        assert comm.engine.compiled is not None
+        self._messages: Any = _core.Messages(comm.engine.compiled).calls()
+
+    def _other_group(self, device: torch.device) -> Any:
+        """Return the group of another backend that serves this type of device; None: this does."""
+        raise NotImplementedError
+
+    def _make(
+        self,
+        opts: Any,
+        written: Sequence[torch.Tensor],
+        finish: Finish,
+        call: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Done | Pending | None:
+        """Make a call, and return a work unless torch has no use for one.
+
+        Args:
+            opts: torch's options of the call.
+            written: the tensors that the caller finds the results in.
+            finish: copies the results there, if the call writes elsewhere.
+            call: the communicator's method, with its arguments.
+        """
+        try:
+            if opts.asyncOp and self._may_wait(written):
+                work = call(*args, **kwargs, timeout=self._timeout_s, async_op=True)
+                return Pending(work, written, finish, self._completer)
+            call(*args, **kwargs, timeout=self._timeout_s)
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        if finish is not None:
+            finish()
+        return Done(written) if opts.asyncOp else None
+
+    @staticmethod
+    def _may_wait(written: Sequence[torch.Tensor]) -> bool:
+        """Return whether an asynchronous call runs in another thread.
+
+        Not if torch's own C++ made it, as DDP does in backward, and no core is idle: then that
+        thread would only take the time of this one.
+        """
+        if Job.has_idle_cores or not written or not written[0].is_cpu:
+            return True
+        return _caller().f_globals is vars(distributed_c10d)
+
+    @_collective
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
+        """Reduce a tensor in place over all ranks."""
+        tensor = _one(tensors)
+        if tensor.layout is not torch.strided:
+            return self._all_reduce_sparse(tensor, opts.reduceOp)
+        plain, finish = to_write(tensor)
+        op, factor = reduction_of(opts.reduceOp)
+        scale_in_place([plain], factor)
+        return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
+
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> Done:
+        try:
+            all_reduce_sparse(self._comm, tensor, op, self._timeout_s)
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        return Done([tensor])
+
+    @_collective
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: Any = _AllreduceCoalescedOptions
+    ) -> Any:
+        """Reduce tensors in place over all ranks."""
+        plain, finish = _all_to_write(tensors)
+        op, factor = reduction_of(opts.reduceOp)
+        scale_in_place(plain, factor)
+        return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
+
+    @_collective
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = _ReduceOptions) -> Any:
+        """Reduce a tensor in place on the root."""
+        tensor = _one(tensors)
+        plain, finish = to_write(tensor)
+        op, factor = reduction_of(opts.reduceOp)
+        root = opts.rootRank
+        if self._comm.rank != root:
+            return self._make(
+                opts, tensors, None, self._comm.reduce, scaled(plain, factor), op, root
+            )
+        scale_in_place([plain], factor)
+        return self._make(opts, tensors, finish, self._comm.reduce, plain, op, root)
+
+    @_collective
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = _BroadcastOptions) -> Any:
+        """Copy the root's tensor to all ranks."""
+        plain, finish = to_write(_one(tensors))
+        return self._make(opts, tensors, finish, self._comm.broadcast, plain, opts.rootRank)
+
+    @_collective
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: Any = _AllgatherOptions,
+    ) -> Any:
+        """Copy the tensors of all ranks, which may differ in size, into a list on each."""
+        given, received = _one(inputs), self._one_each(_one(outputs), "outputs")
+        flat, finish = joined_to_write(received)
+        sizes = [numel(t) for t in received]
+        splits = None if len(set(sizes)) == 1 else sizes
+        plain = to_read(given).reshape(-1)
+        return self._make(
+            opts, received, finish, self._comm.all_gather, plain, out=flat, splits=splits
+        )
+
+    @_collective
+    def allgather_coalesced(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: Any = _AllgatherOptions,
+    ) -> Any:
+        """Do `allgather` for several tensors; outputs[i] has the tensors of rank i."""
+        works = [
+            self.allgather([[of_rank[i] for of_rank in outputs]], [tensor], opts)
+            for i, tensor in enumerate(inputs)
+        ]
+        return works[-1]
+
+    @_collective
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _AllgatherOptions
+    ) -> Any:
+        """Join the tensors of all ranks in one tensor."""
+        plain, finish = to_write(output)
+        return self._make(opts, [output], finish, self._comm.all_gather, to_read(given), out=plain)
+
+    _allgather_base = all_gather_single  # the name before torch 2.13
+
+    @_collective
+    def all_gather_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = _AllgatherOptions,
+    ) -> Any:
+        """Do `all_gather_single` for several tensors."""
+        plain, finish = _all_to_write(outputs)
+        given = [to_read(t) for t in inputs]
+        return self._make(opts, outputs, finish, self._comm.all_gather, given, out=plain)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    @_collective
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: Any = _GatherOptions,
+    ) -> Any:
+        """Copy the tensors of all ranks into a list on the root."""
+        plain = to_read(_one(inputs)).reshape(-1)
+        root = opts.rootRank
+        if self._comm.rank != root:
+            return self._make(opts, inputs, None, self._comm.gather, plain, root)
+        received = self._one_each(_one(outputs), "outputs")
+        flat, finish = joined_to_write(received)
+        return self._make(opts, received, finish, self._comm.gather, plain, root, out=flat)
+
+    @_collective
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: Any = _ScatterOptions,
+    ) -> Any:
+        """Give each rank its tensor of the root's list."""
+        plain, finish = to_write(_one(outputs))
+        root = opts.rootRank
+        given = None
+        if self._comm.rank == root:
+            given = joined(self._one_each(_one(inputs), "inputs"))
+        return self._make(
+            opts, outputs, finish, self._comm.scatter, given, root, out=plain.view(-1)
+        )
+
+    @_collective
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: Any = _ReduceScatterOptions,
+    ) -> Any:
+        """Reduce a list of tensors, which may differ in size, and give each rank its own."""
+        given = self._one_each(_one(inputs), "inputs")
+        sizes = [numel(t) for t in given]
+        splits = None if len(set(sizes)) == 1 else sizes
+        plain, finish = to_write(_one(outputs))
+        op, factor = reduction_of(opts.reduceOp)
+        return self._make(
+            opts,
+            outputs,
+            finish,
+            self._comm.reduce_scatter,
+            scaled(joined(given), factor),
+            op,
+            out=plain.view(-1),
+            splits=splits,
+        )
+
+    @_collective
+    def reduce_scatter_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _ReduceScatterOptions
+    ) -> Any:
+        """Reduce one tensor and give each rank its part."""
+        plain, finish = to_write(output)
+        op, factor = reduction_of(opts.reduceOp)
+        return self._make(
+            opts,
+            [output],
+            finish,
+            self._comm.reduce_scatter,
+            scaled(to_read(given).view(-1), factor),
+            op,
+            out=plain.view(-1),
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    @_collective
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = _ReduceScatterOptions,
+    ) -> Any:
+        """Do `reduce_scatter_single` for several tensors."""
+        plain, finish = _all_to_write(outputs)
+        op, factor = reduction_of(opts.reduceOp)
+        return self._make(
+            opts,
+            outputs,
+            finish,
+            self._comm.reduce_scatter,
+            [scaled(to_read(t).view(-1), factor) for t in inputs],
+            op,
+            out=[t.view(-1) for t in plain],
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    @_collective
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = _AllToAllOptions,
+    ) -> Any:
+        """Send part i of a tensor to rank i; the parts' rows may be given."""
+        plain, finish = to_write(output)
+        splits = None
+        if output_splits or input_splits:
+            splits = self._splits(given, input_splits, "input")
+            self._splits(output, output_splits, "output")
+        return self._make(
+            opts, [output], finish, self._comm.all_to_all, to_read(given), out=plain, splits=splits
+        )
+
+    alltoall_base = all_to_all_single
+
+    @_collective
+    def alltoall(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = _AllToAllOptions,
+    ) -> Any:
+        """Send tensor i to rank i."""
+        given = self._one_each(inputs, "inputs")
+        received = self._one_each(outputs, "outputs")
+        flat, finish = joined_to_write(received)
+        splits = [numel(t) for t in given]
+        return self._make(
+            opts, received, finish, self._comm.all_to_all, joined(given), out=flat, splits=splits
+        )
+
+    def barrier(self, opts: Any = _BarrierOptions) -> Any:
+        """Wait until every rank has called."""
+        return self._make(opts, (), None, self._comm.barrier)
+
+    # Messages. On GPUs, NCCL has no tags.
+
+    @_collective
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        """Send a tensor to a rank."""
+        plain = to_read(_one(tensors))
+        if plain.is_cpu:
+            return self._message("send", plain, dst, tag, tensors, None)
+        return self._make(_ASYNC, tensors, None, self._comm.send, plain, dst)
+
+    @_collective
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
+        """Receive a tensor from a rank."""
+        plain, finish = to_write(_one(tensors))
+        if plain.is_cpu:
+            return self._message("recv", plain, src, tag, tensors, finish)
+        return self._make(_ASYNC, tensors, finish, self._comm.recv, plain, src)
+
+    @_collective
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        """Receive a tensor from the rank that sends first."""
+        plain, finish = to_write(_one(tensors))
+        if not plain.is_cpu:
+            raise ValueError("on GPUs, recv must name the source")
+        return self._message("recv", plain, _ANY_RANK, tag, tensors, finish)
+
+    def _message(
+        self,
+        name: str,
+        plain: torch.Tensor,
+        peer: int,
+        tag: int,
+        tensors: list[torch.Tensor],
+        finish: Finish,
+    ) -> Done | Pending:
+        # torch waits at once for `send` and `recv`: then no thread is needed.
+        waits = _caller().f_code in _BLOCKING
+        try:
+            work = self._messages[name](plain, peer, tag, self._timeout_s, not waits)
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        if not waits:
+            return Pending(work, tensors, finish, self._completer)
+        if finish is not None:
+            finish()
+        return Done(tensors, getattr(work, "source", -1))
+
+    def _one_each(self, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+        if len(tensors) != self._comm.world_size:
+            raise ValueError(
+                f"{name} must be one tensor for each of the {self._comm.world_size} ranks, got "
+                f"{len(tensors)} on rank {self._comm.rank}"
+            )
+        return tensors
+
+    def _splits(
+        self, tensor: torch.Tensor, splits: Sequence[int] | None, name: str
+    ) -> Sequence[int]:
+        rows, size = tensor.shape[0], self._comm.world_size
+        if not splits:
+            if rows % size != 0:
+                raise ValueError(
+                    f"the {rows} rows of the {name} tensor cannot be split evenly among {size} "
+                    f"ranks; pass {name}_split_sizes"
+                )
+            return [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise ValueError(
+                f"{name}_split_sizes must be {size} numbers that add up to the {rows} rows of the "
+                f"{name} tensor, got {list(splits)} on rank {self._comm.rank}"
+            )
+        return splits
+
+
+def _caller() -> FrameType:
+    """Return the innermost frame that is not of this file."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+class _Async:
+    """Options of calls that always return a work."""
+
+    asyncOp = True
+
+
+_ASYNC = _Async()
+_ANY_RANK = -1
+_BLOCKING = {
+    inspect.unwrap(call).__code__ for call in (distributed_c10d.send, distributed_c10d.recv)
+}
+T = TypeVar("T")
+
+
+def _one(items: list[T]) -> T:
+    if len(items) != 1:
+        raise ValueError(f"expected one tensor or list of tensors, got {len(items)}")
+    return items[0]
+
+
+def _all_to_write(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Finish]:
+    pairs = [to_write(t) for t in tensors]
+    finishes = [finish for _, finish in pairs if finish is not None]
+
+    def finish_all() -> None:
+        for finish in finishes:
+            finish()
+
+    return [plain for plain, _ in pairs], finish_all if finishes else None

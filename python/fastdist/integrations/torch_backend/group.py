@@ -1,0 +1,216 @@
+"""The process group as torch sees it: how it is made, split and left, and what it serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistBackendError, distributed_c10d
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import communicator_of
+from fastdist.errors import FastdistError
+from fastdist.integrations.torch_backend import NAME
+from fastdist.integrations.torch_backend.calls import Calls, Job
+from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
+from fastdist.integrations.torch_backend.meeting import StoreBootstrap, host_of, missing_ranks
+
+
+class ProcessGroupFastdist(Calls):
+    """One process group of torch.distributed; torch makes it.
+
+    Its collectives take contiguous and other tensors, on the CPU and on GPUs. Their errors are
+    `torch.distributed.DistBackendError`, with the messages of fastdist.
+    """
+
+    @classmethod
+    def of_options(cls, options: Any) -> ProcessGroupFastdist:
+        """Make the group of torch's options; every rank of the group must call."""
+        rank, size = options.group_rank, options.group_size
+        timeout_s = options.timeout.total_seconds()
+        bootstrap = StoreBootstrap(options.store, rank, size, timeout_s)
+        try:
+            comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(options.store))
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        if not options.global_ranks_in_group:
+            cores = len(os.sched_getaffinity(0))
+            Job.has_idle_cores = cores > ranks_here * torch.get_num_threads()
+        return cls(comm, options.store, timeout_s, options.group_id)
+
+    def __init__(self, comm: Communicator, store: Any, timeout_s: float, name: str) -> None:
+        super().__init__(comm, timeout_s)
+        self._store = store
+        self._group_name = name
+        self._group_desc = ""
+        self._monitored = 0  # barriers
+        self._others: dict[str, Any] = {}
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the name that torch gave the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the description that the user gave the group."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description."""
+        self._group_desc = description
+
+    def get_group_store(self) -> Any:
+        """Return the store in which the ranks met."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._backends()]
+
+    def _backends(self) -> dict[str, str]:
+        """Return the name of the backend for each type of device."""
+        try:
+            config = distributed_c10d.get_backend_config(self)  # type: ignore[arg-type]
+        except ValueError:  # torch is still making the group
+            return {"cpu": NAME, "cuda": NAME}
+        return dict(pair.split(":") for pair in config.split(","))
+
+    def _get_backend(self, device: torch.device) -> Any:
+        other = self._other_group(device)
+        return self if other is None else other._get_backend(device)
+
+    def _other_group(self, device: torch.device) -> Any:
+        """Return the group of another backend that serves this type of device; None: this does."""
+        kind = device.type
+        if kind not in self._others:
+            backends = self._backends()
+            if kind not in backends:
+                raise RuntimeError(
+                    f"No backend type associated with device type {kind}: this process group was "
+                    f"made with {backends}, got a tensor on {device}"
+                )
+            self._others[kind] = None
+            if backends[kind] != NAME:
+                place = self._comm.rank, self._comm.world_size
+                self._others[kind] = group_of_other_backend(
+                    backends[kind], kind, self._store, *place, timedelta(seconds=self._timeout_s)
+                )
+        return self._others[kind]
+
+    supports_splitting = True
+    options = None
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroupFastdist | None:
+        """Make a group of some of the ranks; every rank must call, with its own group's ranks.
+
+        Args:
+            ranks: ranks of this group. Ranks of a call of another rank must be the same or others.
+            timeout: of the new group; this group's if None.
+            opts: must be None.
+            group_name: name of the new group, unique to it.
+            group_desc: its description.
+            device_types: not used; the new group serves the devices that this one serves.
+
+        Returns:
+            The group, or None on ranks that are not in it.
+        """
+        del opts, device_types
+        ranks = sorted(ranks)
+        name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
+        if self._comm.rank not in ranks:
+            return None
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        options = c10d._DistributedBackendOptions()
+        options.store = c10d.PrefixStore(f"{name}/", self._store)
+        options.group_rank, options.group_size = ranks.index(self._comm.rank), len(ranks)
+        options.timeout = timedelta(seconds=seconds)
+        options.group_id = name
+        options.global_ranks_in_group = ranks
+        made = self.of_options(options)
+        made.setGroupDesc(group_desc or "")
+        return made
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the engines number their calls."""
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    def shutdown(self) -> None:
+        """Leave the group; ranks that still wait for this rank get an error."""
+        self._leave(self._comm.close, "shutdown")
+
+    def abort(self) -> None:
+        """Leave the group, and end the calls that run on GPUs."""
+        self._leave(self._comm.abort, "abort")
+
+    def _leave(self, leave: Callable[[], None], name: str) -> None:
+        try:
+            leave()
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        finally:
+            self._completer.close()
+            for other in self._others.values():
+                if other is not None:
+                    getattr(other, name)()
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait like `barrier`, by torch's store alone, and tell which ranks did not come.
+
+        The group stays usable. torch.distributed.monitored_barrier refuses all backends but Gloo:
+        call this method of the group.
+
+        Args:
+            timeout: how long to wait; the group's timeout if None.
+            wait_all_ranks: rank 0 names all ranks that did not come, instead of the first.
+
+        Raises:
+            DistBackendError: a rank did not come in time.
+        """
+        self._monitored += 1
+        rank = self._comm.rank
+        wait = timedelta(seconds=self._timeout_s) if timeout is None else timeout
+        key = f"monitored/{self._monitored}"
+        missing = missing_ranks(self._store, key, rank, self._comm.world_size, wait)
+        if not missing:
+            return
+        within = f"in {wait.total_seconds() * 1e3:g} ms"
+        if rank != 0:
+            text = (
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank 0: it did not answer {within}"
+            )
+        elif not wait:
+            text = f"Rank 0 timed out in monitoredBarrier {within}"
+        elif wait_all_ranks:
+            names = ", ".join(map(str, missing))
+            text = f"Ranks {names} failed to pass monitoredBarrier {within}"
+        else:
+            text = f"Rank {missing[0]} failed to pass monitoredBarrier {within}"
+        raise DistBackendError(text)

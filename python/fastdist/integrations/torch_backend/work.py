@@ -1,0 +1,215 @@
+"""The works that asynchronous calls of a process group return."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistBackendError
+from torch.distributed import Work as TorchWork
+
+from fastdist.collectives.communicator import Work
+from fastdist.errors import FastdistError
+
+
+class Done(TorchWork):
+    """A call that has ended well.
+
+    Args:
+        tensors: those that it has written.
+        source: the rank that a message came from.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._source = source
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True at once."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a completed future."""
+        return _completed(self._tensors)
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that were written."""
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+class Pending(TorchWork):
+    """A call that may still run.
+
+    Args:
+        work: the call.
+        tensors: those that it writes.
+        finish: called once when the call has ended, by the first that waits.
+        completer: completes the futures of works on host memory.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        tensors: Sequence[torch.Tensor],
+        finish: Callable[[], None] | None,
+        completer: Completer,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = tensors
+        self._finish = finish
+        self._completer = completer
+        self._lock = threading.Lock()
+        self._outcome: Any = None
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        if finish is not None:
+            self.get_future()  # so that it is called also if nobody waits
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end of the call; for GPU tensors, make the current stream wait.
+
+        Raises:
+            DistBackendError: the call failed, or `timeout` has passed (0: none).
+        """
+        seconds = timeout.total_seconds()
+        self._await(seconds if seconds > 0 else None)
+        return True
+
+    def _await(self, timeout_s: float | None) -> None:
+        try:
+            self._outcome = self._work.wait(timeout_s)
+        except FastdistError as error:
+            failure = DistBackendError(str(error))
+            if self._work.is_done():
+                self._error = failure
+            raise failure from error
+        except Exception as error:
+            self._error = error
+            raise
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors that the call writes."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = _new_future(self._tensors)
+        gpu = next((t.device for t in self._tensors if t.is_cuda), None)
+        if gpu is None:
+            self._completer.complete(self, self._future)
+        else:  # the future holds events of the current stream
+            side = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(side):
+                self.complete(self._future)
+        return self._future
+
+    def complete(self, future: torch.futures.Future[Any]) -> None:
+        """Complete the future when the call has ended."""
+        try:
+            self._await(None)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(list(self._tensors))
+
+    def is_completed(self) -> bool:
+        """Return True if the call has ended, successfully or not."""
+        if not self._work.is_done():
+            return False
+        try:
+            self._await(None)
+        except Exception:
+            return True
+        return True
+
+    def is_success(self) -> bool:
+        """Return True if the call has ended without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return the error of a call that has failed."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the call writes."""
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from; -1 before the end of the call."""
+        return getattr(self._outcome, "source", -1)
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Wait for the end of the call."""
+        self._await(None)
+
+
+class Completer:
+    """A thread that waits for the calls of one group, in order, and completes their futures."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Pending, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def complete(self, work: Pending, future: torch.futures.Future[Any]) -> None:
+        """Complete the future when the work has ended."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name="fastdist futures"
+                )
+                self._thread.start()
+        self._queue.put((work, future))
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, future = item
+            work.complete(future)
+            del item, work, future
+
+    def close(self) -> None:
+        """End the thread when it has completed all futures."""
+        self._queue.put(None)
+
+
+def _new_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    gpus: list[int | str | torch.device] = list({t.device for t in tensors if t.is_cuda})
+    return torch.futures.Future(devices=gpus)
+
+
+def _completed(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
+    future = _new_future(tensors)
+    future.set_result(list(tensors))
+    return future

@@ -1,0 +1,401 @@
+"""Programs of torch.distributed, one function each, that ranks run on a backend.
+
+Each returns what its rank has received. Those in `LIKE_GLOO` must give on fastdist what they give
+on Gloo; those in `MORE_THAN_GLOO` do what Gloo refuses, and check their results themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+# Torch 2.13 renamed them.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+Case = Callable[[], Any]
+LIKE_GLOO: dict[str, Case] = {}
+MORE_THAN_GLOO: dict[str, Case] = {}
+
+
+def like_gloo(case: Case) -> Case:
+    LIKE_GLOO[case.__name__] = case
+    return case
+
+
+def more_than_gloo(case: Case) -> Case:
+    MORE_THAN_GLOO[case.__name__] = case
+    return case
+
+
+def run_case(comm: Any, name: str, backend: str, path: str) -> Any:
+    """On a rank of `ProcessRanks`: run a case in a process group of its own."""
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{path}",
+        rank=comm.rank,
+        world_size=comm.world_size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        return plain(({**LIKE_GLOO, **MORE_THAN_GLOO})[name]())
+    finally:
+        dist.destroy_process_group()
+
+
+def plain(value: Any) -> Any:
+    """Return lists and numbers for tensors, which pipes can carry."""
+    if isinstance(value, torch.Tensor):
+        value = value.coalesce().to_dense() if value.is_sparse else value
+        return value.to(torch.complex128 if value.is_complex() else torch.float64).tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def own(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return small numbers that differ between ranks."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) + 3 * dist.get_rank()) % 7 + 1).to(dtype).reshape(shape)
+
+
+@like_gloo
+def all_reduce_ops() -> Any:
+    ops = dist.ReduceOp
+    results = []
+    for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX, ops.AVG):
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            x = own(5, dtype=dtype)
+            dist.all_reduce(x, op)
+            results.append(x)
+    for op in (ops.SUM, ops.PRODUCT, ops.MIN, ops.MAX, ops.BAND, ops.BOR, ops.BXOR):
+        for dtype in (torch.int32, torch.int64, torch.int8, torch.uint8):
+            x = own(2, 3, dtype=dtype)
+            dist.all_reduce(x, op)
+            results.append(x)
+    return results
+
+
+@like_gloo
+def all_reduce_of_complex_numbers() -> Any:
+    x = own(4, dtype=torch.complex64) * (1 + 2j)
+    dist.all_reduce(x)
+    return x
+
+
+@like_gloo
+def all_reduce_coalesced() -> Any:
+    tensors = [own(3), own(2, 2), own(1)]
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    return tensors
+
+
+@like_gloo
+def all_reduce_sparse() -> Any:
+    rank = dist.get_rank()
+    indices = torch.tensor([[0, rank + 1], [rank, 0]])
+    x = torch.sparse_coo_tensor(indices, own(2, 3), (5, 5, 3), check_invariants=True)
+    dist.all_reduce(x)
+    return x
+
+
+@like_gloo
+def reduce_and_broadcast() -> Any:
+    root = dist.get_world_size() - 1
+    x, y = own(4), own(3, dtype=torch.int64)
+    dist.reduce(x, root)
+    dist.broadcast(y, root)
+    flags = own(4) > 3
+    dist.broadcast(flags, 0)
+    half = own(3).to(torch.float8_e4m3fn)
+    dist.broadcast(half.view(torch.uint8), 0)
+    return [x if dist.get_rank() == root else None, y, flags, half.float()]
+
+
+@like_gloo
+def gathers() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parts = [torch.empty(2, 3) for _ in range(size)]
+    dist.all_gather(parts, own(2, 3))
+    whole = torch.empty(size * 2, 3)
+    all_gather_single(whole, own(2, 3))
+    at_root = [torch.empty(4) for _ in range(size)] if rank == 0 else None
+    dist.gather(own(4), at_root, 0)
+    scattered = torch.empty(3)
+    dist.scatter(scattered, [own(3) + r for r in range(size)] if rank == 0 else None, 0)
+    return [parts, whole, at_root, scattered]
+
+
+@like_gloo
+def gather_into_parts_of_one_tensor() -> Any:
+    size = dist.get_world_size()
+    whole = torch.zeros(size, 2, 3)
+    dist.all_gather(list(whole.unbind()), own(2, 3))
+    return whole
+
+
+@like_gloo
+def reduce_scatters() -> Any:
+    size = dist.get_world_size()
+    one = torch.empty(3)
+    dist.reduce_scatter(one, [own(3) + r for r in range(size)])
+    other = torch.empty(2, 2)
+    reduce_scatter_single(other, own(2 * size, 2))
+    return [one, other]
+
+
+@like_gloo
+def all_to_alls() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    even = torch.empty(2 * size, 2)
+    dist.all_to_all_single(even, own(2 * size, 2))
+    given = [rank + 1 + r for r in range(size)]
+    received = [rank + 1 + r for r in range(size)]
+    uneven = torch.empty(sum(received), 2)
+    dist.all_to_all_single(uneven, own(sum(given), 2), received, given)
+    return [even, uneven]
+
+
+@like_gloo
+def objects() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank})
+    shared = [{"from": 0}, 5] if rank == 0 else [None, None]
+    dist.broadcast_object_list(shared, 0)
+    own_one: list[Any] = [None]
+    dist.scatter_object_list(own_one, list(range(size)) if rank == 0 else None, 0)
+    gathered: list[Any] | None = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered, 0)
+    return [everyone, shared, own_one, gathered]
+
+
+@like_gloo
+def tensors_that_are_not_contiguous() -> Any:
+    size = dist.get_world_size()
+    x = own(4, 6)
+    dist.all_reduce(x.T.contiguous().T)
+    y = own(3, 4).T.contiguous().T
+    dist.broadcast(y, 0)
+    parts = [torch.zeros(3, 2).T for _ in range(size)]
+    dist.all_gather(parts, own(2, 3))
+    return [y, parts]
+
+
+@like_gloo
+def works() -> Any:
+    x, y = own(3), own(4)
+    work = dist.all_reduce(x, async_op=True)
+    future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] + 1)
+    work.wait()
+    added = future.wait()
+    dist.barrier(async_op=True).wait()
+    return [x, added, work.is_completed()]
+
+
+@like_gloo
+def groups() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    results = []
+    for ranks in ([0], [0, size - 1], list(range(size))):
+        group = dist.new_group(ranks)
+        x = own(3)
+        if rank in ranks:
+            dist.all_reduce(x, group=group)
+            results.append([x, dist.get_rank(group), dist.get_process_group_ranks(group)])
+            dist.destroy_process_group(group)
+    return results
+
+
+@like_gloo
+def messages_in_another_order() -> Any:
+    rank = dist.get_rank()
+    a, b = torch.zeros(3), torch.zeros(3)
+    if rank == 0:
+        works = [dist.isend(own(3) + tag, 1, tag=tag) for tag in (1, 2)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        dist.recv(b, 0, tag=2)
+        dist.recv(a, 0, tag=1)
+    return [a, b]
+
+
+@like_gloo
+def a_later_receive_that_an_earlier_one_waits_for() -> Any:
+    rank = dist.get_rank()
+    stop, data = torch.zeros(2), torch.zeros(2)
+    if rank == 1:
+        stopped = dist.irecv(stop, 0, tag=1)
+        dist.recv(data, 0, tag=2)
+        dist.send(data, 0, tag=3)
+        stopped.wait()
+    elif rank == 0:
+        dist.send(own(2), 1, tag=2)
+        dist.recv(data, 1, tag=3)
+        dist.send(own(2) + 1, 1, tag=1)
+    return [stop, data]
+
+
+@like_gloo
+def messages_from_any_rank() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if rank != 0:
+        dist.send(own(3), 0)
+        dist.send(own(2), 0, tag=7)
+        return None
+    received = {}
+    for _ in range(1, size):
+        x = torch.empty(3)
+        source = dist.recv(x)
+        received[source] = plain(x)
+    sources = []
+    for _ in range(1, size):
+        x = torch.empty(2)
+        work = dist.irecv(x, tag=7)
+        work.wait()
+        sources.append((work._source_rank(), plain(x)))
+    return [sorted(received.items()), sorted(sources)]
+
+
+@like_gloo
+def a_ring_in_a_batch() -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    given, received = own(4), torch.empty(4)
+    ops = [
+        dist.P2POp(dist.isend, given, (rank + 1) % size),
+        dist.P2POp(dist.irecv, received, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return received
+
+
+@like_gloo
+def functional_collectives() -> Any:
+    size, world = dist.get_world_size(), dist.group.WORLD
+    return [
+        functional.all_reduce(own(3), "sum", world) + 1,
+        functional.all_gather_single(own(2, 2), 1, world) + 1,
+        functional.reduce_scatter_single(own(2 * size), "sum", 0, world) + 1,
+        functional.all_to_all_single(own(size, 2), None, None, world) + 1,
+        functional.broadcast(own(3), 0, world) + 1,
+        [x + 1 for x in functional.all_reduce_coalesced([own(2), own(3)], "avg", world)],
+    ]
+
+
+@like_gloo
+def ddp() -> Any:
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU())
+    parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        parallel(own(5, 4)).square().mean().backward()
+        optimizer.step()
+    with parallel.no_sync():
+        parallel(own(5, 4)).sum().backward()
+    return [round(float(p.detach().sum()), 4) for p in parallel.parameters()]
+
+
+@more_than_gloo
+def gathers_of_uneven_parts() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parts = [torch.zeros(r + 1, 2) for r in range(size)]
+    dist.all_gather(parts, torch.full((rank + 1, 2), float(rank)))
+    assert all(torch.equal(part, torch.full_like(part, r)) for r, part in enumerate(parts))
+    mine = torch.empty(rank + 1)
+    dist.reduce_scatter(mine, [torch.full((r + 1,), float(r)) for r in range(size)])
+    assert torch.equal(mine, torch.full_like(mine, size * rank))
+    received = [torch.empty(rank + 1) for _ in range(size)]
+    dist.all_to_all(received, [torch.full((r + 1,), float(rank)) for r in range(size)])
+    assert all(torch.equal(x, torch.full_like(x, r)) for r, x in enumerate(received))
+
+
+@more_than_gloo
+def dtypes() -> None:
+    size = dist.get_world_size()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex128, torch.bool):
+        x = torch.ones(4).to(dtype)
+        dist.all_reduce(x, dist.ReduceOp.SUM)
+        assert x.dtype is dtype
+        assert x[0].to(torch.complex64).real == (1 if dtype is torch.bool else size), (dtype, x)
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e5m2fnuz):
+        x = torch.full((3,), dist.get_rank()).to(dtype)
+        parts = [torch.zeros(3).to(dtype) for _ in range(size)]
+        dist.all_gather(parts, x)
+        assert [int(part.float()[2]) for part in parts] == [*range(size)], dtype
+
+
+@more_than_gloo
+def views_with_gaps() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(4, 6)
+    view = whole[::2, 1::2]
+    view.fill_(rank + 1)
+    dist.all_reduce(view)
+    assert torch.equal(view, torch.full((2, 3), size * (size + 1) / 2))
+    assert whole.sum() == view.sum()
+    dist.broadcast(whole.T[1:], size - 1)
+
+
+@more_than_gloo
+def gather_in_place() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(size, 5)
+    whole[rank] = rank + 1
+    all_gather_single(whole, whole[rank])
+    assert torch.equal(whole[:, 0], torch.arange(size) + 1.0)
+    reduce_scatter_single(whole[rank], whole)
+    assert torch.equal(whole[rank], torch.full((5,), size * (rank + 1.0)))
+
+
+@more_than_gloo
+def premultiplied_sum() -> None:
+    x = torch.ones(3)
+    dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))
+    assert torch.equal(x, torch.full((3,), dist.get_world_size() / 2))
+
+
+@more_than_gloo
+def messages_to_oneself() -> None:
+    x = torch.empty(3)
+    work = dist.irecv(x, dist.get_rank(), tag=4)
+    dist.isend(own(3), dist.get_rank(), tag=4).wait()
+    work.wait()
+    assert torch.equal(x, own(3))
+
+
+@more_than_gloo
+def split_of_a_group() -> None:
+    world: Any = dist.group.WORLD
+    size, rank = dist.get_world_size(), dist.get_rank()
+    half = [r for r in range(size) if r % 2 == rank % 2]
+    group = world.split_group(half, timedelta(seconds=30), None, f"half{rank % 2}")
+    x = torch.ones(2)
+    group.allreduce([x]).wait()
+    assert group.group_name == f"half{rank % 2}"
+    assert x[0] == len(half) == group.size()
+    group.shutdown()
+
+
+@more_than_gloo
+def monitored_barrier() -> None:
+    world: Any = dist.group.WORLD
+    world.monitored_barrier(timedelta(seconds=30))
+    if dist.get_rank() != 1:
+        text = "Rank 1 failed to pass" if dist.get_rank() == 0 else "rank 0: it did not answer"
+        with pytest.raises(dist.DistBackendError, match=text):
+            world.monitored_barrier(timedelta(seconds=0.5))
+    dist.barrier()

@@ -6,6 +6,7 @@ on Gloo; those in `MORE_THAN_GLOO` do what Gloo refuses, and check their results
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -307,6 +308,52 @@ def ddp() -> Any:
     with parallel.no_sync():
         parallel(own(5, 4)).sum().backward()
     return [round(float(p.detach().sum()), 4) for p in parallel.parameters()]
+
+
+@more_than_gloo  # whose process group sometimes ends in one of its own threads then, and aborts
+def ddp_with_power_sgd() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    torch.manual_seed(0)
+    own_model = torch.nn.Linear(32, 16)
+    model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(own_model))
+    state = power.PowerSGDState(None, matrix_approximation_rank=16, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    for _ in range(4):
+        model.zero_grad()
+        model(own(5, 32)).square().mean().backward()
+    check_means(own_model, model, lambda net, x: net(x).square().mean(), 1e-3)
+
+
+@more_than_gloo
+def ddp_with_compressed_gradients() -> None:
+    from fastdist.integrations import ddp as hooks
+
+    for hook, tolerance in (
+        (hooks.fp16_hook, 2e-3),
+        (hooks.bf16_hook, 1e-2),
+        (hooks.fp8_hook, 7e-2),
+    ):
+        own_model = torch.nn.Linear(32, 16)
+        model = torch.nn.parallel.DistributedDataParallel(own_model)
+        own_model = copy.deepcopy(own_model)
+        model.register_comm_hook(None, hook)
+        model(own(5, 32)).square().mean().backward()
+        check_means(own_model, model, lambda net, x: net(x).square().mean(), tolerance)
+
+
+def check_means(
+    own_model: torch.nn.Module, model: torch.nn.Module, loss: Callable[..., Any], tolerance: float
+) -> None:
+    """Compare the gradients of a model with the means of those that each rank computes."""
+    own_model.zero_grad()
+    loss(own_model, own(5, 32)).backward()
+    for p, q in zip(model.parameters(), own_model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        mean = q.grad.clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        assert (p.grad - mean).abs().max() <= tolerance * mean.abs().max()
 
 
 @more_than_gloo

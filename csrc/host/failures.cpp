@@ -191,7 +191,7 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   }
   fail(RankState::kTimeout, p,
        Error(ErrorCode::kTimeout,
-             describe(wait.shown()) + " on rank " + name(rank_) + " timed out after " +
+             describe(wait.shown()) + " on rank " + name(rank_) + " reached its timeout after " +
                  seconds(waited) + " waiting for rank " + names + last_calls(),
              std::move(missing)));
 }

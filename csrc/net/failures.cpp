@@ -119,7 +119,8 @@ void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   const std::string who = "waiting for rank " + names(late);
   abandon(Error(ErrorCode::kTimeout, "rank " + std::to_string(rank_) + " gave up " + who, late));
   throw Error(ErrorCode::kTimeout,
-              prefix(signature) + " timed out after " + seconds(waited) + " " + who + last_calls(),
+              prefix(signature) + " reached its timeout after " + seconds(waited) + " " + who +
+                  last_calls(),
               late);
 }
 

@@ -7,14 +7,14 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
 import fastdist._core as _core
-from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.communicator import Communicator, Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.reductions import reduction_of, scale_in_place, scaled
@@ -46,9 +46,6 @@ _ReduceOptions = c10d.ReduceOptions()
 _ReduceScatterOptions = c10d.ReduceScatterOptions()
 _ScatterOptions = c10d.ScatterOptions()
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -58,37 +55,33 @@ class Job:
     has_idle_cores = True
 
 
-def _collective(method: Callable[P, R]) -> Callable[P, R]:
+def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a collective that serves tensors of every device, and that profilers see."""
     name = method.__name__
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        self: Any = args[0]
-        tensor: Any = args[1]
-        while type(tensor) is list:
-            if not tensor:  # of a rank that only sends
-                tensor = args[2]
-                continue
-            tensor = tensor[0]
-        if not tensor.is_cpu:
-            other = self._other_group(tensor.device)
-            if other is not None:
-                made: R = getattr(other, name)(*args[1:], **kwargs)
-                return made
+    def call(self: Any, given: Any, *rest: Any) -> Any:
+        tensor = given
+        while type(tensor) is list:  # empty on ranks that only send
+            tensor = tensor[0] if tensor else rest[0]
+        if tensor.is_cpu and not _is_profiling():
+            return method(self, given, *rest)
+        other = self._other_group(tensor.device)
+        if other is not None:
+            return getattr(other, name)(given, *rest)
         if _is_profiling():
-            return _profiled(name, args[1], lambda: method(*args, **kwargs))
-        return method(*args, **kwargs)
+            return _profiled(name, given, lambda: method(self, given, *rest))
+        return method(self, given, *rest)
 
     return call
 
 
-def _profiled(name: str, tensors: Any, call: Callable[[], R]) -> R:
+def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
     """Make a call, as an event that lasts until the call has ended."""
     given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
     title = f"{NAME}:{_TITLES.get(name, name)}"
     event = torch.autograd._record_function_with_args_enter(title, *given)  # type: ignore[attr-defined]
-    made: R | None = None
+    made = None
     try:
         made = call()
         return made
@@ -407,6 +400,14 @@ class Calls(_ProcessGroup):
         return self._make(
             opts, received, finish, self._comm.all_to_all, joined(given), out=flat, splits=splits
         )
+
+    def average(self, tensor: torch.Tensor, compress: Compression) -> Any:
+        """Average a tensor in place over all ranks, in fewer bits; return a future of it."""
+        work = self._make(
+            _ASYNC, [tensor], None, self._comm.all_reduce, tensor, "mean", compress=compress
+        )
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
 
     def barrier(self, opts: Any = _BarrierOptions) -> Any:
         """Wait until every rank has called."""

@@ -72,7 +72,8 @@ def missing_ranks(store: Any, key: str, rank: int, size: int, timeout: timedelta
     posted = [f"{key}/{r}" for r in range(size)]
     store.set(posted[rank], "here")
     try:
-        store.wait(posted if rank == 0 else [f"{key}/all"], timeout)
+        # Stores take a timeout of zero for none at all.
+        store.wait(posted if rank == 0 else [f"{key}/all"], max(timeout, timedelta(milliseconds=1)))
     except RuntimeError:
         return [r for r in range(size) if not store.check([posted[r]])] or [0]
     if rank == 0:

@@ -8,22 +8,26 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+# By their hashes, which differ: to compare reductions takes as long as a small collective.
 _NAMES = {
-    ReduceOp(ReduceOp.SUM): "sum",
-    ReduceOp(ReduceOp.AVG): "mean",
-    ReduceOp(ReduceOp.PRODUCT): "prod",
-    ReduceOp(ReduceOp.MIN): "min",
-    ReduceOp(ReduceOp.MAX): "max",
-    ReduceOp(ReduceOp.BAND): "and",
-    ReduceOp(ReduceOp.BOR): "or",
-    ReduceOp(ReduceOp.BXOR): "xor",
+    hash(ReduceOp(kind)): name
+    for kind, name in (
+        (ReduceOp.SUM, "sum"),
+        (ReduceOp.AVG, "mean"),
+        (ReduceOp.PRODUCT, "prod"),
+        (ReduceOp.MIN, "min"),
+        (ReduceOp.MAX, "max"),
+        (ReduceOp.BAND, "and"),
+        (ReduceOp.BOR, "or"),
+        (ReduceOp.BXOR, "xor"),
+    )
 }
 
 
 def reduction_of(op: Any) -> tuple[Any, Any]:
     """Return a reduction's name, and the factor to multiply the tensors by before, or None."""
-    name = _NAMES.get(op)
-    return (name, None) if name is not None else ("sum", op.__getstate__()[1])
+    name = _NAMES.get(hash(op))
+    return ("sum", op.__getstate__()[1]) if name is None else (name, None)
 
 
 def scale_in_place(tensors: Sequence[torch.Tensor], factor: Any) -> None:

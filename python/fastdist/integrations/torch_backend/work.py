@@ -176,11 +176,16 @@ class Pending(TorchWork):
 
 
 class Completer:
-    """A thread that waits for the calls of one group, in order, and completes their futures."""
+    """A thread that waits for the calls of one group, in order, and completes their futures.
+
+    It also runs what was added to the futures by `then`. That may wait for futures of further calls
+    of the group, which another such thread completes.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Pending, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._inner: Completer | None = None  # for calls that this thread makes
         self._lock = threading.Lock()
 
     def complete(self, work: Pending, future: torch.futures.Future[Any]) -> None:
@@ -191,7 +196,18 @@ class Completer:
                     target=self._run, daemon=True, name="fastdist futures"
                 )
                 self._thread.start()
-        self._queue.put((work, future))
+            if threading.current_thread() in self._threads():
+                self._inner = inner = self._inner or Completer()
+            else:
+                inner = None
+        if inner is None:
+            self._queue.put((work, future))
+        else:
+            inner.complete(work, future)
+
+    def _threads(self) -> list[threading.Thread | None]:
+        """Return this thread and those of inner calls."""
+        return [self._thread, *(self._inner._threads() if self._inner is not None else [])]
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -202,6 +218,8 @@ class Completer:
     def close(self) -> None:
         """End the thread when it has completed all futures."""
         self._queue.put(None)
+        if self._inner is not None:
+            self._inner.close()
 
 
 def _new_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:

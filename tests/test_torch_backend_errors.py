@@ -1,0 +1,239 @@
+"""What the backend "fastdist" says when ranks die, disagree or are used wrongly."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from ranks import ProcessRanks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(3)
+    yield ranks
+    ranks.close()
+
+
+def begin(comm: Any, path: Path, backend: str = "fastdist", seconds: float = 30) -> None:
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{path}",
+        rank=comm.rank,
+        world_size=comm.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def calls_that_differ(comm: Any, path: Path) -> str:
+    begin(comm, path)
+    x = torch.ones(3)
+    call = (lambda: dist.broadcast(x, 0)) if comm.rank == 0 else (lambda: dist.all_reduce(x))
+    with pytest.raises(dist.DistBackendError) as told:
+        call()
+    dist.all_reduce(x)  # no data has moved, and the group works on
+    assert torch.equal(x, torch.full((3,), 3.0))
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+def test_calls_that_differ_are_told_with_their_lines(ranks: ProcessRanks, tmp_path: Path) -> None:
+    for text in ranks.run(calls_that_differ, tmp_path / "store"):
+        assert "rank 0: broadcast(float32 × 3, root=0)" in text
+        assert 'rank 1: all_reduce(float32 × 3, op="sum")' in text
+        assert text.count("test_torch_backend_errors.py:") == 3
+
+
+def sizes_that_differ(comm: Any, path: Path) -> str:
+    begin(comm, path)
+    with pytest.raises(dist.DistBackendError) as told:
+        dist.all_reduce(torch.ones(3 + comm.rank // 2), async_op=True).wait()
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+def test_sizes_that_differ_are_told(ranks: ProcessRanks, tmp_path: Path) -> None:
+    for text in ranks.run(sizes_that_differ, tmp_path / "store"):
+        assert "rank 0: all_reduce(float32 × 3" in text
+        assert "rank 2: all_reduce(float32 × 4" in text
+
+
+def messages_that_differ(comm: Any, path: Path) -> str:
+    begin(comm, path)
+    text = ""
+    if comm.rank < 2:
+        move = dist.send if comm.rank == 0 else dist.recv
+        with pytest.raises(dist.DistBackendError) as told:
+            move(torch.ones(3 + comm.rank), 1 - comm.rank, tag=5)
+        text = str(told.value)
+    dist.barrier()
+    dist.destroy_process_group()
+    return text
+
+
+def test_messages_that_differ_are_told_on_both_ranks(ranks: ProcessRanks, tmp_path: Path) -> None:
+    sender, receiver, _ = ranks.run(messages_that_differ, tmp_path / "store")
+    for text in (sender, receiver):
+        assert "send(float32 × 3, dst=1)" in text
+        assert "recv(float32 × 4, src=0)" in text
+
+
+def a_late_rank(comm: Any, path: Path) -> str:
+    begin(comm, path, seconds=1)
+    if comm.rank == 1:
+        time.sleep(2)
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(dist.DistBackendError) as told:
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+def test_a_late_rank_is_named(ranks: ProcessRanks, tmp_path: Path) -> None:
+    first, _, last = ranks.run(a_late_rank, tmp_path / "store")
+    for text in (first, last):
+        assert "waiting for rank 1" in text
+
+
+def waits_that_end_early(comm: Any, path: Path) -> None:
+    begin(comm, path)
+    x = torch.ones(3)
+    if comm.rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        with pytest.raises(dist.DistBackendError, match=r"not finished after 0\.1 s"):
+            work.wait(timedelta(seconds=0.1))
+        assert not work.is_completed()
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+    else:
+        time.sleep(0.5)
+        dist.all_reduce(x)
+    dist.destroy_process_group()
+
+
+def test_a_wait_may_end_before_its_call(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(waits_that_end_early, tmp_path / "store")
+
+
+def groups_that_are_left(comm: Any, path: Path) -> None:
+    begin(comm, path)
+    group: Any = dist.group.WORLD
+    part = dist.new_group([0, 1])
+    if comm.rank == 2:
+        with pytest.warns(UserWarning, match="does not belong"):
+            dist.all_reduce(torch.ones(2), group=part)
+    with pytest.raises(RuntimeError, match="device type meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="_split_sizes must be"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 1], [1, 1])
+    dist.destroy_process_group()
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        group.allreduce([torch.ones(2)])
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        group.recv([torch.ones(2)], (comm.rank + 1) % 3, 0).wait()
+    # Another job of the same processes.
+    begin(comm, path.with_name("again"))
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x[0] == comm.world_size
+    dist.destroy_process_group()
+
+
+def test_groups_that_are_left_say_so(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(groups_that_are_left, tmp_path / "store")
+
+
+def another_backend(comm: Any, path: Path) -> str:
+    name = "gloo" if comm.rank == 2 else "fastdist"
+    with pytest.raises(RuntimeError) as told:
+        begin(comm, path, name, seconds=2)
+    return str(told.value)
+
+
+def test_ranks_with_another_backend_are_named(ranks: ProcessRanks, tmp_path: Path) -> None:
+    first, second, _ = ranks.run(another_backend, tmp_path / "store")
+    for text in (first, second):
+        assert "rank 2 did not come to the process group within 2 s" in text
+        assert 'backend "fastdist"' in text
+
+
+def forked_child(comm: Any, path: Path) -> None:
+    begin(comm, path)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(2))
+        except dist.DistBackendError as error:
+            os.write(writable, str(error).encode())
+        os._exit(0)
+    assert b"forked child cannot use it" in os.read(readable, 4096)
+    os.waitpid(child, 0)
+    dist.all_reduce(torch.ones(2))
+    dist.destroy_process_group()
+
+
+def test_a_forked_child_cannot_use_a_group(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(forked_child, tmp_path / "store")
+
+
+def groups_in_threads(comm: Any, path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    begin(comm, path)
+    groups = [dist.new_group() for _ in range(4)]
+
+    def work(group: Any) -> float:
+        x = torch.ones(100)
+        for _ in range(200):
+            dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+        y = torch.ones(5) * comm.rank
+        dist.broadcast(y, 1, group=group)
+        return float(x.sum() + y.sum())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, groups)) == [105.0] * 4
+    dist.destroy_process_group()
+
+
+def test_threads_use_groups_of_their_own(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(groups_in_threads, tmp_path / "store")
+
+
+def a_death(comm: Any, path: Path, how: str) -> str:
+    begin(comm, path)
+    dist.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.ones(1 << 20)
+    calls: dict[str, Any] = {
+        "collective": lambda: [dist.all_reduce(x) for _ in range(100)],
+        "asynchronous": lambda: [
+            dist.all_reduce(x, async_op=True).get_future().wait() for _ in range(100)
+        ],
+        "message": lambda: dist.recv(x, 2),
+        "any source": lambda: dist.recv(x),
+    }
+    with pytest.raises(dist.DistBackendError) as told:
+        calls[how]()
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("how", ["collective", "asynchronous", "message", "any source"])
+def test_a_death_ends_the_calls_of_the_others(how: str, tmp_path: Path) -> None:
+    ranks = ProcessRanks(3)
+    with pytest.raises(AssertionError) as errors:
+        ranks.run(a_death, tmp_path / "store", how)
+    assert set(errors.value.errors) == {2}  # type: ignore[attr-defined]

@@ -201,12 +201,13 @@ BOOTSTRAPPED = """
     class Bootstrap:  # like an mpi4py communicator, but by files
         calls = 0
         Get_rank, Get_size = (lambda self: int(sys.argv[1])), (lambda self: int(sys.argv[2]))
-        def bcast(self, obj, root=0):
+        def allgather(self, obj):
             self.calls += 1
-            path = os.path.join(sys.argv[3], str(self.calls))
-            if root == self.Get_rank():
-                with open(path + ".part", "wb") as file: pickle.dump(obj, file)
-                os.rename(path + ".part", path)
+            path = os.path.join(sys.argv[3], f"{self.calls}.%d")
+            with open(path % self.Get_rank() + ".part", "wb") as file: pickle.dump(obj, file)
+            os.rename(path % self.Get_rank() + ".part", path % self.Get_rank())
+            return [self.read(path % rank) for rank in range(self.Get_size())]
+        def read(self, path):
             while not os.path.exists(path): time.sleep(0.01)
             with open(path, "rb") as file: return pickle.load(file)
     comm = fd.init(bootstrap=Bootstrap())

@@ -164,7 +164,7 @@ def another_backend(comm: Any, path: Path) -> str:
 def test_ranks_with_another_backend_are_named(ranks: ProcessRanks, tmp_path: Path) -> None:
     first, second, _ = ranks.run(another_backend, tmp_path / "store")
     for text in (first, second):
-        assert "rank 2 did not come to the process group within 2 s" in text
+        assert "ranks [2] did not come to the process group within 2 s" in text
         assert 'backend "fastdist"' in text
 
 

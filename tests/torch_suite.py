@@ -1,9 +1,10 @@
 """Runs torch's own test suite of c10d and DDP, on Gloo or on fastdist in Gloo's place.
 
-    python tests/torch_suite.py gloo|fastdist [--ranks 4] [--only PATTERN] [--json FILE]
+    python tests/torch_suite.py gloo|fastdist [--ranks 4] [--like mpi] [--only PATTERN] [--json FILE]
 
 The suite lies in torch's wheel. Its tests choose what they check by the backend's name, so fastdist
-takes Gloo's name here and must do what is expected of Gloo. Ranks are forks of this process.
+takes Gloo's name here and must do what is expected of Gloo. With `--like mpi` run the tests that
+the suite keeps for MPI, which Gloo cannot pass. Ranks are forks of this process.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("backend", choices=["gloo", "fastdist"])
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--like", choices=["gloo", "mpi"], default="gloo")
     parser.add_argument("--only", default="", help="regular expression of test names")
     parser.add_argument("--json", help="write the outcome of each test to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {
-            "BACKEND": "gloo",
+            "BACKEND": options.like,
             "WORLD_SIZE": str(options.ranks),
             "TEMP_DIR": directory,
             "OMP_NUM_THREADS": "1",
@@ -50,6 +52,7 @@ def run(backend: str, only: str) -> dict[str, dict[str, Any]]:
     import torch
     import torch.testing._internal.distributed.distributed_test as suite
 
+    suite.BACKEND = "gloo"
     if backend == "fastdist":
         take_place_of_gloo()
         # A synchronous call runs in its own thread, and its event is not asynchronous as Gloo's is.

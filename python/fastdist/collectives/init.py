@@ -43,7 +43,7 @@ class Bootstrap(Protocol):
     def Get_size(self) -> int:  # noqa: D102
         ...
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:  # noqa: D102
+    def allgather(self, obj: Any) -> list[Any]:  # noqa: D102
         ...
 
 
@@ -308,17 +308,17 @@ def _from_bootstrap(
         machine_id,
     )
 
-    _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "bcast")
+    _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
-    key = bootstrap.bcast(secrets.token_hex(16))
-    machines = [bootstrap.bcast(machine_id(), root) for root in range(size)]
+    everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
+    machines, key = [machine for machine, _ in everyone], everyone[0][1]
     ranks_here = machines.count(machines[rank])
     if ranks_here == size:
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
-    address = bootstrap.bcast(_free_address(host) if rank == 0 else "")
-    arrival, listener = arrive(*split_address(address), size)
-    arrivals = [Arrival.unpack(bootstrap.bcast(arrival.pack(), root)) for root in range(size)]
+    addresses = bootstrap.allgather(_free_address(host) if rank == 0 else "")
+    arrival, listener = arrive(*split_address(addresses[0]), size)
+    arrivals = [Arrival.unpack(packed) for packed in bootstrap.allgather(arrival.pack())]
     meeting = conclude(arrivals, listener, key)
     return _connect_machines("bootstrap", rank, meeting, timeout_s)[0], ranks_here
 

@@ -39,29 +39,33 @@ class StoreBootstrap:
         """Return the number of ranks."""
         return self._size
 
-    def bcast(self, obj: Any, root: int = 0) -> Any:
-        """Return the root's object, which JSON can hold.
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, which JSON can hold.
 
         Raises:
-            ClusterConfigError: the root did not come in time.
+            ClusterConfigError: ranks did not come in time.
         """
-        key = f"fastdist/{self._calls}"
+        keys = [f"fastdist/{self._calls}/{rank}" for rank in range(self._size)]
         self._calls += 1
-        if self._rank == root:
-            self._store.set(key, json.dumps(obj))
-            return obj
+        self._store.set(keys[self._rank], json.dumps(obj))
         try:
             left = max(0.001, self._deadline - time.monotonic())
-            self._store.wait([key], timedelta(seconds=left))
-            return json.loads(bytes(self._store.get(key)))
+            self._store.wait(keys, timedelta(seconds=left))
+            return [json.loads(bytes(self._store.get(key))) for key in keys]
         except RuntimeError as error:
-            raise ClusterConfigError(
-                f"rendezvous: rank {root} did not come to the process group within "
-                f"{self._timeout_s:g} s, seen from rank {self._rank} ({_first_line(error)}); does "
-                'it run, and does it call init_process_group or new_group with backend "fastdist" '
-                "and the same ranks?",
-                (root,),
-            ) from None
+            raise self._failure(keys, _first_line(error)) from None
+
+    def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
+        missing: tuple[int, ...] = ()
+        with contextlib.suppress(RuntimeError):  # the store may be lost
+            missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
+        who = f"ranks {list(missing)} did" if missing else "other ranks did"
+        return ClusterConfigError(
+            f"rendezvous: {who} not come to the process group within {self._timeout_s:g} s, seen "
+            f"from rank {self._rank} ({cause}); do they run, and do they call init_process_group "
+            'or new_group with backend "fastdist" and the same ranks?',
+            missing,
+        )
 
 
 def missing_ranks(store: Any, key: str, rank: int, size: int, timeout: timedelta) -> list[int]:

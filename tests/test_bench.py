@@ -121,6 +121,15 @@ def test_every_collective_is_measured_and_right(session: Session, name: str) -> 
     assert [row.ours.wrong for row in rows] == [0] * len(rows)
 
 
+@pytest.mark.skipif(not has_torch, reason="torch is not installed")
+def test_every_collective_is_measured_through_torch() -> None:
+    effort = Effort(iterations=2, warmup=0, rounds=1, bind=False, timeout_s=60)
+    with Session([fastdist_engine(2, through_torch=True)], 2, effort) as session:
+        for name in COLLECTIVES:
+            rows = measured(session, array_cases(name, (8, 4096), 2, array="torch"))
+            assert [row.ours.wrong for row in rows] == [0] * len(rows), name
+
+
 @pytest.mark.parametrize(
     ("array", "dtype", "redop"),
     [
@@ -182,6 +191,7 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
         (("all_reduce", "--json", "/no/such/folder/a.json"), "/no/such/folder"),
         (("all_reduce", "--plot", "plot.gif9"), "--plot"),
         (("broadcast", "--list", "gpt2"), "--list is for all_reduce"),
+        (("all_reduce", "--through", "torch", "--array", "numpy"), "--through torch is for torch"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(

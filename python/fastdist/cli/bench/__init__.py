@@ -125,6 +125,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         f"{','.join(CUDA_PEER_NAMES)}",
     )
     group.add_argument(
+        "--through",
+        choices=("torch",),
+        help="call fastdist as the backend of torch.distributed, as DDP and FSDP do",
+    )
+    group.add_argument(
         "--peers-dir",
         type=Path,
         default=default_peers_dir(),

@@ -16,6 +16,7 @@ Call = Callable[[], object]
 # Ways to reduce a list of gradients, by driver; ratios are made with the first way.
 LIST_VARIANTS = {
     "fastdist": ("list", "one array"),
+    "fastdist_torch": ("25 MB buckets", "one by one", "coalesced"),
     "gloo": ("25 MB buckets", "one by one", "coalesced"),
     "mpi": ("25 MB buckets",),
     "fastdist_cuda": ("list", "list in bf16", "one array"),

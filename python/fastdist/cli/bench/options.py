@@ -77,7 +77,13 @@ def _default_ranks(device: str) -> int:
 def _array(options: argparse.Namespace) -> str:
     """Returns the kind of arrays for fastdist's calls."""
     possible = DEVICE_ARRAYS[options.device]
-    array: str = possible[0] if options.array is None else options.array
+    usual = possible[0]
+    if options.through == "torch":
+        if options.device != "cpu" or options.array not in (None, "torch"):
+            raise ValueError("--through torch is for torch tensors on --device cpu")
+        require_torch("--through torch needs torch")
+        usual = "torch"
+    array: str = usual if options.array is None else options.array
     if array not in possible:
         raise ValueError(
             f"expected --array for --device {options.device} out of {', '.join(possible)}, "
@@ -102,14 +108,14 @@ def _placement(options: argparse.Namespace) -> Placement | None:
     return placement
 
 
-def require_torch() -> None:
+def require_torch(why: str = "--device cuda needs torch to make arrays there") -> None:
     """Checks that torch, which makes the arrays on GPUs, is installed.
 
     Raises:
         ImportError: torch is not installed; the message has the command that installs it.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ImportError("--device cuda needs torch to make arrays there: pip install torch")
+        raise ImportError(f"{why}: pip install torch")
 
 
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
@@ -159,7 +165,7 @@ def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[Mis
         for name in names
     ]
     missing = tuple(peer for peer in found if isinstance(peer, MissingPeer))
-    ours = fastdist_engine(ranks, device)
+    ours = fastdist_engine(ranks, device, options.through == "torch")
     return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
 
 

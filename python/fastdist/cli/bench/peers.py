@@ -98,8 +98,11 @@ def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def fastdist_engine(ranks: int, device: str = "cpu") -> Engine:
-    """Returns fastdist, started by its own launcher."""
+def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False) -> Engine:
+    """Returns fastdist, started by its own launcher, or as a backend of torch.distributed."""
+    if through_torch:
+        command = (sys.executable, *_WORKER)
+        return Engine("fastdist", "fastdist_torch", command, {"OMP_NUM_THREADS": "1"}, True)
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     driver = "fastdist" if device == "cpu" else "fastdist_cuda"
     return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})

@@ -409,6 +409,15 @@ def gather_in_place() -> None:
 
 
 @more_than_gloo
+def mean_of_integers() -> None:
+    x = torch.tensor([-7, 8]) * (dist.get_rank() + 1)
+    total = sum(range(1, dist.get_world_size() + 1))
+    means = [int(n * total / dist.get_world_size()) for n in (-7, 8)]
+    dist.all_reduce(x, dist.ReduceOp.AVG)
+    assert x.tolist() == means
+
+
+@more_than_gloo
 def premultiplied_sum() -> None:
     x = torch.ones(3)
     dist.all_reduce(x, dist._make_nccl_premul_sum(0.5))

@@ -1,6 +1,6 @@
 """Runs torch's own test suite of c10d and DDP, on Gloo or on fastdist in Gloo's place.
 
-    python tests/torch_suite.py gloo|fastdist [--ranks 4] [--like mpi] [--only PATTERN] [--json FILE]
+    python tests/torch_suite.py gloo|fastdist [--ranks N] [--like mpi] [--only RE] [--json FILE]
 
 The suite lies in torch's wheel. Its tests choose what they check by the backend's name, so fastdist
 takes Gloo's name here and must do what is expected of Gloo. With `--like mpi` run the tests that

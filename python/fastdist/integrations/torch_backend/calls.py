@@ -152,6 +152,11 @@ class Calls(_ProcessGroup):
             finish()
         return Done(written) if opts.asyncOp else None
 
+    def _reduction(
+        self, opts: Any, written: Sequence[torch.Tensor], finish: Finish
+    ) -> tuple[Any, Any, Finish]:
+        return reduction_of(opts.reduceOp, written, finish, self._comm.world_size)
+
     @staticmethod
     def _may_wait(written: Sequence[torch.Tensor]) -> bool:
         """Return whether an asynchronous call runs in another thread.
@@ -170,7 +175,7 @@ class Calls(_ProcessGroup):
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, opts.reduceOp)
         plain, finish = to_write(tensor)
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, [plain], finish)
         scale_in_place([plain], factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
@@ -187,7 +192,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Reduce tensors in place over all ranks."""
         plain, finish = _all_to_write(tensors)
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, plain, finish)
         scale_in_place(plain, factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
@@ -196,7 +201,7 @@ class Calls(_ProcessGroup):
         """Reduce a tensor in place on the root."""
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, [plain], finish)
         root = opts.rootRank
         if self._comm.rank != root:
             return self._make(
@@ -311,7 +316,7 @@ class Calls(_ProcessGroup):
         sizes = [numel(t) for t in given]
         splits = None if len(set(sizes)) == 1 else sizes
         plain, finish = to_write(_one(outputs))
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, [plain], finish)
         return self._make(
             opts,
             outputs,
@@ -329,7 +334,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Reduce one tensor and give each rank its part."""
         plain, finish = to_write(output)
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, [plain], finish)
         return self._make(
             opts,
             [output],
@@ -351,7 +356,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Do `reduce_scatter_single` for several tensors."""
         plain, finish = _all_to_write(outputs)
-        op, factor = reduction_of(opts.reduceOp)
+        op, factor, finish = self._reduction(opts, plain, finish)
         return self._make(
             opts,
             outputs,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from fastdist.integrations.torch_backend.tensors import Finish
+
 # By their hashes, which differ: to compare reductions takes as long as a small collective.
 _NAMES = {
     hash(ReduceOp(kind)): name
@@ -24,10 +26,34 @@ _NAMES = {
 }
 
 
-def reduction_of(op: Any) -> tuple[Any, Any]:
-    """Return a reduction's name, and the factor to multiply the tensors by before, or None."""
+def reduction_of(
+    op: Any, written: Sequence[torch.Tensor], finish: Finish, size: int
+) -> tuple[Any, Any, Finish]:
+    """Return how the engines do one of torch's reductions.
+
+    Args:
+        op: torch's reduction.
+        written: the tensors that the engine writes, of one dtype.
+        finish: what is to be called when the engine has written them.
+        size: the number of ranks.
+
+    Returns:
+        The engines' name, the factor to multiply the inputs by before (or None), and what is to be
+        called afterwards: the mean of integers is a sum that is divided there, as NCCL does it.
+    """
     name = _NAMES.get(hash(op))
-    return ("sum", op.__getstate__()[1]) if name is None else (name, None)
+    if name is None:
+        return "sum", op.__getstate__()[1], finish
+    if name != "mean" or written[0].is_floating_point() or written[0].is_complex():
+        return name, None, finish
+
+    def divide() -> None:
+        for tensor in written:
+            tensor.div_(size, rounding_mode="trunc")
+        if finish is not None:
+            finish()
+
+    return "sum", None, divide
 
 
 def scale_in_place(tensors: Sequence[torch.Tensor], factor: Any) -> None:

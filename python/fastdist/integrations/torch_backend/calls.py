@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -50,9 +51,15 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class Job:
-    """Whether this machine has cores that wait for work; see `_may_wait`."""
+    """The ranks of this job, as far as this process knows them."""
 
-    has_idle_cores = True
+    most_ranks_here = 0  # of all groups, on this machine
+
+    @classmethod
+    def has_idle_cores(cls) -> bool:
+        """Return whether this machine has more cores than its ranks use."""
+        cores = len(os.sched_getaffinity(0))
+        return cores > cls.most_ranks_here * torch.get_num_threads()
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +171,7 @@ class Calls(_ProcessGroup):
         Not if torch's own C++ made it, as DDP does in backward, and no core is idle: then that
         thread would only take the time of this one.
         """
-        if Job.has_idle_cores or not written or not written[0].is_cpu:
+        if not written or not written[0].is_cpu or Job.has_idle_cores():
             return True
         return _caller().f_globals is vars(distributed_c10d)
 

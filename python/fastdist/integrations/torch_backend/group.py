@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,9 +36,7 @@ class ProcessGroupFastdist(Calls):
             comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(options.store))
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
-        if not options.global_ranks_in_group:
-            cores = len(os.sched_getaffinity(0))
-            Job.has_idle_cores = cores > ranks_here * torch.get_num_threads()
+        Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
         return cls(comm, options.store, timeout_s, options.group_id)
 
     def __init__(self, comm: Communicator, store: Any, timeout_s: float, name: str) -> None:

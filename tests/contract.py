@@ -170,6 +170,35 @@ def check_splits(comm: Communicator) -> None:
         assert same_bits(got, np.concatenate(expected))
 
 
+def check_parts_in_place(comm: Communicator) -> None:
+    """A rank's part may be its place in the whole, and nothing else that overlaps it."""
+    n, r = comm.world_size, comm.rank
+    for count in (0, 1, 3, 5_000, 400_000):
+        data = [sample("float32", count, 3, i) for i in range(n)]
+        for as_list in (False, True):
+            whole = np.full((n, count), 7, np.float32)
+            whole[r] = data[r]
+            given, out = ([whole[r]], [whole]) if as_list else (whole[r], whole)
+            comm.all_gather(given, out=out)
+            assert same_bits(whole, np.stack(data))
+            wide = np.stack([row * (r + 1) for row in data])
+            given, out = ([wide], [wide[r]]) if as_list else (wide, wide[r])
+            comm.reduce_scatter(given, "max", out=out)
+            assert same_bits(wide[r], np.max([data[r] * (i + 1) for i in range(n)], axis=0))
+            root = n - 1
+            whole = np.full((n, count), 7, np.float32)
+            whole[r] = data[r]
+            comm.gather(whole[r], root, out=whole if r == root else None)
+            assert same_bits(whole, np.stack(data)) or r != root
+            comm.scatter(whole if r == root else None, root, out=whole[r])
+            assert same_bits(whole[r], data[r])
+    if n > 1:
+        x = np.ones((n, 4), np.float32)
+        with pytest.raises(ValueError, match="shares memory"):
+            comm.all_gather(x[(r + 1) % n], out=x)
+        comm.barrier()
+
+
 def check_uneven_parts(comm: Communicator) -> None:
     n, r = comm.world_size, comm.rank
     for scale in (0, 1, 40, 30_000):
@@ -559,6 +588,9 @@ class CommunicatorContract:
 
     def test_all_to_all_with_splits(self, ranks: Any) -> None:
         ranks.run(check_splits)
+
+    def test_parts_in_place(self, ranks: Any) -> None:
+        ranks.run(check_parts_in_place)
 
     def test_calls_as_one(self, ranks: Any) -> None:
         ranks.run(check_calls_as_one)

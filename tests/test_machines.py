@@ -68,6 +68,7 @@ def by_machine(comm: Communicator, function: Callable[..., Any], *args: Any) -> 
         (contract.check_sizes, (True,)),
         (contract.check_movement, (False,)),
         (contract.check_splits, ()),
+        (contract.check_parts_in_place, ()),
         (contract.check_send_recv, ()),
         (contract.check_lists, (["float32", "int8", "float64", "bfloat16"],)),
         (contract.check_lists_of_parts, ()),

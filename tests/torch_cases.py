@@ -15,11 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 # Torch 2.13 renamed them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+gather_functionally: Any = (
+    getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+)
+scatter_functionally: Any = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 )
 
 Case = Callable[[], Any]
@@ -287,12 +301,40 @@ def functional_collectives() -> Any:
     size, world = dist.get_world_size(), dist.group.WORLD
     return [
         functional.all_reduce(own(3), "sum", world) + 1,
-        functional.all_gather_single(own(2, 2), 1, world) + 1,
-        functional.reduce_scatter_single(own(2 * size), "sum", 0, world) + 1,
+        gather_functionally(own(2, 2), 1, world) + 1,
+        scatter_functionally(own(2 * size), "sum", 0, world) + 1,
         functional.all_to_all_single(own(size, 2), None, None, world) + 1,
         functional.broadcast(own(3), 0, world) + 1,
         [x + 1 for x in functional.all_reduce_coalesced([own(2), own(3)], "avg", world)],
     ]
+
+
+@like_gloo
+def compiled_functions() -> Any:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
+        return gather_functionally(total + 1, 0, dist.group.WORLD)
+
+    return step(own(3))
+
+
+@like_gloo
+def dtensors() -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(24.0).reshape(6, 4)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 2, bias=False)
+    )
+    for layer in model:
+        torch.nn.init.constant_(layer.weight, 0.5)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    out = model(whole)
+    out.sum().backward()
+    gradient = model[0].weight.grad
+    return [columns.to_local(), (rows @ columns.T).full_tensor(), out, gradient.full_tensor()]
 
 
 @like_gloo

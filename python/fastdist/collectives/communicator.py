@@ -360,7 +360,7 @@ class Communicator:
         """Join the arrays of all ranks along axis 0, in rank order. Every rank must call.
 
         Args:
-            array: shape (rows, …); a scalar counts as one row.
+            array: shape (rows, …); a scalar counts as one row. May be this rank's rows of `out`.
             splits: rows of each rank's array, the same list on all ranks; equal if None.
             out: shape (rows of all ranks, …).
             async_op: return a `Work` at once.
@@ -502,7 +502,7 @@ class Communicator:
             array: shape (rows of all ranks, …), the same on all ranks; not changed.
             op: the reduction, as for `all_reduce`.
             splits: rows of each rank's part, the same list on all ranks; equal if None.
-            out: shape (rows of this rank, …).
+            out: shape (rows of this rank, …). May be this rank's rows of `array`, which changes then.
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 

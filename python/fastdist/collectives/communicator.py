@@ -502,7 +502,7 @@ class Communicator:
             array: shape (rows of all ranks, …), the same on all ranks; not changed.
             op: the reduction, as for `all_reduce`.
             splits: rows of each rank's part, the same list on all ranks; equal if None.
-            out: shape (rows of this rank, …). May be this rank's rows of `array`, which changes then.
+            out: shape (rows of this rank, …). May be this rank's rows of `array`.
             async_op: return a `Work` at once.
             timeout: seconds to wait for other ranks.
 

@@ -22,6 +22,7 @@ from fastdist.integrations.torch_backend.reductions import reduction_of, scale_i
 from fastdist.integrations.torch_backend.sparse import all_reduce_sparse
 from fastdist.integrations.torch_backend.tensors import (
     Finish,
+    check_reducible,
     joined,
     joined_to_write,
     numel,
@@ -160,8 +161,14 @@ class Calls(_ProcessGroup):
         return Done(written) if opts.asyncOp else None
 
     def _reduction(
-        self, opts: Any, written: Sequence[torch.Tensor], finish: Finish
+        self,
+        opts: Any,
+        given: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        finish: Finish,
     ) -> tuple[Any, Any, Finish]:
+        for tensor in given:
+            check_reducible(tensor)
         return reduction_of(opts.reduceOp, written, finish, self._comm.world_size)
 
     @staticmethod
@@ -182,7 +189,7 @@ class Calls(_ProcessGroup):
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, opts.reduceOp)
         plain, finish = to_write(tensor)
-        op, factor, finish = self._reduction(opts, [plain], finish)
+        op, factor, finish = self._reduction(opts, tensors, [plain], finish)
         scale_in_place([plain], factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
@@ -199,7 +206,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Reduce tensors in place over all ranks."""
         plain, finish = _all_to_write(tensors)
-        op, factor, finish = self._reduction(opts, plain, finish)
+        op, factor, finish = self._reduction(opts, tensors, plain, finish)
         scale_in_place(plain, factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
@@ -208,7 +215,7 @@ class Calls(_ProcessGroup):
         """Reduce a tensor in place on the root."""
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
-        op, factor, finish = self._reduction(opts, [plain], finish)
+        op, factor, finish = self._reduction(opts, tensors, [plain], finish)
         root = opts.rootRank
         if self._comm.rank != root:
             return self._make(
@@ -323,7 +330,7 @@ class Calls(_ProcessGroup):
         sizes = [numel(t) for t in given]
         splits = None if len(set(sizes)) == 1 else sizes
         plain, finish = to_write(_one(outputs))
-        op, factor, finish = self._reduction(opts, [plain], finish)
+        op, factor, finish = self._reduction(opts, outputs, [plain], finish)
         return self._make(
             opts,
             outputs,
@@ -341,7 +348,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Reduce one tensor and give each rank its part."""
         plain, finish = to_write(output)
-        op, factor, finish = self._reduction(opts, [plain], finish)
+        op, factor, finish = self._reduction(opts, [output], [plain], finish)
         return self._make(
             opts,
             [output],
@@ -363,7 +370,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Do `reduce_scatter_single` for several tensors."""
         plain, finish = _all_to_write(outputs)
-        op, factor, finish = self._reduction(opts, plain, finish)
+        op, factor, finish = self._reduction(opts, outputs, plain, finish)
         return self._make(
             opts,
             outputs,

@@ -24,6 +24,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def check_reducible(tensor: torch.Tensor) -> None:
+    """Raise TypeError if the engines know the tensor's elements as bytes only."""
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{tensor.dtype} can be sent, but not reduced; cast to one of {', '.join(DTYPES)}"
+        )
+
+
 def to_read(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy that the engines can use."""
     if is_plain(tensor):

@@ -13,6 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as functional  # noqa: E402
+from fastdist.cluster.ports import reserved_ports  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
 
 
@@ -237,3 +239,99 @@ def test_a_death_ends_the_calls_of_the_others(how: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as errors:
         ranks.run(a_death, tmp_path / "store", how)
     assert set(errors.value.errors) == {2}  # type: ignore[attr-defined]
+
+
+def works_in_any_order(comm: Any, path: Path) -> None:
+    begin(comm, path)
+    size, rank = comm.world_size, comm.rank
+    # Groups that ranks use in different orders.
+    groups = [dist.new_group() for _ in range(2)]
+    for reduce_all in (
+        lambda group: group.allreduce([torch.ones(4)]).wait,
+        lambda group: functional.all_reduce(torch.ones(4), "sum", group).wait,
+    ):
+        order = groups if rank == 0 else groups[::-1]
+        for wait in [reduce_all(group) for group in order]:
+            wait()
+    # Futures of collectives do not wait for a receive, which needs a thread for its copy here.
+    received = torch.zeros(4, 4)
+    work = dist.irecv(received.t()[:, ::2], (rank - 1) % size, tag=5)
+    x = torch.ones(3)
+    assert dist.all_reduce(x, async_op=True).get_future().wait()[0][0] == size
+    given = torch.full((4, 2), float(rank))
+    dist.isend(given, (rank + 1) % size, tag=5).wait()
+    work.wait()
+    assert received.t()[0, 0] == (rank - 1) % size
+    # A future that is asked for late.
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    dist.destroy_process_group()
+    assert work.get_future().wait()[0][0] == size**2
+
+
+def test_works_do_not_wait_for_each_other(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(works_in_any_order, tmp_path / "store")
+
+
+def memory_of_calls(comm: Any, path: Path) -> list[int]:
+    begin(comm, path)
+    peer = (comm.rank + 1) % comm.world_size
+    control = dist.irecv(torch.zeros(1), (comm.rank - 1) % comm.world_size, tag=99)
+    used = []
+    for _ in range(3):
+        for _ in range(60):
+            dist.all_reduce(torch.ones(1 << 18), async_op=True).wait()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        used.append(pages * os.sysconf("SC_PAGE_SIZE") >> 20)
+    dist.isend(torch.ones(1), peer, tag=99).wait()
+    control.wait()
+    dist.destroy_process_group()
+    return used
+
+
+def test_an_open_receive_keeps_no_other_tensors(ranks: ProcessRanks, tmp_path: Path) -> None:
+    for used in ranks.run(memory_of_calls, tmp_path / "store"):
+        assert used[2] - used[0] < 30, used  # MiB
+
+
+def wrong_tensors(comm: Any, path: Path) -> None:
+    begin(comm, path)
+    world: Any = dist.group.WORLD
+    size = comm.world_size
+    with pytest.raises(ValueError, match="needs at least one tensor"):
+        world.allgather_coalesced([[] for _ in range(size)], [])
+    with pytest.raises(ValueError, match="needs at least one tensor"):
+        dist.all_to_all([], [])
+    with pytest.raises(ValueError, match="share memory within itself"):
+        dist.broadcast(torch.zeros(4, 1).expand(4, 4), 0, async_op=True)
+    with pytest.raises(ValueError, match="tag must not be negative"):
+        dist.isend(torch.ones(1), (comm.rank + 1) % size, tag=-1)
+    with torch.inference_mode():
+        x = torch.ones(2, 3).t()
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.1)
+        work.wait()
+        work.get_future().wait()
+        assert x[0, 0] == size
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_wrong_tensors_are_refused_at_once(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(wrong_tensors, tmp_path / "store")
+
+
+def one_store(comm: Any, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, comm.world_size, comm.rank == 0)
+    for number in range(6):
+        place = {"rank": comm.rank, "world_size": comm.world_size}
+        dist.init_process_group("fastdist", store=store, timeout=timedelta(seconds=20), **place)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x[0] == comm.world_size, number
+        dist.destroy_process_group()
+
+
+def test_jobs_follow_each_other_in_one_store(ranks: ProcessRanks) -> None:
+    with reserved_ports(1) as (port,):
+        ranks.run(one_store, port)

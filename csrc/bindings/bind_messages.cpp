@@ -147,6 +147,7 @@ class Messages {
     const auto start = Clock::now();
     auto pause = kShortestPause;
     while (!end.is_done()) {
+      const auto lost = communicator().find_lost();  // before its last messages are read
       bool has_read = false;
       for (int p = 0; p < communicator().size(); ++p) {
         if (p != communicator().rank()) has_read |= inbox(p).read_if_any(options);
@@ -154,7 +155,7 @@ class Messages {
       if (has_read) continue;
       options.caller->check_interrupt();
       communicator().check_usable();
-      if (const auto lost = communicator().find_lost()) {
+      if (lost && !end.is_done()) {
         throw Error(ErrorCode::kPeerFailure,
                     "rank " + std::to_string(*lost) +
                         " has died or failed while this rank waits for a message from any rank",

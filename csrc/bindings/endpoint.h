@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -94,9 +93,13 @@ class Endpoint {
   void keep_until_done(const PendingCall& call) {
     std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
     const std::lock_guard lock(mutex_);
-    while (!in_flight_.empty() && in_flight_.front().first->is_done()) {
-      dropped.push_back(std::move(in_flight_.front().second));
-      in_flight_.pop_front();
+    if (in_flight_.size() >= sweep_at_) {
+      std::erase_if(in_flight_, [&](auto& kept) {
+        const bool is_done = kept.first->is_done();
+        if (is_done) dropped.push_back(std::move(kept.second));
+        return is_done;
+      });
+      sweep_at_ = 2 * in_flight_.size() + 1;
     }
     in_flight_.emplace_back(call.work, call.kept);
   }
@@ -221,11 +224,12 @@ class Endpoint {
 
   std::shared_ptr<BlockingCommunicator> owner_;
   BlockingCommunicator& communicator_;
-  std::mutex mutex_;  // guards in_flight_, lanes_, untold_ and on_mismatch_
+  std::mutex mutex_;  // guards in_flight_, sweep_at_, lanes_, untold_ and on_mismatch_
   std::optional<Error> untold_;
   std::atomic<bool> is_told_{true};
   std::vector<std::function<void(const Error&)>> on_mismatch_;
-  std::deque<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
+  std::vector<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
+  std::size_t sweep_at_ = 1;  // when in_flight_ has so many calls, the ended ones are released
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;
 };

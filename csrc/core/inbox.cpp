@@ -36,6 +36,7 @@ void Inbox::add(const std::shared_ptr<Receive>& receive) {
     const auto it = std::find_if(kept_.begin(), kept_.end(),
                                  [&](const Kept& k) { return k.message.tag == receive->tag(); });
     if (it == kept_.end()) {
+      receives_.remove_if([](const auto& other) { return other->is_claimed(); });
       receives_.push_back(receive);
       return;
     }

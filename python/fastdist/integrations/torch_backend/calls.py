@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.autograd import graph
 from torch.distributed import DistBackendError, distributed_c10d
 
 import fastdist._core as _core
@@ -70,8 +71,8 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, given: Any, *rest: Any) -> Any:
         tensor = given
-        while type(tensor) is list:  # empty on ranks that only send
-            tensor = tensor[0] if tensor else rest[0]
+        while type(tensor) is list:
+            tensor = tensor[0] if tensor else _first_tensor(rest, name)
         if tensor.is_cpu and not _is_profiling():
             return method(self, given, *rest)
         other = self._other_group(tensor.device)
@@ -82,6 +83,14 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, given, *rest)
 
     return call
+
+
+def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
+    """Return the first tensor after an empty list, which ranks that only send pass."""
+    for item in _flat(list(arguments)):
+        if isinstance(item, torch.Tensor):
+            return item
+    raise ValueError(f"{name} needs at least one tensor, got empty lists")
 
 
 def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
@@ -124,9 +133,16 @@ class Calls(_ProcessGroup):
         super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]
         self._comm = comm
         self._timeout_s = timeout_s
-        self._completer = Completer()
+        self._completers: dict[tuple[Any, ...], Completer] = {}
         assert comm.engine.compiled is not None
         self._messages: Any = _core.Messages(comm.engine.compiled).calls()
+
+    def _completer(self, *lane: Any) -> Completer:
+        """Return what completes futures: of collectives, or of messages to or from one rank."""
+        made = self._completers.get(lane)
+        if made is None:
+            made = self._completers.setdefault(lane, Completer())
+        return made
 
     def _other_group(self, device: torch.device) -> Any:
         """Return the group of another backend that serves this type of device; None: this does."""
@@ -152,7 +168,7 @@ class Calls(_ProcessGroup):
         try:
             if opts.asyncOp and self._may_wait(written):
                 work = call(*args, **kwargs, timeout=self._timeout_s, async_op=True)
-                return Pending(work, written, finish, self._completer)
+                return Pending(work, written, finish, self._completer())
             call(*args, **kwargs, timeout=self._timeout_s)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
@@ -175,12 +191,12 @@ class Calls(_ProcessGroup):
     def _may_wait(written: Sequence[torch.Tensor]) -> bool:
         """Return whether an asynchronous call runs in another thread.
 
-        Not if torch's own C++ made it, as DDP does in backward, and no core is idle: then that
+        Not if torch's C++ made it during backward, as DDP does, and no core is idle: then that
         thread would only take the time of this one.
         """
         if not written or not written[0].is_cpu or Job.has_idle_cores():
             return True
-        return _caller().f_globals is vars(distributed_c10d)
+        return _caller().f_code is not _BACKWARD
 
     @_collective
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
@@ -255,11 +271,11 @@ class Calls(_ProcessGroup):
         opts: Any = _AllgatherOptions,
     ) -> Any:
         """Do `allgather` for several tensors; outputs[i] has the tensors of rank i."""
-        works = [
-            self.allgather([[of_rank[i] for of_rank in outputs]], [tensor], opts)
-            for i, tensor in enumerate(inputs)
-        ]
-        return works[-1]
+        pairs = [joined_to_write([of_rank[i] for of_rank in outputs]) for i in range(len(inputs))]
+        given = [to_read(t).reshape(-1) for t in inputs]
+        received = [t for of_rank in outputs for t in of_rank]
+        flat, finish = [flat for flat, _ in pairs], _all_of([finish for _, finish in pairs])
+        return self._make(opts, received, finish, self._comm.all_gather, given, out=flat)
 
     @_collective
     def all_gather_single(
@@ -422,11 +438,11 @@ class Calls(_ProcessGroup):
 
     def average(self, tensor: torch.Tensor, compress: Compression) -> Any:
         """Average a tensor in place over all ranks, in fewer bits; return a future of it."""
-        work = self._make(
-            _ASYNC, [tensor], None, self._comm.all_reduce, tensor, "mean", compress=compress
-        )
-        assert work is not None
-        return work.get_future().then(lambda future: future.value()[0])
+        options = _ASYNC if not tensor.is_cpu or Job.has_idle_cores() else _SYNC
+        call = self._comm.all_reduce
+        work = self._make(options, [tensor], None, call, tensor, "mean", compress=compress)
+        future = (work or Done([tensor])).get_future()
+        return future.then(lambda future: future.value()[0])
 
     def barrier(self, opts: Any = _BarrierOptions) -> Any:
         """Wait until every rank has called."""
@@ -467,6 +483,8 @@ class Calls(_ProcessGroup):
         tensors: list[torch.Tensor],
         finish: Finish,
     ) -> Done | Pending:
+        if tag < 0:
+            raise ValueError(f"tag must not be negative, got {tag}")
         # torch waits at once for `send` and `recv`: then no thread is needed.
         waits = _caller().f_code in _BLOCKING
         try:
@@ -474,7 +492,7 @@ class Calls(_ProcessGroup):
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         if not waits:
-            return Pending(work, tensors, finish, self._completer)
+            return Pending(work, tensors, finish, self._completer(name, peer))
         if finish is not None:
             finish()
         return Done(tensors, getattr(work, "source", -1))
@@ -514,14 +532,16 @@ def _caller() -> FrameType:
     return frame
 
 
-class _Async:
-    """Options of calls that always return a work."""
+class _Options:
+    """Options of calls that torch passes none for."""
 
-    asyncOp = True
+    def __init__(self, is_async: bool) -> None:
+        self.asyncOp = is_async
 
 
-_ASYNC = _Async()
+_ASYNC, _SYNC = _Options(True), _Options(False)
 _ANY_RANK = -1
+_BACKWARD = graph._engine_run_backward.__code__
 _BLOCKING = {
     inspect.unwrap(call).__code__ for call in (distributed_c10d.send, distributed_c10d.recv)
 }
@@ -536,10 +556,15 @@ def _one(items: list[T]) -> T:
 
 def _all_to_write(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Finish]:
     pairs = [to_write(t) for t in tensors]
-    finishes = [finish for _, finish in pairs if finish is not None]
+    return [plain for plain, _ in pairs], _all_of([finish for _, finish in pairs])
+
+
+def _all_of(finishes: Sequence[Finish]) -> Finish:
+    """Return what does all of these, if any do something."""
+    some = [finish for finish in finishes if finish is not None]
 
     def finish_all() -> None:
-        for finish in finishes:
+        for finish in some:
             finish()
 
-    return [plain for plain, _ in pairs], finish_all if finishes else None
+    return finish_all if some else None

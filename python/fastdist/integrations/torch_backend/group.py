@@ -37,11 +37,14 @@ class ProcessGroupFastdist(Calls):
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
-        return cls(comm, options.store, timeout_s, options.group_id)
+        return cls(comm, options.store, bootstrap.number, timeout_s, options.group_id)
 
-    def __init__(self, comm: Communicator, store: Any, timeout_s: float, name: str) -> None:
+    def __init__(
+        self, comm: Communicator, store: Any, meeting: int, timeout_s: float, name: str
+    ) -> None:
         super().__init__(comm, timeout_s)
         self._store = store
+        self._meeting = meeting  # its number in the store
         self._group_name = name
         self._group_desc = ""
         self._monitored = 0  # barriers
@@ -170,7 +173,8 @@ class ProcessGroupFastdist(Calls):
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         finally:
-            self._completer.close()
+            for completer in list(self._completers.values()):
+                completer.close()
             for other in self._others.values():
                 if other is not None:
                     getattr(other, name)()
@@ -193,7 +197,7 @@ class ProcessGroupFastdist(Calls):
         self._monitored += 1
         rank = self._comm.rank
         wait = timedelta(seconds=self._timeout_s) if timeout is None else timeout
-        key = f"monitored/{self._monitored}"
+        key = f"monitored/{self._meeting}/{self._monitored}"
         missing = missing_ranks(self._store, key, rank, self._comm.world_size, wait)
         if not missing:
             return

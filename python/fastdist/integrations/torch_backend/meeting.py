@@ -29,7 +29,14 @@ class StoreBootstrap:
         self._size = size
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
+        # A store may have served a group of this name that has ended.
+        self._number: int = store.add(f"fastdist/meetings/{rank}", 1)
         self._calls = 0
+
+    @property
+    def number(self) -> int:
+        """The number of this meeting in its store, from 1."""
+        return self._number
 
     def Get_rank(self) -> int:
         """Return this rank."""
@@ -45,7 +52,7 @@ class StoreBootstrap:
         Raises:
             ClusterConfigError: ranks did not come in time.
         """
-        keys = [f"fastdist/{self._calls}/{rank}" for rank in range(self._size)]
+        keys = [f"fastdist/{self._number}/{self._calls}/{rank}" for rank in range(self._size)]
         self._calls += 1
         self._store.set(keys[self._rank], json.dumps(obj))
         try:

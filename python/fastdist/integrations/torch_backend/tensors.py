@@ -44,6 +44,11 @@ def to_write(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
     """Return the tensor, or one that the engines can write and what copies it back."""
     if is_plain(tensor):
         return tensor, None
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"a tensor that is written must not share memory within itself, got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}; call x.contiguous() first"
+        )
     own = tensor.detach()
     copy = own.contiguous().resolve_conj().resolve_neg()
     if copy.data_ptr() == own.data_ptr():

@@ -69,7 +69,7 @@ class Pending(TorchWork):
         work: the call.
         tensors: those that it writes.
         finish: called once when the call has ended, by the first that waits.
-        completer: completes the futures of works on host memory.
+        completer: completes futures of works on host memory.
     """
 
     def __init__(
@@ -115,7 +115,13 @@ class Pending(TorchWork):
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
-                finish()
+                try:
+                    with torch.inference_mode(self._tensors[0].is_inference()):
+                        finish()
+                except Exception as error:
+                    self._error = error
+            if self._error is not None:
+                raise self._error
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors that the call writes."""
@@ -176,7 +182,7 @@ class Pending(TorchWork):
 
 
 class Completer:
-    """A thread that waits for the calls of one group, in order, and completes their futures.
+    """A thread that waits for calls that end in order, and completes their futures.
 
     It also runs what was added to the futures by `then`. That may wait for futures of further calls
     of the group, which another such thread completes.
@@ -186,10 +192,14 @@ class Completer:
         self._queue: queue.SimpleQueue[tuple[Pending, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._inner: Completer | None = None  # for calls that this thread makes
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def complete(self, work: Pending, future: torch.futures.Future[Any]) -> None:
         """Complete the future when the work has ended."""
+        if self._is_closed:  # and so have all calls ended
+            work.complete(future)
+            return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -217,6 +227,7 @@ class Completer:
 
     def close(self) -> None:
         """End the thread when it has completed all futures."""
+        self._is_closed = True
         self._queue.put(None)
         if self._inner is not None:
             self._inner.close()

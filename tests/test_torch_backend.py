@@ -15,7 +15,7 @@ from ranks import ProcessRanks  # noqa: E402
 from torch_cases import LIKE_GLOO, MORE_THAN_GLOO, run_case  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
     ranks = ProcessRanks(request.param)
     yield ranks

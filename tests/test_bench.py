@@ -121,6 +121,7 @@ def test_every_collective_is_measured_and_right(session: Session, name: str) -> 
     assert [row.ours.wrong for row in rows] == [0] * len(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
 def test_every_collective_is_measured_through_torch() -> None:
     effort = Effort(iterations=2, warmup=0, rounds=1, bind=False, timeout_s=60)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ranks import ProcessRanks  # noqa: E402
-from torch_cases import LIKE_GLOO, MORE_THAN_GLOO, run_case  # noqa: E402
+from torch_cases import LIKE_GLOO, MORE_THAN_GLOO, SLOW, run_case  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
@@ -22,7 +22,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("name", LIKE_GLOO)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LIKE_GLOO],
+)
 def test_gives_what_gloo_gives(ranks: ProcessRanks, name: str, tmp_path: Path) -> None:
     outcomes: dict[str, Any] = {}
     for backend in ("gloo", "fastdist"):
@@ -42,7 +45,13 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("order", IMPORTS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(order, marks=[pytest.mark.slow] * (order != "fastdist first"))
+        for order in IMPORTS
+    ],
+)
 def test_is_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
     if "entry point" in order and not entry_points(group="torch.distributed.backends"):
         pytest.skip("fastdist is not installed")

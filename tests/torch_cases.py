@@ -15,13 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 # Torch 2.13 renamed them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,6 +32,7 @@ scatter_functionally: Any = (
 Case = Callable[[], Any]
 LIKE_GLOO: dict[str, Case] = {}
 MORE_THAN_GLOO: dict[str, Case] = {}
+SLOW = ("compiled_functions", "dtensors")  # by what they import
 
 
 def like_gloo(case: Case) -> Case:
@@ -321,6 +315,14 @@ def compiled_functions() -> Any:
 
 @like_gloo
 def dtensors() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(24.0).reshape(6, 4)
     rows = distribute_tensor(whole, mesh, [Shard(0)])

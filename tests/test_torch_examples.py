@@ -38,7 +38,14 @@ def losses(name: str, backend: str, options: tuple[str, ...]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # Not while tests/test_ray.py has a cluster.
+    [
+        pytest.param(name, marks=[pytest.mark.xdist_group("test_ray")] * (name == "ray_train"))
+        for name in CASES
+    ],
+)
 def test_an_example_trains(name: str) -> None:
     library, options, least = CASES[name]
     if importlib.util.find_spec(library) is None:

@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--backend", default="fastdist")
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
-    ray.init(num_cpus=2, runtime_env={"worker_process_setup_hook": import_fastdist})
+    ray.init(
+        address="local", num_cpus=2, runtime_env={"worker_process_setup_hook": import_fastdist}
+    )
     with tempfile.TemporaryDirectory() as directory:
         trainer = TorchTrainer(
             train,

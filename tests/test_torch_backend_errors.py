@@ -1,4 +1,4 @@
-"""What the backend "fastdist" says when ranks die, disagree or are used wrongly."""
+"""Errors of the backend "fastdist": ranks that die, disagree or are used wrongly."""
 
 import os
 import signal

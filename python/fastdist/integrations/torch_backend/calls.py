@@ -122,7 +122,7 @@ _TITLES = {
 
 
 class Calls(_ProcessGroup):
-    """The collectives of one rank.
+    """The collectives of one rank. `_other_group` is of the whole group, which inherits this.
 
     Args:
         comm: the communicator of the group's ranks.
@@ -143,10 +143,6 @@ class Calls(_ProcessGroup):
         if made is None:
             made = self._completers.setdefault(lane, Completer())
         return made
-
-    def _other_group(self, device: torch.device) -> Any:
-        """Return the group of another backend that serves this type of device; None: this does."""
-        raise NotImplementedError
 
     def _make(
         self,
@@ -194,9 +190,9 @@ class Calls(_ProcessGroup):
         Not if torch's C++ made it during backward, as DDP does, and no core is idle: then that
         thread would only take the time of this one.
         """
-        if not written or not written[0].is_cpu or Job.has_idle_cores():
+        if not written or not written[0].is_cpu:
             return True
-        return _caller().f_code is not _BACKWARD
+        return _caller().f_code is not _BACKWARD or Job.has_idle_cores()
 
     @_collective
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
@@ -346,15 +342,29 @@ class Calls(_ProcessGroup):
         sizes = [numel(t) for t in given]
         splits = None if len(set(sizes)) == 1 else sizes
         plain, finish = to_write(_one(outputs))
-        op, factor, finish = self._reduction(opts, outputs, [plain], finish)
+        return self._reduce_scatter(opts, outputs, [plain], finish, [joined(given)], splits)
+
+    def _reduce_scatter(
+        self,
+        opts: Any,
+        outputs: list[torch.Tensor],
+        plain: list[torch.Tensor],
+        finish: Finish,
+        given: list[torch.Tensor],
+        splits: Sequence[int] | None = None,
+    ) -> Any:
+        op, factor, finish = self._reduction(opts, outputs, plain, finish)
+        flat = [scaled(t.view(-1), factor) for t in given]
+        out = [t.view(-1) for t in plain]
+        is_one = len(flat) == 1  # errors then name a tensor, not a list
         return self._make(
             opts,
             outputs,
             finish,
             self._comm.reduce_scatter,
-            scaled(joined(given), factor),
+            flat[0] if is_one else flat,
             op,
-            out=plain.view(-1),
+            out=out[0] if is_one else out,
             splits=splits,
         )
 
@@ -364,16 +374,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Reduce one tensor and give each rank its part."""
         plain, finish = to_write(output)
-        op, factor, finish = self._reduction(opts, [output], [plain], finish)
-        return self._make(
-            opts,
-            [output],
-            finish,
-            self._comm.reduce_scatter,
-            scaled(to_read(given).view(-1), factor),
-            op,
-            out=plain.view(-1),
-        )
+        return self._reduce_scatter(opts, [output], [plain], finish, [to_read(given)])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -386,16 +387,7 @@ class Calls(_ProcessGroup):
     ) -> Any:
         """Do `reduce_scatter_single` for several tensors."""
         plain, finish = _all_to_write(outputs)
-        op, factor, finish = self._reduction(opts, outputs, plain, finish)
-        return self._make(
-            opts,
-            outputs,
-            finish,
-            self._comm.reduce_scatter,
-            [scaled(to_read(t).view(-1), factor) for t in inputs],
-            op,
-            out=[t.view(-1) for t in plain],
-        )
+        return self._reduce_scatter(opts, outputs, plain, finish, [to_read(t) for t in inputs])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 

@@ -1,4 +1,4 @@
-"""How the ranks of a process group meet: through the store that torch made for the group."""
+"""The meeting of a process group's ranks, through the store that torch made for the group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdist.errors import ClusterConfigError
 
 
 class StoreBootstrap:
-    """What `fastdist.init(bootstrap=)` takes, over a store of torch.
+    """A bootstrap for `fastdist.init`, over a store of torch.
 
     Every rank makes the same calls.
 
@@ -65,7 +65,7 @@ class StoreBootstrap:
     def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
         missing: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            missing = tuple(r for r, key in enumerate(keys) if not self._store.check([key]))
+            missing = tuple(_absent(self._store, keys))
         who = f"ranks {list(missing)} did" if missing else "other ranks did"
         return ClusterConfigError(
             f"rendezvous: {who} not come to the process group within {self._timeout_s:g} s, seen "
@@ -86,10 +86,15 @@ def missing_ranks(store: Any, key: str, rank: int, size: int, timeout: timedelta
         # Stores take a timeout of zero for none at all.
         store.wait(posted if rank == 0 else [f"{key}/all"], max(timeout, timedelta(milliseconds=1)))
     except RuntimeError:
-        return [r for r in range(size) if not store.check([posted[r]])] or [0]
+        return _absent(store, posted) or [0]
     if rank == 0:
         store.set(f"{key}/all", "here")
     return []
+
+
+def _absent(store: Any, keys: list[str]) -> list[int]:
+    """Return the ranks whose keys are not in the store; keys are by rank."""
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def host_of(store: Any) -> str | None:

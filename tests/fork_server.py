@@ -54,7 +54,13 @@ PRELOADED = (
     "torchmetrics",
     "fastdist",
 )
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # jemalloc in pyarrow, which scikit-learn imports through pandas where both are installed
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 64
 _INT = struct.Struct("i")
@@ -208,8 +214,9 @@ def _preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
+    tasks = Path("/proc/self/task").iterdir()
+    threads = [(task / "comm").read_text().strip() for task in tasks]
+    if len(threads) != 1:
         raise RuntimeError(f"a fork server must run one thread, got {threads}")
     gc.collect()
     gc.freeze()  # collections in the forks leave the server's pages shared

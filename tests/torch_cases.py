@@ -328,7 +328,7 @@ def dtensors() -> Any:
     rows = distribute_tensor(whole, mesh, [Shard(0)])
     columns = rows.redistribute(mesh, [Shard(1)])
     model = torch.nn.Sequential(
-        torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 2, bias=False)
+        torch.nn.Linear(4, 12, bias=False), torch.nn.Linear(12, 2, bias=False)
     )
     for layer in model:
         torch.nn.init.constant_(layer.weight, 0.5)

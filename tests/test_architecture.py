@@ -27,6 +27,7 @@ CHAIN = (
     "fastdist.training",
     "fastdist.data",
     "fastdist.strategies",
+    "fastdist.checkpoints",
     "fastdist.ps",
     "fastdist.tpu",
     "fastdist.integrations",

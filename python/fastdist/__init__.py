@@ -28,6 +28,8 @@ from fastdist.integrations.torch_backend import register_with_torch
 
 __all__ = [
     "CentralStorageStrategy",
+    "Checkpoint",
+    "CheckpointManager",
     "ClusterCoordinator",
     "CommunicationOptions",
     "Communicator",
@@ -79,6 +81,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fastdist import data, nn, ps
+    from fastdist.checkpoints import Checkpoint, CheckpointManager
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
         PerWorkerValues,
@@ -106,6 +109,8 @@ if TYPE_CHECKING:
 
 # These need torch or pyzmq, which `import fastdist` does not load.
 _LAZY = {
+    "Checkpoint": "fastdist.checkpoints",
+    "CheckpointManager": "fastdist.checkpoints",
     "ClusterCoordinator": "fastdist.ps.coordinator",
     "ParameterServerStrategy": "fastdist.ps.strategy",
     "PerWorkerValues": "fastdist.ps.coordinator",

@@ -186,6 +186,11 @@ def default_communicator() -> Communicator:
     return _World.communicator
 
 
+def existing_communicator() -> Communicator | None:
+    """Return the communicator that `init` made in this process; None if there is none."""
+    return _World.communicator if _World.process == os.getpid() else None
+
+
 def _replace(ended: Communicator, successor: Communicator | None) -> None:
     if _World.communicator is ended:
         _World.communicator = successor

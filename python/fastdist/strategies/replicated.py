@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -100,7 +100,7 @@ class ReplicatedStrategy(Strategy):
 
     @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        with self._talking():
+        with self.talking():
             if self.num_replicas_in_sync > 1:
                 adopt_metrics(roots, self)
             self._members.adopt(self._communicators, roots, made)
@@ -119,7 +119,7 @@ class ReplicatedStrategy(Strategy):
         )
 
     def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        with self._talking() as workers:
+        with self.talking() as workers:
             if workers is None:
                 return [list(values)]
             table: list[list[int]] = workers.all_gather(np.array([values], np.int64)).tolist()
@@ -197,8 +197,8 @@ class ReplicatedStrategy(Strategy):
             self._communicators.abort()
 
     @contextlib.contextmanager
-    def _talking(self) -> Iterator[Communicator | None]:
-        """A context manager around communication outside `run`.
+    def talking(self) -> Iterator[Communicator | None]:
+        """A context manager around communication outside `run`; None if there is one replica.
 
         After a failed collective the next call makes new communicators, so that the failure of a
         replica is reported once.
@@ -233,7 +233,7 @@ class ReplicatedStrategy(Strategy):
     # --- values of all replicas -----------------------------------------------------------------
 
     def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
-        with self._talking() as workers:
+        with self.talking() as workers:
             self._members.average_buffers()
             return map_structure(lambda leaf: self._reduce_leaf(workers, op, leaf, axis), value)
 
@@ -257,12 +257,12 @@ class ReplicatedStrategy(Strategy):
         """Call `fn(component, *args, **kwargs)` for a variable on each local replica."""
         self._require_cross_replica("update")
         own_args, own_kwargs = select((tuple(args), kwargs or {}))
-        with self._talking(), torch.no_grad():
+        with self.talking(), torch.no_grad():
             result = self._members.update(variable, lambda c: fn(c, *own_args, **own_kwargs))
         return result if self.num_replicas_in_sync == 1 else wrap([result])
 
     def _gather(self, value: Any, axis: int) -> Any:
-        with self._talking() as workers:
+        with self.talking() as workers:
             self._members.average_buffers()
             return map_structure(
                 lambda leaf: gather_values(workers, self.local_results(leaf), axis), value
@@ -291,7 +291,7 @@ class ReplicatedStrategy(Strategy):
         Raises:
             FastdistError: tensors differ; the message names the first tensor and the replicas.
         """
-        with self._talking():
+        with self.talking():
             self._members.refresh()
             self._members.average_buffers()
             self._members.require_in_sync()
@@ -306,6 +306,16 @@ def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
     _connected.add(strategy)
+
+
+def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
+    """Return the strategy of several replicas to which the first module belongs that has one."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    for tensor in tensors:
+        for strategy in _connected:
+            if strategy._members.has(tensor):
+                return strategy
+    return None
 
 
 def _leave_all() -> None:

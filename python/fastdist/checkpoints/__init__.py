@@ -1,0 +1,9 @@
+"""Checkpoints: safetensors and JSON, whole or not there, the same for every strategy."""
+
+from __future__ import annotations
+
+from fastdist.checkpoints.checkpoint import Checkpoint
+from fastdist.checkpoints.files import DamagedCheckpointError
+from fastdist.checkpoints.manager import CheckpointManager
+
+__all__ = ["Checkpoint", "CheckpointManager", "DamagedCheckpointError"]

@@ -1,0 +1,96 @@
+"""What the ranks of a job do together to save and to restore: one fails, all raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import existing_communicator
+from fastdist.errors import FastdistError
+from fastdist.strategies.replicated import replicas_of
+
+T = TypeVar("T")
+# Kinds that other ranks raise too: the first that fits.
+_KINDS = (
+    FileNotFoundError,
+    FileExistsError,
+    OSError,
+    ValueError,
+    TypeError,
+    FastdistError,
+    RuntimeError,
+)
+
+
+class Ranks:
+    """The ranks that save and restore a checkpoint together; rank 0 reads and writes files.
+
+    Args:
+        modules: those of the checkpoint. If they were made in a strategy's scope, the ranks are
+            its replicas; otherwise those of `fastdist.init`, if it was called; otherwise this
+            process is alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._strategy = replicas_of(modules)
+
+    def talking(self) -> AbstractContextManager[Communicator | None]:
+        """A context manager that gives the communicator; None if this process is alone."""
+        if self._strategy is not None:
+            return self._strategy.talking()
+        world = existing_communicator()
+        if world is not None and world.world_size == 1:
+            world = None
+        return contextlib.nullcontext(world)
+
+
+def together(workers: Communicator | None, work: Callable[[], T]) -> T:
+    """Call `work` on every rank, and raise on all if it fails on one. Every rank must call.
+
+    Raises:
+        Exception: what `work` raised here, or an error of that kind that names the rank.
+    """
+    if workers is None:
+        return work()
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    told = None if failure is None else (_kind_of(failure), str(failure))
+    everyone = workers.all_gather_object(told)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(everyone):
+        if other is not None:
+            kind, message = other
+            raise kind(f"rank {rank}: {message}")
+    return result
+
+
+def from_first(workers: Communicator | None, make: Callable[[], T]) -> T:
+    """Return on every rank what `make` returns on rank 0. Every rank must call.
+
+    Raises:
+        Exception: what `make` raised; on other ranks, an error of that kind.
+    """
+    if workers is None:
+        return make()
+    result = together(workers, lambda: make() if workers.rank == 0 else None)
+    return workers.broadcast_object(result)  # type: ignore[return-value]
+
+
+def spread(workers: Communicator | None, tensors: dict[str, torch.Tensor]) -> None:
+    """Copy rank 0's tensors into those of the other ranks. Every rank must call."""
+    if workers is not None and tensors:
+        workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+
+
+def _kind_of(error: Exception) -> type[Exception]:
+    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)

@@ -1,0 +1,266 @@
+"""Saves and restores models, optimizers and other objects of a training job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastdist.checkpoints import files
+from fastdist.checkpoints.agreement import Ranks, from_first, spread, together
+from fastdist.checkpoints.encoding import Encoder, decode
+from fastdist.checkpoints.files import PartFiles
+from fastdist.checkpoints.matching import require_match
+from fastdist.collectives.communicator import Communicator
+from fastdist.replicas.context import state
+
+_RANDOM = "random_generator"
+# Turns the tensors of a part into tensors on the CPU that nobody changes while they are written.
+Stage = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class Checkpoint:
+    """The objects and values of a training job that are saved and restored together.
+
+    Made and used like this, on every replica:
+
+        checkpoint = fd.Checkpoint(model=model, optimizer=optimizer, data=batches, step=0)
+        manager = fd.CheckpointManager("checkpoints", max_to_keep=3)
+        manager.restore(checkpoint)
+        for batch in batches:
+            ...
+            checkpoint.step += 1
+            if checkpoint.step % 1000 == 0:
+                manager.save(checkpoint)
+
+    A checkpoint does not depend on the strategy or the number of replicas: any other can restore
+    it, and so can torch alone: `model.load_state_dict(safetensors.torch.load_file(path /
+    "model.safetensors"))`. (If parameters share memory, each is saved once, and
+    `safetensors.torch.load_model` loads them.)
+
+    Args:
+        parts: objects by name. What has `state_dict` and `load_state_dict` (modules, optimizers,
+            schedulers, scalers, metrics, distributed datasets) is restored by them, and a tensor
+            in place. Other values, such as numbers, strings, lists and dictionaries, are
+            attributes of the checkpoint (`checkpoint.step`); restoring replaces them.
+
+    Raises:
+        TypeError: no part was given, or a name is one of a method.
+    """
+
+    _parts: dict[str, Any]
+
+    def __init__(self, **parts: Any) -> None:
+        if not parts:
+            raise TypeError("Checkpoint: expected at least one part, as in Checkpoint(model=model)")
+        for name in parts:
+            if hasattr(type(self), name) or name.startswith("_") or name == _RANDOM:
+                raise TypeError(f"Checkpoint: {name!r} cannot be the name of a part")
+        self.__dict__["_parts"] = dict(parts)
+
+    def __getattr__(self, name: str) -> Any:
+        parts = self.__dict__.get("_parts", {})
+        if name not in parts:
+            raise AttributeError(f"this checkpoint has {sorted(parts)}, got {name!r}")
+        return parts[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._parts:
+            raise AttributeError(f"this checkpoint has {sorted(self._parts)}, got {name!r}")
+        self._parts[name] = value
+
+    def __repr__(self) -> str:
+        return f"<fastdist.Checkpoint of {', '.join(self._parts)}>"
+
+    def save(self, path: str | Path) -> Path:
+        """Write all parts into a new directory. Every replica must call, outside `run`.
+
+        The directory has its name when it is whole and on the disk. See `CheckpointManager` for
+        a series of checkpoints.
+
+        Returns:
+            The directory's path.
+
+        Raises:
+            FileExistsError: the path exists.
+            OSError: the disk is full, or the directory cannot be written.
+            TypeError: a state holds an object of a type that cannot be saved.
+        """
+        path = Path(path).absolute()
+
+        def write(parts: Mapping[str, PartFiles]) -> None:
+            if path.exists():
+                raise FileExistsError(f"{path} exists; remove it, or give another path")
+            files.write(path, parts)
+
+        with self.ranks().talking() as workers:
+            self.collect(workers, copy_to_cpu, write)
+        return path
+
+    def restore(self, path: str | Path) -> None:
+        """Restore all parts from a directory that was saved. Every replica must call.
+
+        What the directory has and this checkpoint has not is left out. If anything does not fit,
+        nothing is changed.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: a ValueError: bytes are missing or have changed; the message
+                names the file and the tensor.
+            ValueError: it was saved of another model or optimizer, whose names and shapes the
+                message lists; or by a newer release.
+        """
+        path = Path(path).absolute()
+        with self.ranks().talking() as workers:
+            self.load(workers, lambda: read(path, list(self._parts)), with_random=False)
+
+    # --- for CheckpointManager ------------------------------------------------------------------
+
+    def ranks(self) -> Ranks:
+        """The ranks that save and restore this checkpoint together."""
+        return Ranks(part for part in self._parts.values() if isinstance(part, nn.Module))
+
+    def collect(
+        self,
+        workers: Communicator | None,
+        stage: Stage,
+        write: Callable[[Mapping[str, PartFiles]], None],
+    ) -> None:
+        """Collect the states of all parts, and pass them to `write` on rank 0.
+
+        Every rank must call; if one fails, all raise.
+        """
+        if state.replica is not None:
+            raise RuntimeError(
+                "a checkpoint was saved inside run; save it outside, on all replicas"
+            )
+
+        def work() -> None:
+            # Every rank: states such as that of a variable with a value per replica communicate.
+            states = {name: _state_of(part) for name, part in self._parts.items()}
+            if workers is not None and workers.rank > 0:
+                return
+            states[_RANDOM] = _random_state()
+            parts = {}
+            for name, value in states.items():
+                encoder = Encoder()
+                encoded = encoder.encode(value, () if isinstance(value, Mapping) else (name,))
+                parts[name] = PartFiles(
+                    {"state": encoded, "same": encoder.aliases}, stage(name, encoder.tensors)
+                )
+            write(parts)
+
+        together(workers, work)
+
+    def load(
+        self,
+        workers: Communicator | None,
+        read_parts: Callable[[], dict[str, PartFiles]],
+        *,
+        with_random: bool,
+    ) -> None:
+        """Load the parts that `read_parts` returns on rank 0, on every rank.
+
+        Args:
+            workers: connects all ranks.
+            read_parts: reads this checkpoint's parts.
+            with_random: restore the state of torch's random generators too.
+        """
+        if state.replica is not None:
+            raise RuntimeError(
+                "a checkpoint was restored inside run; restore it outside, on all replicas"
+            )
+        taken: dict[str, PartFiles] = {}
+
+        def outline() -> dict[str, Any]:
+            taken.update(read_parts())
+            return {
+                name: (part.encoded, {n: (t.shape, t.dtype) for n, t in part.tensors.items()})
+                for name, part in taken.items()
+            }
+
+        outlined = from_first(workers, outline)
+        states = {}
+        for name, (encoded, described) in outlined.items():
+            part = taken.get(name)
+            tensors = (
+                dict(part.tensors)
+                if part is not None
+                else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
+            )
+            spread(workers, tensors)
+            states[name] = decode(encoded["state"], tensors)
+        random = states.pop(_RANDOM, None)
+
+        def match() -> None:
+            missing = [name for name in self._parts if name not in states]
+            if missing:
+                raise ValueError(f"the checkpoint has {sorted(states)}, and not {missing}")
+            for name, part in self._parts.items():
+                require_match(name, part, states[name])
+
+        def apply() -> None:
+            for name, part in self._parts.items():
+                self._parts[name] = _put(part, states[name])
+            if with_random and random is not None:
+                _set_random_state(random)
+
+        together(workers, match)
+        together(workers, apply)
+
+
+def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
+    """Read parts of a checkpoint, those that it has; every byte is checked.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpointError: a file is damaged.
+        ValueError: a newer release has written it.
+    """
+    index = files.read_index(path)
+    return {
+        name: PartFiles(index.parts[name], files.read_tensors(index, name))
+        for name in [*names, _RANDOM]
+        if name in index.parts
+    }
+
+
+def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors on the CPU; those that are there are not copied."""
+    del name
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
+
+
+def _state_of(part: Any) -> Any:
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        return part.state_dict()
+    return part
+
+
+def _put(part: Any, value: Any) -> Any:
+    """Restore a part; return what takes its place."""
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        part.load_state_dict(value)
+        return part
+    if isinstance(part, torch.Tensor):
+        with torch.no_grad():
+            part.copy_(value)
+        return part
+    return value
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of torch's generators; the CPU's gives the streams of all replicas in `run`."""
+    generators = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return generators
+
+
+def _set_random_state(generators: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(generators["cpu"])
+    if "cuda" in generators and torch.cuda.is_available():
+        torch.cuda.set_rng_state(generators["cuda"])

@@ -1,0 +1,62 @@
+"""The lock of a directory of checkpoints: one job writes there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+PATIENCE_S = 10.0  # for a holder that is being killed
+_NAME = ".lock"
+_held: dict[Path, DirectoryLock] = {}
+
+
+class DirectoryLock:
+    """Held by this process until it ends or calls `release`.
+
+    The lock is the kernel's (POSIX), so it ends with the process however that ends; children do not
+    inherit it. Over NFS it holds between machines.
+
+    Args:
+        directory: is made if it does not exist.
+
+    Raises:
+        OSError: another job holds the lock, or the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        if directory in _held:
+            raise BlockingIOError(f"{directory} is in use by another manager of this process")
+        # The descriptor stays open: closing any descriptor of the file ends the lock.
+        self._file = (directory / _NAME).open("a+")
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._try():
+            if time.monotonic() > deadline:
+                self._file.seek(0)
+                holder = self._file.read().strip()
+                self._file.close()
+                raise BlockingIOError(
+                    f"{directory} is in use by another job ({holder}): give each job a directory "
+                    "of its own"
+                )
+            time.sleep(0.1)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+        _held[directory] = self
+
+    def release(self) -> None:
+        """Let others write."""
+        if _held.pop(self._directory, None) is self:
+            self._file.close()
+
+    def _try(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True

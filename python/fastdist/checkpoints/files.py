@@ -1,0 +1,236 @@
+"""A checkpoint on disk: a directory of safetensors files and one JSON file that makes it whole.
+
+    checkpoint-1200/
+      checkpoint.json      the values that are not tensors, and the name, size and checksum of each
+                           tensor of each file
+      model.safetensors    the tensors of one part, by their names in its state_dict
+      optimizer.safetensors
+
+The directory gets its name when all files are on the disk. So a directory of that name is whole,
+unless the disk has lost or changed bytes since, which the checksums (CRC-32) show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastdist._version import __version__
+
+FORMAT = 1
+INDEX = "checkpoint.json"
+_UNFINISHED = ".unfinished-"
+_REMOVED = ".removed-"
+_REPLACED = ".replaced-"
+_CHECKSUM_THREADS = 4
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFiles:
+    """A part of a checkpoint: its JSON, and its tensors on the CPU by name."""
+
+    encoded: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def write(path: Path, parts: Mapping[str, PartFiles]) -> None:
+    """Write a checkpoint; it has its name when it is whole and on the disk.
+
+    Args:
+        path: of the directory to make; a checkpoint that lies there is replaced at the end.
+        parts: by name.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written; what lay there is unchanged.
+    """
+    from safetensors.torch import save_file
+
+    parent = path.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    unfinished = parent / f"{_UNFINISHED}{path.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        files = {}
+        with ThreadPoolExecutor(1) as checksums:
+            for name, part in parts.items():
+                if not part.tensors:
+                    continue
+                tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
+                summing = checksums.submit(_describe, tensors)
+                file = unfinished / f"{name}.safetensors"
+                save_file(tensors, file, {"format": "pt"})
+                _flush(file)
+                files[file.name] = {
+                    "bytes": file.stat().st_size,
+                    "header": _header_checksum(file),
+                    "tensors": summing.result(),
+                }
+        content = {
+            "format": FORMAT,
+            "fastdist": __version__,
+            "parts": {name: part.encoded for name, part in parts.items()},
+            "files": files,
+        }
+        index = unfinished / INDEX
+        index.write_text(
+            json.dumps({"checksum": _checksum_of(content), "content": content}, indent=1)
+        )
+        for file in unfinished.iterdir():
+            shutil.copymode(index, file)  # safetensors makes files for their owner only
+        _flush(index)
+        _flush(unfinished)
+        _put_in_place(unfinished, path)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if isinstance(error, Exception):
+            raise OSError(f"cannot write the checkpoint {path}: {error}") from error
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; interrupted, it leaves nothing that looks like a checkpoint."""
+    removed = path.with_name(f"{_REMOVED}{path.name}")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def tidy(directory: Path) -> None:
+    """Finish or undo what a process that was killed has left half done in a directory."""
+    for replaced in directory.glob(f"{_REPLACED}*"):
+        path = directory / replaced.name.removeprefix(_REPLACED)
+        if not path.exists():
+            replaced.rename(path)
+    for prefix in (_UNFINISHED, _REMOVED, _REPLACED):
+        for left in directory.glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The JSON file of a checkpoint.
+
+    Attributes:
+        path: of the checkpoint.
+        parts: the JSON of each part, by name.
+        files: for each file: its size, the checksum of its header, and its tensors.
+    """
+
+    path: Path
+    parts: dict[str, Any]
+    files: dict[str, Any]
+
+
+def read_index(path: Path) -> Index:
+    """Read the JSON file of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpointError: the file is damaged.
+        ValueError: a newer release of fastdist has written the checkpoint.
+    """
+    file = path / INDEX
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    try:
+        read = json.loads(file.read_bytes())
+        content = read["content"]
+        if read["checksum"] != _checksum_of(content):
+            raise ValueError("its checksum does not fit")
+        version, wrote = int(content["format"]), content["fastdist"]
+        index = Index(path, dict(content["parts"]), dict(content["files"]))
+    except Exception as error:
+        raise DamagedCheckpointError(f"{file} is damaged or missing: {error}") from error
+    if version > FORMAT:
+        raise ValueError(
+            f"{path} was written by fastdist {wrote} in format {version}, and this is fastdist "
+            f"{__version__}, which reads format {FORMAT}: upgrade fastdist"
+        )
+    return index
+
+
+def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
+    """Read the tensors of a part, and check every byte of its file.
+
+    Raises:
+        DamagedCheckpointError: the file is damaged; the message names the first such tensor.
+    """
+    from safetensors import safe_open
+
+    path = index.path / f"{part}.safetensors"
+    expected = index.files.get(path.name)
+    if expected is None:
+        return {}
+    try:
+        if path.stat().st_size != expected["bytes"]:
+            raise ValueError(f"expected {expected['bytes']} bytes, got {path.stat().st_size}")
+        if _header_checksum(path) != expected["header"]:
+            raise ValueError("the checksum of its header does not fit")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise DamagedCheckpointError(f"{path} is damaged or missing: {error}") from error
+    with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:
+        names = list(expected["tensors"])
+        sums = pool.map(lambda name: _checksum(tensors[name]), names)
+        for name, found in zip(names, sums, strict=True):
+            if found != expected["tensors"][name]:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: the checksum of the tensor {name!r} does not fit"
+                )
+    return tensors
+
+
+def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(data)
+
+
+def _checksum_of(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _header_checksum(path: Path) -> int:
+    """Return the checksum of a safetensors file without its tensors."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        length = int.from_bytes(size, "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"its header claims {length} bytes")
+        return zlib.crc32(size + file.read(length))
+
+
+def _put_in_place(unfinished: Path, path: Path) -> None:
+    replaced = path.with_name(f"{_REPLACED}{path.name}")
+    if path.exists():
+        path.rename(replaced)
+    unfinished.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,271 @@
+"""A series of checkpoints in a directory, of which the newest whole one is found."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import warnings
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fastdist.checkpoints import files
+from fastdist.checkpoints.agreement import Ranks, from_first, together
+from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu, read
+from fastdist.checkpoints.directory_lock import DirectoryLock
+from fastdist.checkpoints.files import DamagedCheckpointError, PartFiles
+from fastdist.collectives.communicator import Communicator
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_DAMAGED = "damaged-"
+
+
+class CheckpointManager:
+    """Saves a series of checkpoints into a directory, and restores the newest whole one.
+
+    One job uses a directory at a time. Every replica makes a manager and makes the same calls,
+    outside `run`; replica 0 reads and writes, and the others get the values from it, so that only
+    its machine needs the directory.
+
+    Args:
+        directory: is made if it does not exist.
+        max_to_keep: number of checkpoints; older ones are removed. None: keep all.
+
+    Raises:
+        ValueError: max_to_keep is less than 1.
+    """
+
+    def __init__(self, directory: str | Path, *, max_to_keep: int | None = 5) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(f"max_to_keep must be at least 1, or None, got {max_to_keep}")
+        self.directory = Path(directory).absolute()
+        self._max_to_keep = max_to_keep
+        self._ranks: Ranks | None = None  # of the last checkpoint
+        self._lock: DirectoryLock | None = None
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._staged: dict[tuple[str, str], torch.Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"<fastdist.CheckpointManager of {self.directory}>"
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # other replicas may have come elsewhere
+            self._release()
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that lie in the directory, oldest first. Their bytes are not checked."""
+        return list_checkpoints(self.directory)
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint in the directory, whose bytes are not checked; None without one."""
+        return next(reversed(self.checkpoints), None)
+
+    def save(
+        self, checkpoint: Checkpoint, number: int | None = None, *, async_op: bool = False
+    ) -> Path:
+        """Save a checkpoint. Every replica must call.
+
+        Args:
+            checkpoint: what to save.
+            number: orders the checkpoints and names the directory; the part called "step" if it is
+                an int, otherwise one more than the newest. The same number again replaces it.
+            async_op: return when the tensors are copied, and write in a thread. At most one
+                checkpoint is written at a time: the next call, `wait` and `close` wait for it, and
+                raise what has failed.
+
+        Returns:
+            The checkpoint's directory, which exists when it is whole.
+
+        Raises:
+            OSError: the disk is full, the directory cannot be written, or another job uses it. The
+                checkpoints that lie there are unchanged.
+            ValueError: there is a checkpoint with a greater number.
+            TypeError: a state holds an object of a type that cannot be saved.
+        """
+        if number is None:
+            step = checkpoint.__dict__["_parts"].get("step")
+            number = step if type(step) is int else None
+        self._ranks = checkpoint.ranks()
+        with self._ranks.talking() as workers:
+            path = from_first(workers, lambda: self._place(number))
+
+            def write(parts: Mapping[str, PartFiles]) -> None:
+                if async_op:
+                    self._write_later(path, parts)
+                else:
+                    self._write(path, parts)
+
+            checkpoint.collect(workers, self._stage if async_op else copy_to_cpu, write)
+        return path
+
+    def restore(self, checkpoint: Checkpoint) -> Path | None:
+        """Restore the newest whole checkpoint, and torch's random generators. Every replica calls.
+
+        A damaged checkpoint is renamed (`damaged-checkpoint-1200`), a warning names what is wrong,
+        and the one before is used.
+
+        Returns:
+            The path; None if there is no checkpoint, and then nothing is changed.
+
+        Raises:
+            OSError: another job uses the directory.
+            ValueError: the newest whole checkpoint is of another model, or of a newer release.
+        """
+        self._ranks = checkpoint.ranks()
+        with self._ranks.talking() as workers:
+            return self._restore(checkpoint, workers)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk. Every replica calls.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._ranks is not None:
+            with self._ranks.talking() as workers:
+                together(workers, self._finish)
+
+    def close(self) -> None:
+        """Wait as `wait` does, and let other jobs use the directory. Every replica must call."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    # --- on rank 0 ------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _release(self) -> None:
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._staged.clear()
+
+    def _own_directory(self) -> None:
+        if self._lock is None:
+            self._lock = DirectoryLock(self.directory)
+            files.tidy(self.directory)
+
+    def _place(self, number: int | None) -> Path:
+        self._own_directory()
+        self._finish()
+        newest = self.latest
+        last = -1 if newest is None else number_of(newest)
+        if number is None:
+            number = last + 1
+        if number < max(last, 0):
+            raise ValueError(
+                f"the number of a checkpoint must not fall: got {number}, and {newest} exists; "
+                "remove it, or use another directory"
+            )
+        return self.directory / f"checkpoint-{number}"
+
+    def _write(self, path: Path, parts: Mapping[str, PartFiles]) -> None:
+        files.write(path, parts)
+        if self._max_to_keep is not None:
+            for old in self.checkpoints[: -self._max_to_keep]:
+                files.remove(old)
+
+    def _write_later(self, path: Path, parts: Mapping[str, PartFiles]) -> None:
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "fastdist-checkpoint")
+            _wait_at_exit(self)
+        self._writing = self._writer.submit(self._write, path, parts)
+
+    def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Copy tensors into memory that is kept between calls: to get it takes long."""
+        staged = {}
+        for name, tensor in tensors.items():
+            kept = self._staged.get((part, name))
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
+                )
+                self._staged[part, name] = kept
+            staged[name] = kept.copy_(tensor)
+        return staged
+
+    def _restore(self, checkpoint: Checkpoint, workers: Communicator | None) -> Path | None:
+        newest: list[Path] = []
+
+        def read_newest() -> dict[str, PartFiles]:
+            self._own_directory()
+            self._finish()
+            names = list(checkpoint.__dict__["_parts"])
+            for path in reversed(self.checkpoints):
+                try:
+                    parts = read(path, names)
+                except DamagedCheckpointError as error:
+                    path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
+                    warnings.warn(f"{error}; trying the checkpoint before", stacklevel=6)
+                else:
+                    newest.append(path)
+                    return parts
+            return {}
+
+        parts = None
+
+        def find() -> Path | None:
+            nonlocal parts
+            parts = read_newest()
+            return newest[0] if newest else None
+
+        path = from_first(workers, find)
+        if path is not None:
+            checkpoint.load(workers, lambda: parts or {}, with_random=True)
+        return path
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, oldest first; their bytes are not checked."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """Return the number of a checkpoint of a manager."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _wait_at_exit(manager: CheckpointManager) -> None:
+    if not _writers:
+        atexit.unregister(_wait_for_all)
+        atexit.register(_wait_for_all)
+    _writers.add(manager)
+
+
+def _wait_for_all() -> None:
+    for manager in list(_writers):
+        manager._finish()

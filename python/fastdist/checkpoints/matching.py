@@ -1,0 +1,77 @@
+"""Checks that a saved state belongs to an object, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+_MOST_NAMES = 10
+
+
+def require_match(name: str, part: Any, value: Any) -> None:
+    """Check that a part of a checkpoint can take a saved state.
+
+    Raises:
+        ValueError: it was saved of something else; the message lists names and shapes.
+    """
+    if isinstance(part, nn.Module):
+        _require_same_tensors(name, part.state_dict(), value)
+    elif isinstance(part, torch.optim.Optimizer):
+        _require_same_groups(name, part, value)
+    elif isinstance(part, torch.Tensor) and (
+        not isinstance(value, torch.Tensor) or value.shape != part.shape
+    ):
+        raise ValueError(f"{name}: expected a tensor of {_shape(part)}, got {_shape(value)}")
+
+
+def _require_same_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{name}: expected the state of a module, got {type(saved).__name__}")
+    missing = [f"{key} {_shape(own[key])}" for key in own if key not in saved]
+    unknown = [f"{key} {_shape(saved[key])}" for key in saved if key not in own]
+    others = [
+        f"{key}: {_shape(own[key])} here, {_shape(saved[key])} saved"
+        for key in own
+        if key in saved and _differ(own[key], saved[key])
+    ]
+    found = {
+        "not in the checkpoint": missing,
+        "not in the model": unknown,
+        "of another shape": others,
+    }
+    if lines := [f"{what}: {_listed(names)}" for what, names in found.items() if names]:
+        raise ValueError(f"{name}: the checkpoint is of another model; " + "; ".join(lines))
+
+
+def _require_same_groups(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    try:
+        there = [len(group["params"]) for group in saved["param_groups"]]
+    except (TypeError, KeyError, IndexError):
+        raise ValueError(f"{name}: the checkpoint's state is not an optimizer's") from None
+    if own != there:
+        raise ValueError(
+            f"{name}: the checkpoint is of another optimizer: its groups have {there} parameters, "
+            f"expected {own}"
+        )
+
+
+def _differ(own: Any, saved: Any) -> bool:
+    if not isinstance(own, torch.Tensor) or is_lazy(own):
+        return False
+    return not isinstance(saved, torch.Tensor) or own.shape != saved.shape
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return "not initialized" if is_lazy(value) else str(tuple(value.shape))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -1,0 +1,315 @@
+"""Tests of checkpoints, for every strategy."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fastdist as fd
+import pytest
+import torch
+import torch.nn.functional as F
+from fastdist import Strategy
+from fastdist.checkpoints import directory_lock
+from torch import nn
+
+_STEPS = 6
+
+
+class Job:
+    """A training job: what a user's program makes before it restores."""
+
+    def __init__(self, strategy: Strategy, width: int = 8) -> None:
+        self.strategy = strategy
+        torch.manual_seed(3)
+        with strategy.scope():
+            self.model = nn.Sequential(
+                nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1)
+            )
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+            self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+        generator = torch.Generator().manual_seed(5)
+        source = torch.utils.data.TensorDataset(torch.randn(36, 4, generator=generator))
+        self.batches = strategy.distribute_dataset(
+            source, global_batch_size=9, shuffle=True, seed=7
+        )
+        self.checkpoint = fd.Checkpoint(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            data=self.batches,
+            step=0,
+            history=[],
+        )
+
+    def train(self, until: int, after: Callable[[int], Any] = lambda step: None) -> None:
+        """Train to a step, and call `after` after each; epochs have 4."""
+        checkpoint = self.checkpoint
+        while checkpoint.step < until:
+            for batch in self.batches:
+                result = self.strategy.run(self._step, args=(batch,))
+                checkpoint.history.append(float(self.strategy.reduce("mean", result)))
+                checkpoint.step += 1
+                after(checkpoint.step)
+                if checkpoint.step == until:
+                    break
+
+    def _step(self, batch: tuple[torch.Tensor]) -> torch.Tensor:
+        (x,) = batch
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss.detach()
+
+    def require_same(self, other: Job) -> None:
+        """Raise unless both have the same bits everywhere."""
+        assert self.checkpoint.history == other.checkpoint.history
+        assert self.scheduler.state_dict() == other.scheduler.state_dict()
+        assert self.batches.state_dict() == other.batches.state_dict()
+        for name, value in self.model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), name
+        ours, theirs = self.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+        assert ours.keys() == theirs.keys()
+        for i, state in ours.items():
+            assert all(torch.equal(state[name], theirs[i][name]) for name in state)
+
+
+class CheckpointContract:
+    """Saving and restoring, bound as the contract."""
+
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_a_restored_job_ends_with_the_same_bits(
+        self, strategies: Any, tmp_path: Path, async_op: bool
+    ) -> None:
+        def case(strategy: Strategy) -> None:
+            job = Job(strategy)
+            with fd.CheckpointManager(tmp_path, max_to_keep=2) as manager:
+                assert manager.restore(job.checkpoint) is None
+
+                def save(step: int) -> None:
+                    if step <= 3:
+                        path = manager.save(job.checkpoint, async_op=async_op)
+                        assert path == tmp_path / f"checkpoint-{step}"
+
+                job.train(_STEPS, save)  # while the last one is written
+            names = ["checkpoint-2", "checkpoint-3"]
+            assert [path.name for path in manager.checkpoints] == names
+            again = Job(strategy)
+            with fd.CheckpointManager(tmp_path) as manager:
+                assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-3"
+                assert again.checkpoint.step == 3
+                again.train(_STEPS)
+            again.require_same(job)
+
+        strategies.run(case)
+
+    def test_another_strategy_and_torch_alone_read_it(
+        self, strategies: Any, tmp_path: Path
+    ) -> None:
+        def case(strategy: Strategy) -> dict[str, Any]:
+            job = Job(strategy)
+            job.train(2)
+            job.checkpoint.save(tmp_path / "saved")
+            if strategy.local_replica_ids[0] == 0:
+                from safetensors.torch import load_file
+
+                plain = nn.Sequential(
+                    nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+                )
+                plain.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
+                trained = job.model.state_dict()
+                assert all(torch.equal(trained[n], v) for n, v in plain.state_dict().items())
+            return {name: value.tolist() for name, value in job.model.state_dict().items()}
+
+        saved = strategies.run(case)[0]
+        job = Job(fd.OneDeviceStrategy("cpu"))
+        job.checkpoint.restore(tmp_path / "saved")
+        assert job.checkpoint.step == 2
+        assert all(saved[n] == v.tolist() for n, v in job.model.state_dict().items())
+        job.train(3)
+        job.checkpoint.save(tmp_path / "continued")
+
+        def restore(strategy: Strategy) -> int:
+            continued = Job(strategy)
+            continued.checkpoint.restore(tmp_path / "continued")
+            assert continued.batches.state_dict()["step"] == 3
+            strategy.check_in_sync()
+            return continued.checkpoint.step
+
+        assert set(strategies.run(restore)) == {3}
+
+    @pytest.mark.parametrize(("aggregation", "value"), [("SUM", 1.0), ("MEAN", 0.5)])
+    def test_variables_with_a_value_per_replica(
+        self, strategies: Any, tmp_path: Path, aggregation: str, value: float
+    ) -> None:
+        def make(strategy: Strategy) -> Any:
+            with strategy.scope():
+                return fd.Variable(
+                    torch.zeros(()),
+                    synchronization=fd.VariableSynchronization.ON_READ,
+                    aggregation=fd.VariableAggregation[aggregation],
+                )
+
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            variable = make(strategy)
+
+            def assign() -> None:
+                context = fd.get_replica_context()
+                assert context is not None
+                variable.assign(float(context.replica_id_in_sync_group) + 1)
+
+            strategy.run(assign)
+            total = {"SUM": n * (n + 1) / 2, "MEAN": (n + 1) / 2}[aggregation]
+            fd.Checkpoint(count=variable).save(tmp_path / "saved")
+            again = make(strategy)
+            fd.Checkpoint(count=again).restore(tmp_path / "saved")
+            assert float(again.value) == total
+            own = strategy.local_results(again)[0]
+            assert float(own) == (total / n if aggregation == "SUM" else total)
+
+        strategies.run(case)
+
+    def test_a_checkpoint_of_another_model_changes_nothing(
+        self, strategies: Any, tmp_path: Path
+    ) -> None:
+        def case(strategy: Strategy) -> None:
+            Job(strategy).checkpoint.save(tmp_path / "saved")
+            other = Job(strategy, width=6)
+            before = {name: value.clone() for name, value in other.model.state_dict().items()}
+            other.checkpoint.step = 41
+            with pytest.raises(ValueError, match=r"another model; of another shape: 0.weight") as e:
+                other.checkpoint.restore(tmp_path / "saved")
+            assert "0.weight: (6, 4) here, (8, 4) saved" in str(e.value)
+            assert other.checkpoint.step == 41
+            assert all(torch.equal(before[n], v) for n, v in other.model.state_dict().items())
+            with strategy.scope():
+                deeper = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+            with pytest.raises(ValueError, match=r"not in the checkpoint.*not in the model"):
+                fd.Checkpoint(model=deeper).restore(tmp_path / "saved")
+            with pytest.raises(ValueError, match="and not \\['other'\\]"):
+                fd.Checkpoint(model=other.model, other=1).restore(tmp_path / "saved")
+            with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+                other.checkpoint.restore(tmp_path / "nothing")
+            with pytest.raises(FileExistsError, match="exists"):
+                other.checkpoint.save(tmp_path / "saved")
+            strategy.check_in_sync()
+
+        strategies.run(case)
+
+    @pytest.mark.parametrize("damage", ["altered", "truncated", "index", "missing"])
+    def test_the_one_before_is_used(self, strategies: Any, tmp_path: Path, damage: str) -> None:
+        def case(strategy: Strategy) -> None:
+            job = Job(strategy)
+            manager = fd.CheckpointManager(tmp_path)
+            job.train(2, lambda step: manager.save(job.checkpoint))
+            if strategy.local_replica_ids[0] == 0:
+                _damage(tmp_path / "checkpoint-2", damage)
+            again = Job(strategy)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-1"
+            if strategy.local_replica_ids[0] == 0:
+                (told,) = [str(w.message) for w in caught if "checkpoint-2" in str(w.message)]
+                assert "damaged" in told
+                if damage == "altered":
+                    assert "'3.weight'" in told
+                assert (tmp_path / "damaged-checkpoint-2").exists()
+            again.train(2)
+            assert manager.save(again.checkpoint) == tmp_path / "checkpoint-2"
+            manager.close()
+            again.require_same(job)
+
+        strategies.run(case)
+
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_a_full_disk_raises_everywhere(
+        self, strategies: Any, tmp_path: Path, async_op: bool
+    ) -> None:
+        def case(strategy: Strategy) -> None:
+            job = Job(strategy, width=4096)
+            manager = fd.CheckpointManager(tmp_path)
+            manager.save(job.checkpoint, 1)
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # stands for the disk's
+            try:
+                if async_op:
+                    manager.save(job.checkpoint, 2, async_op=True)  # the next call raises
+                with pytest.raises(OSError, match="cannot write the checkpoint"):
+                    manager.save(job.checkpoint, 3, async_op=async_op)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert [path.name for path in manager.checkpoints] == ["checkpoint-1"]
+            manager.save(job.checkpoint, 4)
+            manager.close()
+            left = {path.name for path in tmp_path.iterdir()}
+            assert left == {".lock", "checkpoint-1", "checkpoint-4"}
+
+        strategies.run(case)
+
+    def test_another_job_is_refused(self, strategies: Any, tmp_path: Path) -> None:
+        def case(strategy: Strategy) -> None:
+            job = Job(strategy)
+            script = (
+                "import sys, time, pathlib\n"
+                "from fastdist.checkpoints.directory_lock import DirectoryLock\n"
+                "DirectoryLock(pathlib.Path(sys.argv[1])); print('held', flush=True)\n"
+                "sys.stdin.read()"
+            )
+            holder = None
+            if strategy.local_replica_ids[0] == 0:
+                holder = subprocess.Popen(
+                    [sys.executable, "-c", script, str(tmp_path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                assert holder.stdout is not None
+                assert holder.stdout.readline() == b"held\n"
+            directory_lock.PATIENCE_S = 0.2
+            manager = fd.CheckpointManager(tmp_path)
+            for call in (manager.save, manager.restore):
+                with pytest.raises(OSError, match=r"in use by another job \(process \d+ on"):
+                    call(job.checkpoint)
+            if holder is not None:
+                holder.communicate()
+            manager.save(job.checkpoint)
+            manager.close()
+
+        strategies.run(case)
+
+    def test_a_state_that_cannot_be_saved(self, strategies: Any, tmp_path: Path) -> None:
+        def case(strategy: Strategy) -> None:
+            with strategy.scope():
+                model = nn.Linear(2, 1)
+            checkpoint = fd.Checkpoint(model=model, settings={"device": object()})
+            with pytest.raises(TypeError, match=r"device: a checkpoint holds .* got .*object"):
+                checkpoint.save(tmp_path / "saved")
+            assert not list(tmp_path.iterdir())
+
+            def inside() -> None:
+                with pytest.raises(RuntimeError, match="inside run"):
+                    checkpoint.save(tmp_path / "saved")
+
+            strategy.run(inside)
+
+        strategies.run(case)
+
+
+def _damage(path: Path, damage: str) -> None:
+    file = path / ("checkpoint.json" if damage == "index" else "model.safetensors")
+    if damage == "missing":
+        file.unlink()
+        return
+    data = bytearray(file.read_bytes())
+    if damage == "truncated":
+        del data[-1]
+    else:
+        data[len(data) // 2 if damage == "index" else -2] ^= 4
+    file.write_bytes(data)

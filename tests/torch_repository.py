@@ -45,7 +45,6 @@ FILES = (
     "tensor/test_matrix_ops.py",
     "tensor/test_optimizers.py",
     "tensor/test_random_ops.py",
-    "tensor/test_redistribute.py",
     "tensor/test_tensor_ops.py",
     "tensor/parallel/test_parallelize_api.py",
     "tensor/parallel/test_tp_examples.py",

@@ -110,6 +110,43 @@ def all_reduce_coalesced() -> Any:
 
 
 @like_gloo
+def calls_without_lists_and_options() -> Any:
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    limit, op = timedelta(seconds=30), dist.ReduceOp.MAX
+    root = size - 1
+    x = [own(3) for _ in range(10)]
+    works = [
+        group.allreduce(x[0]),
+        group.allreduce(x[1], op),
+        group.allreduce([x[2]], op=op, timeout=limit),
+        group.allreduce(tensors=[x[3]], opts=dist.AllreduceOptions()),
+        group.broadcast(x[4], root),
+        group.broadcast(tensor=x[5], root=root, timeout=limit),
+        group.reduce(x[6], root=root, op=op),
+    ]
+    parts = [[torch.empty(3) for _ in range(size)] for _ in range(3)]
+    works += [
+        group.allgather(parts[0], own(3)),
+        group.allgather(output_tensors=[parts[1]], input_tensors=[own(3)]),
+        group.gather(parts[2] if rank == root else [], own(3), root, timeout=limit),
+        group.scatter(x[7], [own(3) for _ in range(size)] if rank == root else [], root=root),
+        group.reduce_scatter(x[8], [own(3) for _ in range(size)], op),
+    ]
+    halves = own(2 * size)
+    received = torch.empty(2 * size)
+    works.append(group.alltoall_base(received, halves, [], [], timeout=limit))
+    works.append(group.barrier(timeout=limit))
+    to, source = (rank + 1) % size, (rank - 1) % size
+    message = torch.empty(2)
+    works.append(group.send([own(2)], dstRank=to, tag=3))
+    works.append(group.recv([message], srcRank=source, tag=3))
+    for work in works:
+        work.wait()
+    x[6] = x[6] if rank == root else own(3)
+    return [x, parts[:2], parts[2] if rank == root else None, received, message]
+
+
+@like_gloo
 def all_reduce_sparse() -> Any:
     rank = dist.get_rank()
     indices = torch.tensor([[0, rank + 1], [rank, 0]])

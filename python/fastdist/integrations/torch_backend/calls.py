@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,7 @@ import fastdist._core as _core
 from fastdist.collectives.communicator import Communicator, Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
+from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, usual
 from fastdist.integrations.torch_backend.reductions import reduction_of, scale_in_place, scaled
 from fastdist.integrations.torch_backend.sparse import all_reduce_sparse
 from fastdist.integrations.torch_backend.tensors import (
@@ -67,9 +69,12 @@ class Job:
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a collective that serves tensors of every device, and that profilers see."""
     name = method.__name__
+    is_usual = FORMS[name].is_usual
 
     @functools.wraps(method)
-    def call(self: Any, given: Any, *rest: Any) -> Any:
+    def call(self: Any, given: Any = None, *rest: Any, **named: Any) -> Any:
+        if named or not is_usual(given, rest):
+            return call(self, *usual(name, [given, *rest] if given is not None else [], named))
         tensor = given
         while type(tensor) is list:
             tensor = tensor[0] if tensor else _first_tensor(rest, name)
@@ -161,11 +166,12 @@ class Calls(_ProcessGroup):
             finish: copies the results there, if the call writes elsewhere.
             call: the communicator's method, with its arguments.
         """
+        seconds = opts.timeout.total_seconds() if type(opts) in TIMED else self._timeout_s
         try:
             if opts.asyncOp and self._may_wait(written):
-                work = call(*args, **kwargs, timeout=self._timeout_s, async_op=True)
+                work = call(*args, **kwargs, timeout=seconds, async_op=True)
                 return Pending(work, written, finish, self._completer())
-            call(*args, **kwargs, timeout=self._timeout_s)
+            call(*args, **kwargs, timeout=seconds)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         if finish is not None:
@@ -436,8 +442,10 @@ class Calls(_ProcessGroup):
         future = (work or Done([tensor])).get_future()
         return future.then(lambda future: future.value()[0])
 
-    def barrier(self, opts: Any = _BarrierOptions) -> Any:
+    def barrier(self, opts: Any = _BarrierOptions, timeout: timedelta | None = None) -> Any:
         """Wait until every rank has called."""
+        if timeout is not None or type(opts) is timedelta:
+            (opts,) = usual("barrier", [], {"timeout": timeout or opts})
         return self._make(opts, (), None, self._comm.barrier)
 
     # Messages. On GPUs, NCCL has no tags.

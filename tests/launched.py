@@ -12,8 +12,8 @@ from pathlib import Path
 # Times that the launcher waits, shortened for tests of what happens after them.
 SHORT_TIMES = """
 import sys
-from fastdist.cli import supervisor
-supervisor._GRACE_S = 0.5
+from fastdist.cli import run, supervisor
+run.GRACE_S = 0.5
 supervisor._CAUSE_WAIT_S = 0.1
 from fastdist.cli.main import main
 sys.exit(main())

@@ -243,7 +243,7 @@ class TestBadInput:
             (["-n", "2", "--workers", "2", "--ps", "1"], "-n starts ranks"),
             (["-n", "2", "--ps", "1"], "-n starts ranks"),
             (["--evaluator"], "--evaluator needs --workers and --ps"),
-            (["--max-restarts", "0"], "--max-restarts needs --workers and --ps"),
+            (["--grace-s", "nan"], "expected a number of seconds, got 'nan'"),
             (["--max-restarts", "-1"], "expected a number of restarts of at least 0, got '-1'"),
             (
                 ["--workers", "1", "--ps", "1", "--env", "TF_CONFIG={}"],

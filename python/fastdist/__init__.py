@@ -40,6 +40,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PerReplica",
     "PerWorkerValues",
+    "PreemptionCheckpointHandler",
     "RemoteValue",
     "ReplicaContext",
     "Strategy",
@@ -81,7 +82,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fastdist import data, nn, ps
-    from fastdist.checkpoints import Checkpoint, CheckpointManager
+    from fastdist.checkpoints import Checkpoint, CheckpointManager, PreemptionCheckpointHandler
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
         PerWorkerValues,
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Checkpoint": "fastdist.checkpoints",
     "CheckpointManager": "fastdist.checkpoints",
+    "PreemptionCheckpointHandler": "fastdist.checkpoints",
     "ClusterCoordinator": "fastdist.ps.coordinator",
     "ParameterServerStrategy": "fastdist.ps.strategy",
     "PerWorkerValues": "fastdist.ps.coordinator",

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fastdist.cli.output import Stream
 from fastdist.replicas.processes import signal_name
 
+GRACE_S = 5.0  # seconds between a signal and SIGKILL
+
 
 class Ending(enum.Enum):
     """The effect of a process's end on its job."""
@@ -52,6 +54,7 @@ class Job:
         tasks: the tasks on this machine; the first task reads the launcher's stdin.
         size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
+        grace_s: seconds that processes have to end after a signal, until they are killed.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.
         ends_with_stdin: stop the job when the launcher's stdin ends; no task reads it.
@@ -61,6 +64,7 @@ class Job:
     tasks: Sequence[Task]
     size: int
     max_restarts: int = 0
+    grace_s: float = GRACE_S
     prefix: bool = True
     colour: bool = True
     ends_with_stdin: bool = False

@@ -1,6 +1,7 @@
 """`fastdist run`: starts the processes of a job on this machine, all or its share of them."""
 
 import argparse
+import math
 import os
 import resource
 import secrets
@@ -10,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
-from fastdist.cli.job import Job, StartError, Task
+from fastdist.cli.job import GRACE_S, Job, StartError, Task
 from fastdist.cli.program import ProgramError, find_program
-from fastdist.cli.supervisor import supervise
+from fastdist.cli.supervisor import Outcome, supervise
 from fastdist.cli.tasks import Machines, VariableError, host_tasks, rank_tasks, role_tasks
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
@@ -25,6 +26,7 @@ _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
 _PORTS = range(20_000, 32_000)
+_ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
@@ -47,12 +49,13 @@ parameter servers and, with --evaluator, an evaluator. All tasks run the same sc
 environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The chief
 reads the standard input, and the job ends when the chief ends; other tasks that fail are restarted.
 When the chief has ended, the other tasks, including the evaluator, get SIGTERM, and SIGKILL if they
-still run after 5 s.
+still run after --grace-s.
 """
 _EPILOG = """\
 exit code:
   0                if all ranks, or the chief, return 0
-  its exit code    of the rank that failed first, or of the chief; 128 + signal if it was killed
+  its exit code    of the rank that failed first, or of the chief; 128 + signal if it was killed.
+                   75 (EX_TEMPFAIL) says that the job has saved its state and can be started again
   128 + signal     if a signal stopped fastdist run
   2                if a process could not be started
 
@@ -94,6 +97,14 @@ def add_parser(subparsers: "_Subparsers") -> None:
     )
     _add_machines(parser)
     _add_roles(parser)
+    parser.add_argument(
+        "--grace-s",
+        metavar="SECONDS",
+        type=_seconds,
+        default=GRACE_S,
+        help="seconds that ranks have to end after Ctrl-C or SIGTERM, to save a checkpoint for "
+        f"example, until they are killed (default: {GRACE_S:g})",
+    )
     parser.add_argument(
         "--env",
         metavar="K=V",
@@ -172,8 +183,9 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         metavar="N",
         type=_count("restarts", least=0),
-        help="number of restarts, in total, of workers, parameter servers and the evaluator that "
-        f"fail (default: {_MAX_RESTARTS})",
+        help="how often to start all ranks again when a rank has failed (default: 0); with "
+        "--workers, the number of restarts, in total, of workers, parameter servers and the "
+        f"evaluator that fail (default: {_MAX_RESTARTS})",
     )
 
 
@@ -181,30 +193,49 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         _check_options(arguments)
         if arguments.hosts is not None:
-            return _run_on_hosts(arguments)
-        with _tasks(arguments) as tasks:
-            command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
-            restarts = arguments.max_restarts
-            job = Job(
-                command,
-                tasks,
-                len(tasks) * arguments.nnodes,
-                max_restarts=_MAX_RESTARTS if restarts is None else restarts,
-                prefix=arguments.prefix,
-                colour=_has_colour(),
-                ends_with_stdin=arguments.ends_with_stdin,
-            )
-            return supervise(job)
+            return _repeat(arguments, lambda: _run_on_hosts(arguments))
+        if arguments.workers is None:
+            return _repeat(arguments, lambda: _run_here(arguments))
+        return _run_here(arguments).exit_code
     except (_OptionError, VariableError, ProgramError, StartError) as error:
         sys.stderr.write(f"fastdist run: {error}\n")
         return _USAGE_EXIT_CODE
 
 
-def _run_on_hosts(arguments: argparse.Namespace) -> int:
+def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
+    """Runs a job of ranks, and again when a rank has failed, as often as was asked for."""
+    most = arguments.max_restarts or 0
+    for restart in range(1, most + 1):
+        outcome = run()
+        if not outcome.has_failed:
+            return outcome.exit_code
+        sys.stderr.write(f"fastdist run: restarting all ranks (restart {restart} of {most})\n")
+    return run().exit_code
+
+
+def _run_here(arguments: argparse.Namespace) -> Outcome:
+    with _tasks(arguments) as tasks:
+        command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
+        restarts = arguments.max_restarts
+        job = Job(
+            command,
+            tasks,
+            len(tasks) * arguments.nnodes,
+            max_restarts=_MAX_RESTARTS if restarts is None else restarts,
+            grace_s=arguments.grace_s,
+            prefix=arguments.prefix,
+            colour=_has_colour(),
+            ends_with_stdin=arguments.ends_with_stdin,
+        )
+        return supervise(job)
+
+
+def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     hosts = arguments.hosts
     there = ["-n", str(arguments.ranks)]
     for name, value in arguments.env:
         there += ["--env", f"{name}={value}"]
+    there += ["--grace-s", str(arguments.grace_s)]
     there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
     if not arguments.command:
         raise _OptionError(f"expected {_TARGET}")
@@ -213,7 +244,9 @@ def _run_on_hosts(arguments: argparse.Namespace) -> int:
     rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
     tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0])
     # The launchers on the machines begin each line with its rank.
-    return supervise(Job((), tasks, len(tasks), prefix=False, colour=_has_colour()))
+    grace_s = arguments.grace_s + _ANSWER_S
+    job = Job((), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
+    return supervise(job)
 
 
 def _has_colour() -> bool:
@@ -223,12 +256,8 @@ def _has_colour() -> bool:
 def _check_options(arguments: argparse.Namespace) -> None:
     workers, servers = arguments.workers, arguments.ps
     if workers is None and servers is None:
-        for option, is_given in (
-            ("--evaluator", arguments.evaluator),
-            ("--max-restarts", arguments.max_restarts is not None),
-        ):
-            if is_given:
-                raise _OptionError(f"{option} needs --workers and --ps")
+        if arguments.evaluator:
+            raise _OptionError("--evaluator needs --workers and --ps")
         _check_machines(arguments)
     elif arguments.nnodes > 1 or arguments.hosts is not None:
         option = "--hosts" if arguments.hosts is not None else "--nnodes"
@@ -261,6 +290,11 @@ def _check_machines(arguments: argparse.Namespace) -> None:
     ):
         if value is None:
             raise _OptionError(f"--nnodes {machines} needs {option}")
+    if arguments.max_restarts:
+        raise _OptionError(
+            "--max-restarts starts all ranks again, --nnodes only those of this machine; use "
+            "--hosts"
+        )
     if own >= machines:
         raise _OptionError(f"--node-rank must be from 0 to {machines - 1}, got {own}")
 
@@ -308,6 +342,16 @@ def _count(what: str, least: int = 1) -> Callable[[str], int]:
         )
 
     return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if 0 <= seconds < math.inf:
+        return seconds
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -17,6 +17,7 @@ import selectors
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fastdist.cli.guardian import Guardian
 from fastdist.cli.job import Ending, Job, Process, StartError, start
@@ -24,7 +25,6 @@ from fastdist.cli.output import Sink, Stream
 from fastdist.cli.processes import live_groups, signal_pipe
 from fastdist.replicas.processes import death_signal_setter, is_consequence
 
-_GRACE_S = 5.0
 _CAUSE_WAIT_S = 2.0
 _RESTART_DELAY_S = 0.2
 _SAME_KEY_PRESS_S = 0.25
@@ -34,15 +34,26 @@ _MOST_READS_AT_END = 32
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-def supervise(job: Job) -> int:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        exit_code: 0 if the job succeeded; the exit code of the process whose failure ended the
+            job, or 128 + the signal that killed that process; 128 + the signal that stopped the
+            launcher.
+        has_failed: True if a process's failure ended the job, and no signal stopped the launcher.
+    """
+
+    exit_code: int
+    has_failed: bool
+
+
+def supervise(job: Job) -> Outcome:
     """Runs a job to its end.
 
     The job's output goes to this process's stdout and stderr, and the first task reads this
     process's stdin. Must be called in the main thread.
-
-    Returns:
-        0 if the job succeeded; the exit code of the process whose failure ended the job, or 128 +
-        the signal that killed that process; 128 + the signal that stopped the launcher.
 
     Raises:
         StartError: a process could not be started; the others have been ended.
@@ -52,7 +63,7 @@ def supervise(job: Job) -> int:
         try:
             supervisor.start()
             supervisor.wait()
-            return supervisor.report()
+            return Outcome(supervisor.report(), supervisor.has_failed)
         finally:
             supervisor.close()
 
@@ -116,6 +127,11 @@ class _Supervisor:
         self._drain()
         return exit_code
 
+    @property
+    def has_failed(self) -> bool:
+        """True if a process's failure ended the job, and no signal stopped the launcher."""
+        return bool(self._failed) and self._stopped_by is None
+
     def close(self) -> None:
         """Kills the remaining processes and releases the resources of the job."""
         self._signal_groups(signal.SIGKILL)
@@ -131,6 +147,9 @@ class _Supervisor:
         name, words = process.stderr.last_words()
         says = f"; its {name}:" if words.strip() else "; it wrote nothing to stderr"
         who = f"{process.task.name} failed"
+        if process.exit_code == os.EX_TEMPFAIL:
+            self._say(f"{process.task.name} asks to be started again: {process.how_it_ended}")
+            return process.exit_code
         if process.task.ending is Ending.ONE_OF_ALL:
             who = f"{process.task.name} of {self._job.size} failed first"
             if self._left and _is_consequence(process):
@@ -331,7 +350,7 @@ class _Supervisor:
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_at_s = time.monotonic()
-        self._terminate_at_s, self._kill_at_s = None, self._stopped_at_s + _GRACE_S
+        self._terminate_at_s, self._kill_at_s = None, self._stopped_at_s + self._job.grace_s
         self._restarts_due.clear()
         self._signal_groups(number)
 

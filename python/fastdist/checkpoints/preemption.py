@@ -1,0 +1,120 @@
+"""Saves a checkpoint when the machine is about to be taken away, and ends for a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from fastdist.checkpoints.checkpoint import Checkpoint
+from fastdist.checkpoints.manager import CheckpointManager
+
+_POLL_S = 1.0
+
+
+class PreemptionCheckpointHandler:
+    """Saves and exits at a step that all replicas agree on, once one of them was told to end.
+
+    Made on every replica, in the main thread, after `manager.restore`; `save_if_preempted` is
+    called after every step:
+
+        with fd.PreemptionCheckpointHandler(manager, checkpoint) as handler:
+            for batch in batches:
+                strategy.run(train_step, args=(batch,))
+                checkpoint.step += 1
+                handler.save_if_preempted()
+
+    A launcher that is told to restart (`fastdist run --max-restarts`, torchrun, Slurm's requeue)
+    starts the job again, which restores the checkpoint.
+
+    Args:
+        manager: where to save.
+        checkpoint: what to save.
+        signals: that announce the end. While the handler is open they do nothing else.
+        watcher: a function that returns True when the end is near, for clouds that announce it
+            otherwise; called every second, in a thread.
+        exit_code: of the process; by default EX_TEMPFAIL, "try again later".
+
+    Raises:
+        ValueError: made in another thread than the main one.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        checkpoint: Checkpoint,
+        *,
+        signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        watcher: Callable[[], bool] | None = None,
+        exit_code: int = os.EX_TEMPFAIL,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("PreemptionCheckpointHandler must be made in the main thread")
+        self._manager = manager
+        self._checkpoint = checkpoint
+        self._exit_code = exit_code
+        self._ranks = checkpoint.ranks()
+        self._told = np.zeros(1, np.uint8)
+        self._is_told = False
+        self._failure: BaseException | None = None
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._on_signal) for number in signals
+        }
+        self._ended = threading.Event()
+        if watcher is not None:
+            threading.Thread(target=self._watch, args=[watcher], daemon=True).start()
+
+    def __enter__(self) -> PreemptionCheckpointHandler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def save_if_preempted(self) -> None:
+        """Save and exit if any replica was told to end. Every replica must call, outside `run`.
+
+        Costs one collective of one byte.
+
+        Raises:
+            SystemExit: the checkpoint is saved, and the process is to end.
+            OSError: the checkpoint could not be saved.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._told[0] = self._is_told
+        with self._ranks.talking() as workers:
+            if workers is not None:
+                workers.all_reduce(self._told, "max")
+        if self._told[0]:
+            self._manager.save(self._checkpoint)
+            self._manager.close()
+            raise SystemExit(self._exit_code)
+
+    def close(self) -> None:
+        """Let signals do again what they did before."""
+        self._ended.set()
+        while self._before:
+            number, before = self._before.popitem()
+            signal.signal(number, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
+
+    def _watch(self, watcher: Callable[[], bool]) -> None:
+        try:
+            while not self._ended.wait(_POLL_S):
+                if watcher():
+                    self._is_told = True
+                    return
+        except BaseException as error:
+            self._failure = error

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,9 @@ class Job:
         self._folder = folder
         (folder / "train.py").write_text(TRAIN)
 
-    def start(self, *options: object, pause_s: float = 0.0, mode: str = "sync") -> subprocess.Popen:
+    def start(
+        self, *options: object, pause_s: float = 0.0, mode: str = "sync"
+    ) -> subprocess.Popen[bytes]:
         script = self._folder / "train.py"
         return self._launcher.start("-n", 2, *options, script, self._folder, pause_s, mode)
 
@@ -172,7 +175,7 @@ def test_kills_at_random_moments(launcher: Launcher, tmp_path: Path, undisturbed
         mode = chance.choice(["sync", "async"])
         while (process := job.start("--max-restarts", 1, pause_s=0.01, mode=mode)).poll() is None:
             at = chance.randint(job.step, STEPS)
-            wait_until(lambda at=at, process=process: job.step >= at or process.poll() is not None)
+            wait_until(partial(has_come_to, job, process, at))
             time.sleep(chance.random() * 0.02)
             victim = chance.choice(["rank 0", "rank 1", "launcher"])
             if process.poll() is None:
@@ -185,6 +188,10 @@ def test_kills_at_random_moments(launcher: Launcher, tmp_path: Path, undisturbed
             if finish(process).returncode == 0:
                 break
         assert job.result == undisturbed
+
+
+def has_come_to(job: Job, process: subprocess.Popen[bytes], step: int) -> bool:
+    return job.step >= step or process.poll() is not None
 
 
 def test_a_watcher_and_what_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,12 @@ def script(path: Path, text: str) -> None:
 def test_slurm_script(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")  # ranks of two nodes meet in its store
     script(tmp_path / "srun", f"#!{sys.executable}\n{textwrap.dedent(SRUN)}")
-    script(tmp_path / "scontrol", "#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")
+    script(
+        tmp_path / "scontrol",
+        "#!/bin/sh\n"
+        f"if [ $1 = requeue ]; then echo $2 >{tmp_path}/requeued; exit; fi\n"
+        "printf '127.0.0.1\\nother\\n'\n",
+    )
     script(tmp_path / "train.py", PROGRAM)
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     env |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -51,6 +56,11 @@ def test_slurm_script(tmp_path: Path) -> None:
     command = ["sh", str(CLUSTER / "slurm.sh"), str(tmp_path / "train.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.stdout.splitlines(), done.returncode) == (["10.0 3"] * 4, 0), done.stderr
+    assert not (tmp_path / "requeued").exists()
+    script(tmp_path / "train.py", "import sys; sys.exit(75)")
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert (tmp_path / "requeued").read_text() == f"{os.getpid()}\n"
 
 
 def documents(name: str) -> list[Any]:

@@ -289,14 +289,15 @@ def test_settings_are_documented_in_one_table() -> None:
 
 
 def test_import_is_light() -> None:
-    runs = []
-    for _ in range(5):
+    shares = []
+    while min(shares, default=1.0) >= 1.0 and len(shares) < 20:  # other tests take the caches
         result = subprocess.run(
             [sys.executable, "-c", IMPORT_SCRIPT], capture_output=True, text=True, check=True
         )
-        runs.append(json.loads(result.stdout))
-    assert [name for name in HEAVY_MODULES if name in runs[0][1]] == []
-    assert min(of_numpy for of_numpy, _ in runs) < 1.0
+        of_numpy, loaded = json.loads(result.stdout)
+        shares.append(of_numpy)
+        assert [name for name in HEAVY_MODULES if name in loaded] == []
+    assert min(shares) < 1.0
 
 
 def test_names_of_files_say_what_is_inside() -> None:

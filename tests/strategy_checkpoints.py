@@ -177,6 +177,33 @@ class CheckpointContract:
 
         strategies.run(case)
 
+    def test_metrics_that_count_amid_an_epoch(self, strategies: Any, tmp_path: Path) -> None:
+        torchmetrics = pytest.importorskip("torchmetrics")
+
+        def case(strategy: Strategy) -> None:
+            def make() -> Any:
+                with strategy.scope():
+                    return torchmetrics.MetricCollection(
+                        {"mean": torchmetrics.MeanMetric(), "all": torchmetrics.CatMetric()}
+                    )
+
+            def update(metrics: Any, value: float) -> None:
+                context = fd.get_replica_context()
+                assert context is not None
+                metrics.update(torch.tensor([value + context.replica_id_in_sync_group]))
+
+            metrics, again = make(), make()
+            strategy.run(update, args=(metrics, 1.0))
+            fd.Checkpoint(metrics=metrics).save(tmp_path / "saved")
+            fd.Checkpoint(metrics=again).restore(tmp_path / "saved")
+            for each in (metrics, again):
+                strategy.run(update, args=(each, 7.0))
+            ours, theirs = metrics.compute(), again.compute()
+            assert float(ours["mean"]) == float(theirs["mean"])
+            assert sorted(ours["all"].tolist()) == sorted(theirs["all"].tolist())
+
+        strategies.run(case)
+
     def test_a_checkpoint_of_another_model_changes_nothing(
         self, strategies: Any, tmp_path: Path
     ) -> None:

@@ -13,9 +13,10 @@ from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, from_first, spread, together
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
-from fastdist.checkpoints.matching import require_match
+from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import state
+from fastdist.training.metrics import note_updates, with_metric_states
 
 _RANDOM = "random_generator"
 # Turns the tensors of a part into tensors on the CPU that nobody changes while they are written.
@@ -200,7 +201,10 @@ class Checkpoint:
             if missing:
                 raise ValueError(f"the checkpoint has {sorted(states)}, and not {missing}")
             for name, part in self._parts.items():
-                require_match(name, part, states[name])
+                if isinstance(part, nn.Module):
+                    require_same_tensors(name, _state_of(part), states[name])
+                else:
+                    require_match(name, part, states[name])
 
         def apply() -> None:
             for name, part in self._parts.items():
@@ -235,6 +239,9 @@ def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
 
 
 def _state_of(part: Any) -> Any:
+    if isinstance(part, nn.Module):
+        with with_metric_states(part):
+            return part.state_dict()
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part.state_dict()
     return part
@@ -242,6 +249,10 @@ def _state_of(part: Any) -> Any:
 
 def _put(part: Any, value: Any) -> Any:
     """Restore a part; return what takes its place."""
+    if isinstance(part, nn.Module):
+        part.load_state_dict(value)
+        note_updates(part)
+        return part
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         part.load_state_dict(value)
         return part

@@ -6,21 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 _MOST_NAMES = 10
 
 
 def require_match(name: str, part: Any, value: Any) -> None:
-    """Check that a part of a checkpoint can take a saved state.
+    """Check that a part of a checkpoint, which is not a module, can take a saved state.
 
     Raises:
         ValueError: it was saved of something else; the message lists names and shapes.
     """
-    if isinstance(part, nn.Module):
-        _require_same_tensors(name, part.state_dict(), value)
-    elif isinstance(part, torch.optim.Optimizer):
+    if isinstance(part, torch.optim.Optimizer):
         _require_same_groups(name, part, value)
     elif isinstance(part, torch.Tensor) and (
         not isinstance(value, torch.Tensor) or value.shape != part.shape
@@ -28,7 +25,12 @@ def require_match(name: str, part: Any, value: Any) -> None:
         raise ValueError(f"{name}: expected a tensor of {_shape(part)}, got {_shape(value)}")
 
 
-def _require_same_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
+def require_same_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
+    """Check that a module whose state_dict is `own` can take a saved one.
+
+    Raises:
+        ValueError: names or shapes differ; the message lists them.
+    """
     if not isinstance(saved, Mapping):
         raise ValueError(f"{name}: expected the state of a module, got {type(saved).__name__}")
     missing = [f"{key} {_shape(own[key])}" for key in own if key not in saved]

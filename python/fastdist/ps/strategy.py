@@ -19,7 +19,7 @@ from torch import nn
 
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
-from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
@@ -183,6 +183,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         model.convert_tables()
         for optimizer in optimizers:
             optimizer.state.clear()  # the servers keep it
+            optimizer.register_state_dict_pre_hook(_refuse_state)
         ServedSteps(model)
         self._models.append(model)
         define_bundle(self.definitions, bundle, adopt_on_worker)
@@ -323,3 +324,10 @@ def _bind_address(address: str) -> str:
     if host in ("localhost", "127.0.0.1", "[::1]"):
         return f"tcp://{host.replace('localhost', '127.0.0.1')}:{port}"
     return f"tcp://*:{port}"
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
+    raise UnsupportedError(
+        f"the state of this {type(optimizer).__name__} is on the parameter servers: save it, with "
+        "all values, by strategy.save(directory), and restore it by strategy.restore(directory)"
+    )

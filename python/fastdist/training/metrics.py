@@ -13,6 +13,7 @@ import functools
 import itertools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -64,6 +65,40 @@ def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
         stack.enter_context(_watch_calls(nn.Module, "__init__", look))
         look()
         yield
+
+
+@contextlib.contextmanager
+def with_metric_states(root: nn.Module) -> Iterator[None]:
+    """A context manager inside which `root.state_dict()` has the states of all metrics."""
+    metric = next(iter(_kinds()), None)
+    metrics: list[Any] = [m for m in root.modules() if metric is not None and isinstance(m, metric)]
+    before = [dict(metric._persistent) for metric in metrics]
+    for metric in metrics:
+        metric.persistent(True)
+    try:
+        yield
+    finally:
+        for metric, persistent in zip(metrics, before, strict=True):
+            metric._persistent.update(persistent)
+
+
+def note_updates(root: nn.Module) -> None:
+    """Let metrics whose states were loaded know that they have been updated."""
+    kinds = _kinds()
+    for module in root.modules():
+        if isinstance(module, kinds[:1]):
+            metric: Any = module
+            _keep_lists(metric)
+            metric._computed = None
+            metric._update_count = max(1, metric._update_count)
+
+
+def _keep_lists(metric: Any) -> None:
+    """Make list states lists again, whose items were joined when they were saved."""
+    for name, default in metric._defaults.items():
+        value = getattr(metric, name)
+        if isinstance(default, list) and isinstance(value, torch.Tensor):
+            setattr(metric, name, [value])
 
 
 @contextlib.contextmanager
@@ -235,8 +270,10 @@ def _metric_class(plain: Any) -> type:
                 return make(*args, **kwargs)
 
             def joined() -> Any:
-                with self.sync_context():
-                    return make(*args, **kwargs)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "compute of .* before its update")
+                    with self.sync_context():
+                        return make(*args, **kwargs)
 
             return _everywhere(self, joined)
 
@@ -246,6 +283,7 @@ def _metric_class(plain: Any) -> type:
             if is_held:
                 self.reset()
             super()._load_from_state_dict(state_dict, prefix, *args)
+            _keep_lists(self)
             if is_held and self.__dict__[_STRATEGY].local_replica_ids[0] > 0:
                 with _alone():
                     self.reset()

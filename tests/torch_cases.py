@@ -410,6 +410,7 @@ def ddp_with_power_sgd() -> None:
 def ddp_with_compressed_gradients() -> None:
     from fastdist.integrations import ddp as hooks
 
+    torch.manual_seed(0)
     for hook, tolerance in (
         (hooks.fp16_hook, 2e-3),
         (hooks.bf16_hook, 1e-2),
@@ -434,7 +435,9 @@ def check_means(
         assert q.grad is not None
         mean = q.grad.clone()
         dist.all_reduce(mean, dist.ReduceOp.AVG)
-        assert (p.grad - mean).abs().max() <= tolerance * mean.abs().max()
+        largest = q.grad.abs().max()  # the mean may be much less than what was rounded
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert (p.grad - mean).abs().max() <= tolerance * largest
 
 
 @more_than_gloo

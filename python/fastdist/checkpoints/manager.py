@@ -23,6 +23,7 @@ from fastdist.collectives.communicator import Communicator
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DAMAGED = "damaged-"
+_COPY_THREADS = 4  # one alone does not use the memory's bandwidth
 
 
 class CheckpointManager:
@@ -200,6 +201,7 @@ class CheckpointManager:
     def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Copy tensors into memory that is kept between calls: to get it takes long."""
         staged = {}
+        copies = []
         for name, tensor in tensors.items():
             kept = self._staged.get((part, name))
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -207,7 +209,10 @@ class CheckpointManager:
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
                 )
                 self._staged[part, name] = kept
-            staged[name] = kept.copy_(tensor)
+            staged[name] = kept
+            copies.append((kept, tensor))
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
         return staged
 
     def _restore(self, checkpoint: Checkpoint, workers: Communicator | None) -> Path | None:

@@ -110,7 +110,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "result").read_text()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_told_rank_makes_all_save_and_the_launcher_restarts(
     launcher: Launcher, tmp_path: Path, undisturbed: str, rank: int
 ) -> None:
@@ -129,6 +129,7 @@ def test_a_told_rank_makes_all_save_and_the_launcher_restarts(
     assert job.result == undisturbed
 
 
+@pytest.mark.slow
 def test_a_told_launcher_lets_ranks_save(
     launcher: Launcher, tmp_path: Path, undisturbed: str
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_told_launcher_lets_ranks_save(
     assert job.result == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
     launcher: Launcher, tmp_path: Path, undisturbed: str
 ) -> None:

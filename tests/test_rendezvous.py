@@ -124,6 +124,7 @@ def test_a_rank_that_never_comes_is_named_though_rank_0_is_late(key: str) -> Non
 def test_a_second_rank_0(key: str) -> None:
     def second() -> int:
         listener_of(key)
+        time.sleep(0.5)  # the first has looked for others by then
         with pytest.raises(ClusterConfigError, match="two processes were given RANK 0"):
             meet(0, 2, key)
         return meet(1, 2, key)

@@ -17,7 +17,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
-from fastdist.checkpoints import DamagedCheckpointError
+from fastdist.errors import DamagedCheckpointError
 from strategy_checkpoints import CheckpointContract
 from test_strategies import ManyProcesses, OneProcess, pytest_generate_tests, strategies
 from torch import nn
@@ -234,7 +234,7 @@ def kills(request: pytest.FixtureRequest) -> int:
 
 
 def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
-    """What was reported as saved synchronously is found, or something later, and it is whole."""
+    """The newest reported checkpoint, or a later one, is found and whole."""
     from fork_server import python
 
     chance = random.Random(2)

@@ -44,3 +44,7 @@ class ClusterConfigError(FastdistError):
 
 class UnsupportedError(FastdistError):
     """This build, engine or machine does not support the operation."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint."""

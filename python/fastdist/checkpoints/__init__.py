@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from fastdist.checkpoints.checkpoint import Checkpoint
-from fastdist.checkpoints.files import DamagedCheckpointError
 from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.checkpoints.preemption import PreemptionCheckpointHandler
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointManager",
-    "DamagedCheckpointError",
-    "PreemptionCheckpointHandler",
-]
+__all__ = ["Checkpoint", "CheckpointManager", "PreemptionCheckpointHandler"]

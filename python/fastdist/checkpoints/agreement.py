@@ -1,4 +1,4 @@
-"""What the ranks of a job do together to save and to restore: one fails, all raise."""
+"""Work that all ranks do together to save and to restore: if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import existing_communicator
-from fastdist.errors import FastdistError
+from fastdist.errors import DamagedCheckpointError, FastdistError
 from fastdist.strategies.replicated import replicas_of
 
 T = TypeVar("T")
@@ -21,6 +21,7 @@ _KINDS = (
     FileNotFoundError,
     FileExistsError,
     OSError,
+    DamagedCheckpointError,
     ValueError,
     TypeError,
     FastdistError,

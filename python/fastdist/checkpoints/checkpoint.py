@@ -116,9 +116,14 @@ class Checkpoint:
         """
         path = Path(path).absolute()
         with self.ranks().talking() as workers:
-            self.load(workers, lambda: read(path, list(self._parts)), with_random=False)
+            self.load(workers, lambda: read(path, self.names), with_random=False)
 
     # --- for CheckpointManager ------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts."""
+        return list(self._parts)
 
     def ranks(self) -> Ranks:
         """The ranks that save and restore this checkpoint together."""
@@ -149,9 +154,7 @@ class Checkpoint:
             for name, value in states.items():
                 encoder = Encoder()
                 encoded = encoder.encode(value, () if isinstance(value, Mapping) else (name,))
-                parts[name] = PartFiles(
-                    {"state": encoded, "same": encoder.aliases}, stage(name, encoder.tensors)
-                )
+                parts[name] = PartFiles(encoded, stage(name, encoder.tensors))
             write(parts)
 
         together(workers, work)
@@ -193,7 +196,7 @@ class Checkpoint:
                 else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
             )
             spread(workers, tensors)
-            states[name] = decode(encoded["state"], tensors)
+            states[name] = decode(encoded, tensors)
         random = states.pop(_RANDOM, None)
 
         def match() -> None:

@@ -25,12 +25,10 @@ class Encoder:
     Attributes:
         tensors: by name. Names are the path in the state, joined by dots; a flat state_dict keeps
             its names.
-        aliases: names of further leaves that are the same tensor as a named one.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.aliases: dict[str, str] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
@@ -82,13 +80,12 @@ class Encoder:
         tensor = tensor.detach()
         name = unique = ".".join(path) or "value"
         suffix = 1
-        while unique in self.tensors or unique in self.aliases:
+        while unique in self.tensors:
             suffix += 1
             unique = f"{name}#{suffix}"
         if tensor.numel():
             where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if (known := self._names.setdefault(where, unique)) != unique:
-                self.aliases[unique] = known
                 return known
         self.tensors[unique] = tensor
         return unique

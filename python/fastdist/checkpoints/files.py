@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fastdist._version import __version__
+from fastdist.errors import DamagedCheckpointError
 
 FORMAT = 1
 INDEX = "checkpoint.json"
@@ -32,10 +33,6 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 _REPLACED = ".replaced-"
 _CHECKSUM_THREADS = 4
-
-
-class DamagedCheckpointError(ValueError):
-    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,9 @@ from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, from_first, together
 from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu, read
 from fastdist.checkpoints.directory_lock import DirectoryLock
-from fastdist.checkpoints.files import DamagedCheckpointError, PartFiles
+from fastdist.checkpoints.files import PartFiles
 from fastdist.collectives.communicator import Communicator
+from fastdist.errors import DamagedCheckpointError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _DAMAGED = "damaged-"
@@ -102,7 +103,7 @@ class CheckpointManager:
             TypeError: a state holds an object of a type that cannot be saved.
         """
         if number is None:
-            step = checkpoint.__dict__["_parts"].get("step")
+            step = getattr(checkpoint, "step", None)
             number = step if type(step) is int else None
         self._ranks = checkpoint.ranks()
         with self._ranks.talking() as workers:
@@ -216,33 +217,24 @@ class CheckpointManager:
         return staged
 
     def _restore(self, checkpoint: Checkpoint, workers: Communicator | None) -> Path | None:
-        newest: list[Path] = []
+        parts: dict[str, PartFiles] = {}
 
-        def read_newest() -> dict[str, PartFiles]:
+        def find() -> Path | None:
             self._own_directory()
             self._finish()
-            names = list(checkpoint.__dict__["_parts"])
             for path in reversed(self.checkpoints):
                 try:
-                    parts = read(path, names)
+                    parts.update(read(path, checkpoint.names))
                 except DamagedCheckpointError as error:
                     path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
                     warnings.warn(f"{error}; trying the checkpoint before", stacklevel=6)
                 else:
-                    newest.append(path)
-                    return parts
-            return {}
-
-        parts = None
-
-        def find() -> Path | None:
-            nonlocal parts
-            parts = read_newest()
-            return newest[0] if newest else None
+                    return path
+            return None
 
         path = from_first(workers, find)
         if path is not None:
-            checkpoint.load(workers, lambda: parts or {}, with_random=True)
+            checkpoint.load(workers, lambda: parts, with_random=True)
         return path
 
 

@@ -15,6 +15,7 @@ from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.manager import CheckpointManager
 
 _POLL_S = 1.0
+_FAILED = 2
 
 
 class PreemptionCheckpointHandler:
@@ -88,13 +89,14 @@ class PreemptionCheckpointHandler:
         Raises:
             SystemExit: the checkpoint is saved, and the process is to end.
             OSError: the checkpoint could not be saved.
+            BaseException: what the watcher of this replica raised; RuntimeError on the others.
         """
-        if self._failure is not None:
-            raise self._failure
-        self._told[0] = self._is_told
+        self._told[0] = self._is_told if self._failure is None else _FAILED
         with self._ranks.talking() as workers:
             if workers is not None:
                 workers.all_reduce(self._told, "max")
+        if self._told[0] == _FAILED:
+            raise self._failure or RuntimeError("the watcher of another replica has failed")
         if self._told[0]:
             self._manager.save(self._checkpoint)
             self._manager.close()

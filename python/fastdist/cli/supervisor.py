@@ -36,7 +36,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         exit_code: 0 if the job succeeded; the exit code of the process whose failure ended the

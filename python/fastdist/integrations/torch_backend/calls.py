@@ -69,12 +69,17 @@ class Job:
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a collective that serves tensors of every device, and that profilers see."""
     name = method.__name__
-    is_usual = FORMS[name].is_usual
+    form = FORMS[name]
+    takes_lists, others = form.depths[0] > 0, form.others
 
     @functools.wraps(method)
     def call(self: Any, given: Any = None, *rest: Any, **named: Any) -> Any:
-        if named or not is_usual(given, rest):
-            return call(self, *usual(name, [given, *rest] if given is not None else [], named))
+        if (
+            named
+            or (takes_lists and type(given) is not list)
+            or (rest and type(rest[-1]) in others)
+        ):
+            given, *rest = usual(name, [given, *rest] if given is not None else [], named)  # type: ignore[assignment]
         tensor = given
         while type(tensor) is list:
             tensor = tensor[0] if tensor else _first_tensor(rest, name)

@@ -19,7 +19,7 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a method is called.
+    """The ways in which a method is called.
 
     Attributes:
         depths: for each argument of tensors, the depth of its lists.
@@ -34,11 +34,6 @@ class Form:
     options: Any = None
     fields: tuple[str, ...] = ()
     others: frozenset[type] = frozenset()
-
-    def is_usual(self, given: Any, rest: Sequence[Any]) -> bool:
-        """True for a call with lists and options."""
-        is_list = type(given) is list or not self.depths[0]
-        return is_list and not (rest and type(rest[-1]) in self.others)
 
 
 _SPLITS = ("output_split_sizes", "input_split_sizes")
@@ -81,7 +76,8 @@ def usual(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any
     """Return the arguments of a call as lists of tensors, plain arguments and options.
 
     Raises:
-        TypeError: there are too many arguments, or one has a name that is not the method's.
+        TypeError: there are too few or too many arguments, or one has a name that is not the
+            method's.
     """
     form = FORMS[name]
     named = dict(named)
@@ -102,6 +98,8 @@ def usual(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any
         for place in places
         if place in found
     ]
+    if len(found) < len(form.depths):
+        raise TypeError(f"{name} needs {len(form.depths)} arguments of tensors, got {len(found)}")
     if spelled and type(spelled[0]) is form.options:
         named["opts"] = spelled.pop(0)
     if len(spelled) > len(form.fields):

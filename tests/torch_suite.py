@@ -18,6 +18,7 @@ import tempfile
 import time
 import types
 import unittest
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -59,9 +60,15 @@ def run(backend: str, only: str) -> dict[str, dict[str, Any]]:
         suite.PROFILING_SUPPORTED_BACKENDS.clear()
 
     class TestC10d(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+        exit_codes: Sequence[int | None] = ()
+
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+        def _check_return_codes(self, *arguments: Any) -> None:
+            self.exit_codes = [process.exitcode for process in self.processes]
+            super()._check_return_codes(*arguments)
 
     outcomes = {}
     for name in unittest.TestLoader().getTestCaseNames(TestC10d):
@@ -69,11 +76,12 @@ def run(backend: str, only: str) -> dict[str, dict[str, Any]]:
             continue
         result = unittest.TestResult()
         start = time.monotonic()
-        unittest.TestSuite([TestC10d(name)]).run(result)
+        test = TestC10d(name)
+        test.run(result)
         seconds = time.monotonic() - start
         problems = result.errors + result.failures
         if problems:
-            kind, message = "failed", problems[0][1]
+            kind, message = "failed", f"exit codes {test.exit_codes}\n{problems[0][1]}"
         elif result.skipped:
             kind, message = "skipped", result.skipped[0][1]
         else:

@@ -98,12 +98,17 @@ def write(path: Path, parts: Mapping[str, PartFiles]) -> None:
         raise
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; interrupted, it leaves nothing that looks like a checkpoint."""
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint so that it no longer looks like one; return where it is to be deleted."""
     removed = path.with_name(f"{_REMOVED}{path.name}")
-    shutil.rmtree(removed, ignore_errors=True)
+    delete(removed)
     path.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    return removed
+
+
+def delete(path: Path) -> None:
+    """Delete what was set aside. What is left when this is interrupted is left to `tidy`."""
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def tidy(directory: Path) -> None:

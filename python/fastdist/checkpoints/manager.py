@@ -6,7 +6,7 @@ import atexit
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -111,9 +111,9 @@ class CheckpointManager:
 
             def write(parts: Mapping[str, PartFiles]) -> None:
                 if async_op:
-                    self._write_later(path, parts)
-                else:
-                    self._write(path, parts)
+                    self._later(lambda: _delete(self._write(path, parts)))
+                elif old := self._write(path, parts):
+                    self._later(lambda: _delete(old))
 
             checkpoint.collect(workers, self._stage if async_op else copy_to_cpu, write)
         return path
@@ -187,17 +187,19 @@ class CheckpointManager:
             )
         return self.directory / f"checkpoint-{number}"
 
-    def _write(self, path: Path, parts: Mapping[str, PartFiles]) -> None:
+    def _write(self, path: Path, parts: Mapping[str, PartFiles]) -> list[Path]:
+        """Write a checkpoint, and set aside those that are too old."""
         files.write(path, parts)
-        if self._max_to_keep is not None:
-            for old in self.checkpoints[: -self._max_to_keep]:
-                files.remove(old)
+        if self._max_to_keep is None:
+            return []
+        return [files.set_aside(old) for old in self.checkpoints[: -self._max_to_keep]]
 
-    def _write_later(self, path: Path, parts: Mapping[str, PartFiles]) -> None:
+    def _later(self, task: Callable[[], None]) -> None:
+        """Run a task in the thread, which is idle."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "fastdist-checkpoint")
             _wait_at_exit(self)
-        self._writing = self._writer.submit(self._write, path, parts)
+        self._writing = self._writer.submit(task)
 
     def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Copy tensors into memory that is kept between calls: to get it takes long."""
@@ -236,6 +238,11 @@ class CheckpointManager:
         if path is not None:
             checkpoint.load(workers, lambda: parts, with_random=True)
         return path
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        files.delete(path)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -64,6 +64,7 @@ def rank_processes(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Path) -> None:
     peers = "gloo,mpich" if has_torch else "mpich"
     plot = ["--plot", str(tmp_path / "plot.png")] if has_matplotlib else []

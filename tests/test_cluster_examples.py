@@ -39,6 +39,7 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_slurm_script(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")  # ranks of two nodes meet in its store
     script(tmp_path / "srun", f"#!{sys.executable}\n{textwrap.dedent(SRUN)}")

@@ -123,6 +123,7 @@ def die_behind_a_late_rank(comm: Communicator) -> None:
     assert caught.value.ranks == (comm.world_size - 1,)
 
 
+@pytest.mark.slow
 def test_a_death_behind_a_late_rank() -> None:
     ranks = ProcessRanks(3)
     try:

@@ -70,6 +70,7 @@ def test_ranks_by_ssh(tmp_path: Path) -> None:
     assert (sorted(out.splitlines()), job.returncode) == ([f"[0] {line}", f"[1] {line}"], 0), err
 
 
+@pytest.mark.slow
 def test_a_failing_machine_ends_the_job(tmp_path: Path) -> None:
     job = start(tmp_path, "here1,here2", "127.0.0.1", "fails")
     _, err = job.communicate(timeout=60)

@@ -163,6 +163,7 @@ def another_backend(comm: Any, path: Path) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_ranks_with_another_backend_are_named(ranks: ProcessRanks, tmp_path: Path) -> None:
     first, second, _ = ranks.run(another_backend, tmp_path / "store")
     for text in (first, second):

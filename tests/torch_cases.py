@@ -7,6 +7,7 @@ on Gloo; those in `MORE_THAN_GLOO` do what Gloo refuses, and check their results
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from fastdist.integrations.torch_backend.work import Pending
 
 # Torch 2.13 renamed them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -533,6 +535,18 @@ def split_of_a_group() -> None:
     assert group.group_name == f"half{rank % 2}"
     assert x[0] == len(half) == group.size()
     group.shutdown()
+
+
+@more_than_gloo
+def events_of_profilers() -> None:
+    """They end before `wait` does: a profiler that stops earlier crashes."""
+    with pytest.MonkeyPatch.context() as patch:
+        complete = Pending.complete  # which ends the event, in another thread
+        patch.setattr(Pending, "complete", lambda *given: (time.sleep(0.05), complete(*given)))
+        with torch.autograd.profiler.profile(use_cpu=True) as profile:
+            dist.all_reduce(own(64), async_op=True).wait()
+    [event] = [e for e in profile.function_events or [] if e.name.endswith(":all_reduce")]
+    assert event.cpu_time >= 50_000
 
 
 @more_than_gloo

@@ -114,7 +114,7 @@ def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
         return made
     finally:
         if isinstance(made, Pending):
-            torch.ops.profiler._call_end_callbacks_on_jit_fut(event, made.get_future())
+            made.end_event(event)
         else:
             torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
 

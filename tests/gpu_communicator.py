@@ -158,6 +158,12 @@ def disagreement(comm: Communicator) -> None:
         work: Any = part.all_reduce(arrays.full(8 + part.rank, 1), async_op=True)
         work.synchronize(TIMEOUT_S)
 
+    def a_late_rank(part: Communicator) -> None:
+        if part.rank == 0:
+            time.sleep(0.3)
+        work: Any = part.all_reduce(arrays.full(8 + part.rank, 1), async_op=True)
+        work.wait()  # only makes the stream wait, but knows that the ranks agree
+
     def ops(part: Communicator) -> None:
         for _ in range(1000):  # one of them notices
             part.all_reduce(x, "sum" if part.rank == 0 else "max")
@@ -169,7 +175,7 @@ def disagreement(comm: Communicator) -> None:
     def second(part: Communicator) -> None:
         host_or_gpu(part, 1)
 
-    for wrong in (first, second, sizes, ops):
+    for wrong in (first, second, sizes, a_late_rank, ops):
         part = comm.split(0)
         assert part is not None
         part.all_reduce(arrays.array(floats(part)))
@@ -247,6 +253,13 @@ def out_of_memory(comm: Communicator) -> None:
 
     comm.all_reduce(arrays.full(4, 1))
     some = [arrays.full(size, 1) for size in (300_000, 400_000)]
+    alone = arrays.full(7_000_000, 1)  # larger than a bucket
+    lists = (
+        ("float32", [alone, *some]),
+        # Reductions that NCCL lacks gather the arrays of all ranks: here of one, and in buckets.
+        ("int16", [arrays.full(3_000_000, 1, "int16")]),
+        ("int16", [arrays.full(size, 1, "int16") for size in (900_000, 14_000_000)]),
+    )
     arrays.synchronize()
     comm.barrier()
     filler = None
@@ -254,14 +267,18 @@ def out_of_memory(comm: Communicator) -> None:
         free = (4 << 30) - virtual_arrays.bytes_in_use(virtual_arrays.current_device())
         filler = ctypes.c_void_p()
         virtual_arrays.cuda.cudaMalloc(ctypes.byref(filler), ctypes.c_size_t(free - (1 << 20)))
+    for dtype, xs in lists:
+        with pytest.raises(MemoryError, match="device memory could not be allocated"):
+            comm.all_reduce(xs)
+        assert all(arrays.is_full(x, 1, dtype) for x in xs), dtype
     with pytest.raises(MemoryError, match="device memory could not be allocated"):
-        comm.all_reduce(some)
-    assert all(arrays.is_full(x, 1) for x in some)
+        comm.broadcast([alone, *some], 0)
     comm.barrier()
     if filler is not None:
         virtual_arrays.cuda.cudaFree(filler)
-    comm.all_reduce(some)
-    assert all(arrays.is_full(x, comm.world_size) for x in some)
+    for dtype, xs in lists:
+        comm.all_reduce(xs)
+        assert all(arrays.is_full(x, comm.world_size, dtype) for x in xs), dtype
 
 
 def on_two_gpus(comm: Communicator) -> None:

@@ -123,26 +123,16 @@ py::dict array_interface(const GpuMemory& memory) {
   return result;
 }
 
-py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
-  work.owner->check_usable();
-  const nccl::StreamHandle waiting = to_stream(stream);
-  work.mark->make_wait(waiting);
-  if (waiting == work.from) work.owner->release(work.mark.get());
-  return work.result;
-}
-
-// Blocks the host. If a call takes too long, the watcher aborts it and this function throws the
-// watcher's error.
-py::object synchronize(const GpuWork& work, const py::object& timeout) {
+// Blocks the host until `is_over()`. If a call takes too long, the watcher aborts it and this
+// function throws the watcher's error.
+template <class IsOver>
+void wait_until(const IsOver& is_over, const GpuWork& work, const py::object& timeout) {
   using Clock = std::chrono::steady_clock;
   constexpr std::chrono::microseconds kLongestPause{500};
   const auto limit =
       timeout.is_none() ? std::chrono::nanoseconds::max() : to_duration(timeout, true);
   const auto start = Clock::now();
   std::chrono::microseconds pause{5};
-  const auto is_over = [&work] {
-    return Gpu::is_over(*work.mark) && (!work.comparison || work.comparison->is_done());
-  };
   while (!is_over()) {
     work.owner->check_usable();
     if (Clock::now() - start >= limit) {
@@ -157,6 +147,23 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     pause = std::min(pause * 2, kLongestPause);
   }
+}
+
+bool is_compared(const GpuWork& work) { return !work.comparison || work.comparison->is_done(); }
+
+// Makes `stream` wait. The host waits until the ranks have compared the call: if they made
+// different ones, this rank's result must not be used.
+py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
+  wait_until([&work] { return is_compared(work); }, work, py::none());
+  work.owner->check_usable();
+  const nccl::StreamHandle waiting = to_stream(stream);
+  work.mark->make_wait(waiting);
+  if (waiting == work.from) work.owner->release(work.mark.get());
+  return work.result;
+}
+
+py::object synchronize(const GpuWork& work, const py::object& timeout) {
+  wait_until([&work] { return Gpu::is_over(*work.mark) && is_compared(work); }, work, timeout);
   work.owner->release(work.mark.get());
   work.owner->check_usable();
   return work.result;

@@ -183,9 +183,9 @@ std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const Call
 
 std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,
                                              const CallOptions& options) {
-  check_usable();
   const cuda::DeviceGuard device(handle_->device());
   const Use use(*handle_);
+  check_usable();  // an abort by another thread waits for the end of the use from here on
   return std::make_shared<Registration>(handle_, data, bytes, options);
 }
 

@@ -116,6 +116,10 @@ class NcclCommunicator final : public GpuCommunicator {
                        std::optional<int> root, const CallOptions& options);
   void exchange_reduce_scatter(const TensorView& in, const TensorView& out, ReduceOp op,
                                const CallOptions& options);
+  [[nodiscard]] std::size_t exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const;
+  // Allocates before a list is reduced, so that a rank without memory leaves all arrays as they
+  // were. Does nothing if `bytes` is 0.
+  void reserve_gathered(std::size_t bytes, const CallOptions& options);
   void reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes, DType dtype,
                        ReduceOp op, StreamHandle stream);
 

@@ -33,6 +33,19 @@ Range part_of(std::size_t chunk, std::size_t part, int p) {
 
 }  // namespace
 
+// Returns the scratch memory for an exchange of an array; 0 if NCCL reduces it.
+std::size_t NcclCommunicator::exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const {
+  if (bytes == 0 || native_reduction(dtype, op)) return 0;
+  const auto n = static_cast<std::size_t>(size_);
+  return (n + 1) * round_up((std::min(bytes, kChunkBytes) + n - 1) / n);
+}
+
+void NcclCommunicator::reserve_gathered(std::size_t bytes, const CallOptions& options) {
+  if (bytes == 0) return;
+  ScratchUse scratch(*this, stream_of(options));
+  (void)scratch->gathered(bytes, options, checker_);
+}
+
 // Reduces the blocks at `gathered`, one per rank, into the block behind them.
 void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes,
                                        DType dtype, ReduceOp op, StreamHandle stream) {
@@ -47,10 +60,9 @@ void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& o
   const StreamHandle stream = stream_of(options);
   const abi::Comm comm = handle_->get();
   const auto n = static_cast<std::size_t>(size_);
-  const std::size_t most = std::min(in.bytes(), kChunkBytes);
-  const std::size_t largest = round_up((most + n - 1) / n);
   ScratchUse scratch(*this, stream);
-  std::byte* const gathered = scratch->gathered((n + 1) * largest);
+  std::byte* const gathered =
+      scratch->gathered(exchange_bytes(in.dtype, in.bytes(), op), options, checker_);
   for (std::size_t done = 0; done < in.bytes(); done += kChunkBytes) {
     const std::size_t chunk = std::min(in.bytes() - done, kChunkBytes);
     const std::size_t part = round_up((chunk + n - 1) / n);
@@ -100,7 +112,7 @@ void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const Tenso
   const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
   const std::size_t stride = round_up(std::min(out.bytes(), step));
   ScratchUse scratch(*this, stream);
-  std::byte* const gathered = scratch->gathered((n + 1) * stride);
+  std::byte* const gathered = scratch->gathered((n + 1) * stride, options, checker_);
   for (std::size_t done = 0; done < out.bytes(); done += step) {
     const std::size_t bytes = std::min(out.bytes() - done, step);
     Group give(*this, options);

@@ -6,7 +6,11 @@
 // The side stream packs the next bucket while the caller's stream transfers the current one. Two
 // buckets suffice, because the side stream runs P2 after U0. A single bucket needs no side stream
 // and no event.
+//
+// Arrays that are too large for a bucket are transferred last: all memory is allocated before any
+// array changes.
 
+#include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -84,7 +88,7 @@ const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorV
                                            const CallOptions& options) {
   const StreamHandle stream = stream_of(options);
   ScratchUse scratch(*this, stream);
-  float* const magnitudes = scratch->magnitudes(in.size());
+  float* const magnitudes = scratch->magnitudes(in.size(), options, checker_);
   FASTDIST_CUDA_CHECK(cudaMemsetAsync(magnitudes, 0, in.size() * sizeof(float), stream));
   for (const cuda::Bucket& bucket : plan.buckets) {
     cuda::measure(cuda::moves_of(bucket, in), bucket.dtype, magnitudes, stream);
@@ -133,23 +137,33 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
     reduce_one(in[0], out[0], op, std::nullopt, options);
   } else {
     const cuda::BucketPlan plan = cuda::plan_buckets(in, wire, bucket_bytes);
+    const auto divides = [&](DType dtype) {
+      return op == ReduceOp::kMean && (wire || is_sent_as_sum(dtype));
+    };
+    const auto sent_as = [&](DType dtype) { return divides(dtype) ? ReduceOp::kSum : op; };
+    std::size_t gathered = 0;
+    for (const std::size_t i : plan.alone) {
+      gathered = std::max(gathered, exchange_bytes(in[i].dtype, in[i].bytes(), op));
+    }
+    for (const cuda::Bucket& b : plan.buckets) {
+      gathered = std::max(gathered, exchange_bytes(b.dtype, b.bytes, sent_as(b.dtype)));
+    }
+    {
+      const OutsideGroups outside(*this, options);
+      reserve_gathered(gathered, options);
+      const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
+      move_buckets(plan,
+                   {in, out, scaled ? measure_all(plan, in, options) : nullptr, divides,
+                    [&](const TensorView& bucket) {
+                      reduce_one(bucket, bucket, sent_as(bucket.dtype), std::nullopt, options);
+                    }},
+                   options);
+    }
     if (!plan.alone.empty()) {
       Group alone(*this, options);
       for (const std::size_t i : plan.alone) reduce_one(in[i], out[i], op, std::nullopt, options);
       alone.end();
     }
-    const OutsideGroups outside(*this, options);
-    const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
-    const auto divides = [&](DType dtype) {
-      return op == ReduceOp::kMean && (wire || is_sent_as_sum(dtype));
-    };
-    move_buckets(plan,
-                 {in, out, scaled ? measure_all(plan, in, options) : nullptr, divides,
-                  [&](const TensorView& bucket) {
-                    reduce_one(bucket, bucket, divides(bucket.dtype) ? ReduceOp::kSum : op,
-                               std::nullopt, options);
-                  }},
-                 options);
   }
   call.end();
 }
@@ -170,19 +184,21 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
     send(in[0], out[0]);
   } else {
     const cuda::BucketPlan plan = cuda::plan_buckets(in, std::nullopt, kDefaultBucketBytes);
+    const bool is_root = rank_ == root;
+    const bool in_place = in.data() == out.data();
+    {
+      const OutsideGroups outside(*this, options);
+      move_buckets(
+          plan,
+          {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
+           [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
+          options);
+    }
     if (!plan.alone.empty()) {
       Group alone(*this, options);
       for (const std::size_t i : plan.alone) send(in[i], out[i]);
       alone.end();
     }
-    const OutsideGroups outside(*this, options);
-    const bool is_root = rank_ == root;
-    const bool in_place = in.data() == out.data();
-    move_buckets(
-        plan,
-        {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
-         [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
-        options);
   }
   call.end();
 }

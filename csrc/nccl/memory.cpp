@@ -19,6 +19,17 @@ void release(std::byte* memory, int device) noexcept {
 
 }  // namespace
 
+void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
+                     const CallOptions& options, Checker* checker) {
+  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
+  const bool all_have = checker == nullptr || checker->agree(question, !failure, options);
+  if (!failure && all_have) return;
+  const std::string problem =
+      std::to_string(bytes) + " bytes of device memory could not be allocated";
+  throw Error(ErrorCode::kMemory,
+              failure ? problem + ": " + failure->what() : problem + " on another rank");
+}
+
 Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
                            const CallOptions& options)
     : handle_(std::move(handle)) {
@@ -45,22 +56,16 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   void* data = nullptr;
   bytes = std::max<std::size_t>(bytes, 1);
   const abi::Result result = functions().mem_alloc(&data, bytes);
-  const bool has_memory = result == abi::kSuccess;
+  std::optional<Error> failure;
+  if (result != abi::kSuccess) {
+    failure = to_error(result, "ncclMemAlloc", handle_->get());
+  } else {
+    const int device = handle_->device();
+    data_ = {static_cast<std::byte*>(data),
+             [device](std::byte* memory) { release(memory, device); }};
+  }
   // All ranks must have made the same calls before NCCL waits for all of them to make a window.
-  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
-  const bool all_have = checker == nullptr || checker->agree(question, has_memory, options);
-  if (!has_memory) {
-    throw Error(ErrorCode::kMemory, std::to_string(bytes) +
-                                        " bytes of device memory could not be allocated: " +
-                                        to_error(result, "ncclMemAlloc", handle_->get()).what());
-  }
-  const int device = handle_->device();
-  data_ = {static_cast<std::byte*>(data), [device](std::byte* memory) { release(memory, device); }};
-  if (!all_have) {
-    throw Error(
-        ErrorCode::kMemory,
-        std::to_string(bytes) + " bytes of device memory could not be allocated on another rank");
-  }
+  agree_on_memory(bytes, failure, options, checker);
   handle_->hold_until_end(data_);
   if (make_window(bytes, options, checker)) return;
   try {

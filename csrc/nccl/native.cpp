@@ -1,5 +1,6 @@
 // The collectives that NCCL has, and those made of its sends and receives.
 
+#include <algorithm>
 #include <thread>
 #include <vector>
 
@@ -34,6 +35,11 @@ void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
 void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
                               const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kReduce, root, op), in), options);
+  std::size_t scratch = 0;
+  for (const TensorView& view : in) {
+    scratch = std::max(scratch, exchange_bytes(view.dtype, view.bytes(), op));
+  }
+  reserve_gathered(scratch, options);
   Group group(*this, options);
   for (std::size_t i = 0; i < in.size(); ++i) {
     reduce_one(in[i], rank_ == root ? out[i] : in[i], op, root, options);
@@ -188,7 +194,7 @@ void NcclCommunicator::barrier(const CallOptions& options) {
   const StreamHandle stream = stream_of(options);
   if (checker_ == nullptr) {
     ScratchUse scratch(*this, stream);
-    std::byte* const byte = scratch->gathered(cuda::kQuantumBytes);
+    std::byte* const byte = scratch->gathered(cuda::kQuantumBytes, options, checker_);
     FASTDIST_CUDA_CHECK(cudaMemsetAsync(byte, 0, 1, stream));
     reduce_one({byte, 1, DType::kUInt8, 0}, {byte, 1, DType::kUInt8, 0}, ReduceOp::kMax,
                std::nullopt, options);

@@ -27,9 +27,13 @@ class Scratch {
   [[nodiscard]] std::byte* bucket(std::size_t which, std::size_t bytes,
                                   const std::shared_ptr<Handle>& handle, const CallOptions& options,
                                   Checker* checker);
-  [[nodiscard]] std::byte* gathered(std::size_t bytes) { return grow(gathered_, bytes); }
-  [[nodiscard]] float* magnitudes(std::size_t count) {
-    return reinterpret_cast<float*>(grow(magnitudes_, count * sizeof(float)));
+  // Growing the other memory is a collective call, too.
+  [[nodiscard]] std::byte* gathered(std::size_t bytes, const CallOptions& options,
+                                    Checker* checker) {
+    return grow(gathered_, bytes, options, checker);
+  }
+  [[nodiscard]] float* magnitudes(std::size_t count, const CallOptions& options, Checker* checker) {
+    return reinterpret_cast<float*>(grow(magnitudes_, count * sizeof(float), options, checker));
   }
 
   // Must be called before NCCL destroys the communicator, when no work uses the buckets.
@@ -55,8 +59,10 @@ class Scratch {
     std::unique_ptr<NcclMemory> registered;
     cuda::DeviceBuffer plain;
   };
-  // Grows a buffer. Earlier calls of a capture refer to the old memory, which is kept.
-  [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes);
+  // Grows a buffer on all ranks or none; a capture, which may be of one rank, grows by itself.
+  // Earlier calls of a capture refer to the old memory, which is kept.
+  [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes,
+                                const CallOptions& options, Checker* checker);
 
   bool captured_;
   std::array<Bucket, 2> buckets_;

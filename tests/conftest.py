@@ -12,6 +12,7 @@ import pytest
 
 # One thread for each process: the tests run beside each other, with several processes each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["KERAS_BACKEND"] = "torch"  # read when keras is imported
 
 import fork_server
 from launched import Launcher

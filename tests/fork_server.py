@@ -52,6 +52,7 @@ PRELOADED = (
     "torch._dynamo",  # which optimizers import at their first step
     "sklearn.datasets",
     "torchmetrics",
+    "keras",
     "fastdist",
 )
 _ONE_THREAD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import fastdist.cluster as cluster
@@ -68,6 +69,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "init",
+    "keras",
     "launch",
     "local_group",
     "map",
@@ -83,6 +85,7 @@ __all__ = [
 if TYPE_CHECKING:
     from fastdist import data, nn, ps
     from fastdist.checkpoints import Checkpoint, CheckpointManager, PreemptionCheckpointHandler
+    from fastdist.integrations import keras
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
         PerWorkerValues,
@@ -138,21 +141,30 @@ _LAZY = {
     "VariableAggregation": "fastdist.replicas.variables",
     "VariableSynchronization": "fastdist.replicas.variables",
 }
+_MODULES = {
+    "data": "fastdist.data",
+    "keras": "fastdist.integrations.keras",
+    "nn": "fastdist.nn",
+    "ps": "fastdist.ps",
+}
 
 
 register_with_torch()
 
 
 def __getattr__(name: str) -> object:
-    is_module = name in ("data", "nn", "ps")
+    is_module = name in _MODULES
     if name not in _LAZY and not is_module:
         raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
     import importlib
 
     try:
         if is_module:
-            return importlib.import_module(f"fastdist.{name}")
-        return getattr(importlib.import_module(_LAZY[name]), name)
+            return importlib.import_module(_MODULES[name])
+        found = getattr(importlib.import_module(_LAZY[name]), name)
+        if "fastdist.strategies" in sys.modules:
+            importlib.import_module("fastdist.integrations.keras")  # adapts Keras models; light
+        return found
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

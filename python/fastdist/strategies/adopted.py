@@ -24,6 +24,7 @@ from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.contributions import Accumulation, ReducedParameter
+from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.lazy_modules import when_initialized
@@ -199,8 +200,10 @@ class AdoptedModules:
             if self._central is None:
                 broadcast_state(self.workers, new)
             else:
-                parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
-                buffers = [tensor for tensor in new if not isinstance(tensor, nn.Parameter)]
+                state = {id(t) for root in roots for m in inner_modules(root) for t in state_of(m)}
+                parameters = [t for t in new if isinstance(t, nn.Parameter) and id(t) not in state]
+                central = set(map(id, parameters))
+                buffers = [tensor for tensor in new if id(tensor) not in central]
                 broadcast_state(self.workers, buffers)
                 self._central.take_parameters(self.workers, parameters)
         for model in models:

@@ -23,7 +23,7 @@ from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
 from fastdist.replicas.per_replica import PerReplica, leaves
 from fastdist.replicas.variables import Variable
-from fastdist.strategies.scope import Scope
+from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,6 +78,8 @@ class Strategy(ABC):
     @final
     def mirror(self, module: M) -> M:
         """Adopt a module made outside the scope, and return it. Every worker must call."""
+        for extension in extensions:
+            extension.attach(self, module)
         self._adopt([module], [])
         return module
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.replicas.context import state
 from fastdist.training.modules import broadcast_state, is_materialized
 
@@ -127,6 +127,25 @@ class CentralParameters:
         optimizer.__dict__["step"] = types.MethodType(step, optimizer)
         if not self._is_owner:
             optimizer.register_load_state_dict_post_hook(lambda loaded: loaded.state.clear())
+
+    def step_once(self, workers: Communicator, step: Callable[[], None]) -> None:
+        """Make one step for all replicas, by a function that changes the parameters in place.
+
+        Every replica must call; the owner calls `step`.
+
+        Raises:
+            UnsupportedError: not all replicas map the copy.
+        """
+        if not self._is_shared:
+            raise UnsupportedError(
+                f"the parameters are on {self._home}, and this replica computes on {self._device}: "
+                "only torch's optimizers can step there; expected all on the CPU"
+            )
+        workers.barrier()  # no replica computes with the parameters after this
+        if self._is_owner:
+            step()
+        workers.barrier()
+        self.note_versions()
 
     def note_versions(self) -> None:
         """Record the versions of the parameters, to accept all changes so far."""

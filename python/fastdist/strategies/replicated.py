@@ -49,6 +49,9 @@ class ReplicatedStrategy(Strategy):
         serve: a method that is called with what was made in a scope, after this replica has adopted
             it.
         refuses_run: the message of `run` in a process that has no replica.
+
+    Attributes:
+        central: as given.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ReplicatedStrategy(Strategy):
         self._refuses_run = refuses_run
         self._communicators: ReplicaCommunicators | None = None
         self._is_connected = False
+        self.central = central
         self._members = AdoptedModules(
             device,
             self.local_replica_ids,
@@ -209,6 +213,23 @@ class ReplicatedStrategy(Strategy):
         except (CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError):
             self._leave()
             raise
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A context manager around calls that all replicas make outside `run`.
+
+        If a replica raises an exception, replicas that wait for it raise PeerFailureError.
+        """
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
+
+    def refresh(self) -> None:
+        """Adopt what modules have got since; `run` does so too. Every replica must call."""
+        with self.talking():
+            self._members.refresh()
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call `fn` in cross-replica context, for `merge_call`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 Adopt = Callable[[Sequence[nn.Module], Sequence[Any]], None]
 
 
+class ScopeExtension(Protocol):
+    """Adapts the models of another framework to strategies."""
+
+    def watch(self, scope: Scope) -> AbstractContextManager[None]:
+        """Return a context manager that is active while a scope is open."""
+
+    def attach(self, strategy: Strategy, module: nn.Module) -> None:
+        """Adapt a module that was made outside a scope; called by `Strategy.mirror`."""
+
+
+extensions: list[ScopeExtension] = []
+
+
 class Scope:
     """The context manager that `Strategy.scope` returns."""
 
@@ -32,6 +45,11 @@ class Scope:
         self._stack = ExitStack()
         self._recorder: ModuleRecorder | None = None
         self._made: list[Any] = []
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy whose scope this is."""
+        return self._strategy
 
     def __enter__(self) -> Strategy:
         if state.replica is not None:
@@ -48,6 +66,8 @@ class Scope:
             kinds = (torch.optim.Optimizer, LRScheduler, GradScaler)
             self._stack.enter_context(watch_made(kinds, self._note))
             self._stack.enter_context(watch_metrics(self._recorder.note))
+            for extension in extensions:
+                self._stack.enter_context(extension.watch(self))
         return self._strategy
 
     def __exit__(
@@ -58,7 +78,21 @@ class Scope:
     ) -> None:
         state.scopes.pop()
         self._stack.close()
-        if self._recorder is not None and kind is None:
+        if kind is None:
+            self.adopt()
+        self._recorder = None
+
+    def note_module(self, module: nn.Module) -> None:
+        """Record a module, whether or not it registers anything with torch."""
+        if self._recorder is not None:
+            self._recorder.note(module)
+
+    def adopt(self) -> None:
+        """Adopt what was made so far; the end of the scope adopts the rest. Every worker must call.
+
+        Does nothing once the scope has ended.
+        """
+        if self._recorder is not None:
             made, self._made = self._made, []
             self._adopt(self._recorder.roots(), made)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from fastdist.collectives.communicator import Communicator, Work
 from fastdist.replicas.variables import Variable
+from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized
 
 
@@ -190,8 +191,8 @@ class BufferSync:
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that register buffers themselves, each once; no `Variable`."""
-    modules = {id(m): m for root in roots for m in root.modules() if m._buffers}
+    """Return the modules that have buffers themselves, each once; no `Variable`."""
+    modules = {id(m): m for root in roots for m in inner_modules(root) if state_of(m)}
     return [module for module in modules.values() if not isinstance(module, Variable)]
 
 
@@ -217,8 +218,7 @@ def _stamps(module: nn.Module) -> list[tuple[weakref.ref[torch.Tensor], int]]:
 
 
 def _materialized(module: nn.Module) -> list[torch.Tensor]:
-    buffers = module._buffers.values()
-    return [buffer for buffer in buffers if buffer is not None and is_materialized(buffer)]
+    return [tensor for tensor in state_of(module) if is_materialized(tensor)]
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:

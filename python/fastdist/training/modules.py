@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
+from fastdist.training.frameworks import inner_modules
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -79,7 +80,7 @@ class ModuleRecorder:
         if len(self._seen) > 1:
             gc.collect()  # all replicas must see the same modules
         alive = [module for ref in self._seen.values() if (module := ref()) is not None]
-        inner = {id(child) for module in alive for child in module.modules() if child is not module}
+        inner = {id(m) for module in alive for m in inner_modules(module) if m is not module}
         return [module for module in alive if id(module) not in inner]
 
 

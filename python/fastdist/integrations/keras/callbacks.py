@@ -1,0 +1,40 @@
+"""Callbacks on replicas: writers act on the chief, all others on every replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CHIEF_ONLY = "_fastdist_chief_only"
+
+
+def chief_only(callback: Any) -> Any:
+    """Make a Keras callback act on the chief alone, and return it.
+
+    Keras' own callbacks that write or draw act on the chief without this. Such a callback must not
+    call `fit`, `evaluate`, `predict` or `get_metrics_result` of the model, which all replicas call
+    together. What it changes in `on_train_begin` (weights, the optimizer's state, the epoch to
+    begin with) and `stop_training` reach all replicas.
+
+    Args:
+        callback: a `keras.callbacks.Callback`.
+    """
+    setattr(callback, _CHIEF_ONLY, True)
+    return callback
+
+
+def is_chief_only(callback: Any) -> bool:
+    """True for a callback that acts on the chief alone."""
+    return getattr(callback, _CHIEF_ONLY, False) or isinstance(callback, _writers())
+
+
+def _writers() -> tuple[type, ...]:
+    from keras import callbacks
+
+    return (
+        callbacks.BackupAndRestore,
+        callbacks.CSVLogger,
+        callbacks.ModelCheckpoint,
+        callbacks.ProgbarLogger,
+        callbacks.RemoteMonitor,
+        callbacks.TensorBoard,
+    )

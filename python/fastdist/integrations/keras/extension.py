@@ -1,0 +1,94 @@
+"""Finds Keras models that are made in a strategy's scope, and attaches trainers to them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fastdist.errors import UnsupportedError
+from fastdist.strategies.base import Strategy
+from fastdist.strategies.replicated import ReplicatedStrategy
+from fastdist.strategies.scope import Scope
+
+_CALLS = (
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+
+class KerasExtension:
+    """Adapts Keras models to strategies (a `ScopeExtension`)."""
+
+    @contextlib.contextmanager
+    def watch(self, scope: Scope) -> Iterator[None]:
+        """A context manager: layers made inside belong to the scope, models get trainers.
+
+        Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
+        """
+        keras: Any = sys.modules.get("keras")
+        if keras is None:
+            yield
+            return
+        layer_class = keras.layers.Layer
+        original = layer_class.__dict__["__new__"]
+        make = original.__get__(None, layer_class)
+
+        def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+            _require_torch(keras)
+            layer = make(cls, *args, **kwargs)
+            scope.note_module(layer)
+            if isinstance(layer, keras.Model):
+                _attach(scope.strategy, layer, scope.adopt)
+            return layer
+
+        layer_class.__new__ = made
+        try:
+            yield
+        finally:
+            layer_class.__new__ = original
+
+    def attach(self, strategy: Strategy, module: nn.Module) -> None:
+        """Attach a trainer to a Keras model that was made outside a scope."""
+        keras: Any = sys.modules.get("keras")
+        if keras is not None and isinstance(module, keras.Model):
+            _attach(strategy, module, lambda: None)
+
+
+def _require_torch(keras: Any) -> None:
+    backend = keras.config.backend()
+    if backend != "torch":
+        raise UnsupportedError(
+            f"a Keras layer was made in a strategy's scope with KERAS_BACKEND={backend!r}; "
+            "fastdist trains PyTorch models: set KERAS_BACKEND=torch before keras is imported"
+        )
+
+
+def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
+    if not isinstance(strategy, ReplicatedStrategy) or strategy.has_servers:
+        for name in _CALLS:
+            object.__setattr__(model, name, _refusal(strategy, name))
+    elif strategy.num_replicas_in_sync > 1:
+        from fastdist.integrations.keras.trainer import ReplicatedTrainer
+
+        ReplicatedTrainer(model, strategy, adopt)
+
+
+def _refusal(strategy: Strategy, call: str) -> Callable[..., Any]:
+    name = type(strategy).__name__
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            f"a Keras model that was made in the scope of {name} has no {call} yet; write the "
+            "training loop with strategy.run, or use MirroredStrategy, MultiWorkerMirroredStrategy "
+            "or CentralStorageStrategy"
+        )
+
+    return refuse

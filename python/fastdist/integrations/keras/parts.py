@@ -1,0 +1,275 @@
+"""The data of one replica: its part of each global batch, in Keras' order.
+
+Keras makes the global batches: `batch_size`, shuffling, sample weights and class weights are its
+own. Batches of arrays and of map-style DataLoaders are cut before they are loaded, others after.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.data import DistributedDataset, InputLayout
+from fastdist.data.agreement import Agreement, SameData
+from fastdist.data.order import fingerprint
+from fastdist.data.pipelines import Part
+from fastdist.data.sharding import split_sizes
+from fastdist.integrations.keras.internals import ArrayDataAdapter, DataAdapter
+from fastdist.replicas.per_replica import select
+from fastdist.strategies.base import examples_of
+
+Note = Callable[[tuple[int, ...]], None]
+
+_SAMPLED_ROWS = 16  # rows of arrays that replicas compare
+
+
+class Cutter:
+    """Cuts global batches among replicas.
+
+    Args:
+        layout: the layout of the replicas.
+    """
+
+    def __init__(self, layout: InputLayout) -> None:
+        self._replicas = layout.num_replicas
+        (self._replica,) = layout.local_replicas
+
+    def __call__(self, count: int) -> tuple[slice, tuple[int, ...]]:
+        """Return this replica's rows of `count`, and every replica's number of examples.
+
+        A replica without examples gets the first row, to compute with; it does not count.
+        """
+        examples = split_sizes(count, self._replicas)
+        start = sum(examples[: self._replica])
+        if examples[self._replica]:
+            return slice(start, start + examples[self._replica]), examples
+        return slice(0, 1), examples
+
+    def batch(self, batch: Any) -> tuple[Any, tuple[int, ...]]:
+        """Return this replica's part of a batch in memory, and every replica's examples."""
+        rows, examples = self(count_rows(batch))
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch), (
+            examples
+        )
+
+
+def count_rows(batch: Any) -> int:
+    """Return the number of examples of a batch.
+
+    Raises:
+        ValueError: the batch has no array.
+    """
+    for leaf in keras.tree.flatten(batch):
+        if getattr(leaf, "shape", ()):
+            return int(leaf.shape[0])
+    raise ValueError(f"expected a batch with an array of examples, got {type(batch).__name__}")
+
+
+class PartAdapter(DataAdapter):  # type: ignore[misc]
+    """A Keras data adapter that yields this replica's part of each batch.
+
+    Args:
+        whole: the adapter of the global batches.
+        layout: the layout of the replicas.
+        workers: returns the communicator of all replicas.
+        begin: called before a pass over the data; gives all replicas one random state.
+        note: called with the examples of all replicas before each part is used.
+    """
+
+    def __init__(
+        self,
+        whole: Any,
+        layout: InputLayout,
+        workers: Callable[[], Communicator],
+        begin: Callable[[], None],
+        note: Note,
+    ) -> None:
+        self._whole = whole
+        self._workers = workers
+        self._begin = begin
+        self._note = note
+        self._cut = Cutter(layout)
+        self._agreement: Agreement = SameData(layout)
+        self._is_arrays = isinstance(whole, ArrayDataAdapter)
+
+    @property
+    def num_batches(self) -> Any:
+        """Number of global batches; None if unknown."""
+        return self._whole.num_batches
+
+    @property
+    def batch_size(self) -> Any:
+        """Size of a global batch; None if unknown."""
+        return self._whole.batch_size
+
+    @property
+    def has_partial_batch(self) -> Any:
+        """True if the last global batch is smaller."""
+        return self._whole.has_partial_batch
+
+    @property
+    def partial_batch_size(self) -> Any:
+        """Size of the last global batch, if it is smaller."""
+        return self._whole.partial_batch_size
+
+    def on_epoch_begin(self) -> None:
+        """Call the hook of the global batches' adapter."""
+        self._whole.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Call the hook of the global batches' adapter."""
+        self._whole.on_epoch_end()
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        """Return an iterable over this replica's parts."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin()
+        loader = self._whole.get_torch_dataloader()
+        is_indexed = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        if self._is_arrays:
+            _require_same_arrays(self._workers(), loader)
+        parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
+        return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
+
+    def _noted(self, parts: Iterator[Part]) -> Iterator[Any]:
+        for part in parts:
+            self._note(part.examples)
+            yield part.batches[0]
+
+    def _load_parts(self, loader: Any) -> Iterator[Part]:
+        """Load this replica's examples only."""
+        sampler = _PartSampler(loader.batch_sampler, self._cut)
+        own = DataLoader(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+        )
+        batches = iter(own)  # draws from the random state now, as Keras' own iterator does
+        return self._joined(batches, sampler)
+
+    def _joined(self, batches: Iterator[Any], sampler: _PartSampler) -> Iterator[Part]:
+        for batch in batches:
+            examples, token = sampler.noted.pop(0)
+            yield Part((batch,), (), examples, token)
+
+    def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Part]:
+        for batch in batches:
+            part, examples = self._cut.batch(batch)
+            yield Part((part,), (), examples, _checksum(batch))
+
+
+class _PartSampler:
+    """Yields this replica's indices of each global batch.
+
+    Attributes:
+        noted: for each batch that was sampled and not used yet, every replica's examples, and a
+            number that is equal on replicas that sampled the same batch.
+    """
+
+    def __init__(self, whole: Any, cut: Cutter) -> None:
+        self._whole = whole
+        self._cut = cut
+        self.noted: list[tuple[tuple[int, ...], int]] = []
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self._whole:
+            indices = list(batch)
+            rows, examples = self._cut(len(indices))
+            self.noted.append((examples, fingerprint(indices)))
+            yield indices[rows]
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+class DistributedAdapter(DataAdapter):  # type: ignore[misc]
+    """A Keras data adapter of a distributed dataset, which is cut already.
+
+    Args:
+        dataset: the result of `strategy.distribute_dataset`.
+        note: as for `PartAdapter`.
+    """
+
+    batch_size = None
+    has_partial_batch = None
+    partial_batch_size = None
+
+    def __init__(self, dataset: DistributedDataset, note: Note) -> None:
+        self._dataset = dataset
+        self._note = note
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of an epoch; None if unknown."""
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        """Return an iterable over this replica's parts."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._dataset:
+            examples = examples_of(batch)
+            assert examples is not None
+            self._note(examples)
+            yield select(batch)
+
+
+def share_random_state(workers: Communicator) -> None:
+    """Give all replicas the chief's random state: what Keras shuffles, all shuffle alike."""
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch_state, python_state, numpy_state = workers.broadcast_object(state)
+    if workers.rank:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _require_same_arrays(workers: Communicator, loader: Any) -> None:
+    """Check a sample of the arrays' rows. Every replica must call.
+
+    Raises:
+        ValueError: the arrays differ between replicas.
+    """
+    count = len(loader.batch_sampler.sampler)
+    rows = sorted({i * (count - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)})
+    own = np.array([count, _checksum(loader.dataset.__getitems__(rows)) if count else 0])
+    table = workers.all_gather(own[None]).tolist()
+    differing = [replica for replica, row in enumerate(table) if row != table[0]]
+    if differing:
+        counts = ", ".join(f"{row[0]} on replica {i}" for i, row in enumerate(table))
+        raise ValueError(
+            f"the arrays of replicas {differing} differ from those of replica 0: {counts} "
+            "examples; expected the same arrays on all replicas (if they are made at random, "
+            "seed the generator)"
+        )
+
+
+def _checksum(batch: Any) -> int:
+    """Hash the number of rows, the shapes and the first kilobytes of each array of a batch."""
+    value = 0
+    for leaf in keras.tree.flatten(batch):
+        value = zlib.crc32(repr(tuple(getattr(leaf, "shape", ()))).encode(), value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
+            flat = leaf.detach().reshape(-1)[:1024].cpu().contiguous()
+            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
+    return value

@@ -1,0 +1,44 @@
+"""Modules of other frameworks, whose inner modules and state torch does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Framework(Protocol):
+    """Describes the modules of a framework; returns nothing for other modules."""
+
+    def inner(self, module: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules inside a module, at any depth."""
+
+    def state(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the tensors of this module alone that forward may write, besides buffers."""
+
+
+_frameworks: list[Framework] = []
+
+
+def register_framework(framework: Framework) -> None:
+    """Use a framework's description from now on."""
+    _frameworks.append(framework)
+
+
+def inner_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all modules inside it, each once."""
+    seen: set[int] = set()
+    outer = [root, *(module for framework in _frameworks for module in framework.inner(root))]
+    for module in outer:
+        for inner in module.modules():
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield inner
+
+
+def state_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of this module alone that forward may write: buffers and their like."""
+    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+    return buffers + [tensor for framework in _frameworks for tensor in framework.state(module)]

@@ -16,6 +16,7 @@ from fastdist.errors import FastdistError
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.replicated import ReplicatedStrategy
 from ranks import ProcessRanks
+from strategy_buffers import BuffersContract
 from strategy_contract import StrategyContract
 from strategy_members import MembersContract
 from strategy_metrics import MetricsContract
@@ -112,6 +113,7 @@ class Contract(
     MembersContract,
     VariableContract,
     MetricsContract,
+    BuffersContract,
     ProgramsContract,
 ):
     """The whole contract."""

@@ -108,6 +108,7 @@ class AdoptedModules:
         self._places = 0  # number of their parameters
         self._buffer_places = 0
         self._accumulation = Accumulation()
+        self._buffers = BufferSync([], 0)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
         self._outside = OutsideParameters(self.has)
@@ -230,6 +231,7 @@ class AdoptedModules:
         if self.sync is not None:
             self.sync.close()
             self.sync = None
+        self._buffers = BufferSync(list(self._buffered()), self._buffer_places, self._buffers)
         if communicators is not None:
             self.sync = GradientSync(
                 communicators.gradients,
@@ -238,7 +240,7 @@ class AdoptedModules:
                 self._places,
                 self._adopted > 1,
                 self._accumulation,
-                BufferSync(list(self._buffered()), self._buffer_places),
+                self._buffers,
                 self._steps.record,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,

@@ -1,10 +1,12 @@
 """Keeps the buffers of modules, such as BatchNorm's running statistics, equal on all replicas.
 
-At the end of backward, and where replicas communicate outside runs, each buffer that forward has
-written is replaced by its mean over replicas, weighted by examples. Running statistics are linear
-in the statistics of each batch, so averaging them in every step gives the same result as averaging
-them once at the end (tf.distribute: ON_READ, MEAN), and reading them needs no communication. A
-replica that has not written a module's buffers, or had no examples, contributes nothing to them.
+At the end of backward, where replicas communicate outside runs, and before a run whose batch gives
+replicas other shares than the run before it, each buffer that forward has written is replaced by
+its mean over replicas, weighted by examples. Running statistics are linear in the statistics of
+each batch, so averaging them in every step gives the same result as averaging them once after
+several steps with equal weights (tf.distribute: ON_READ, MEAN), and reading them needs no
+communication. A replica that has not written a module's buffers, or had no examples, contributes
+nothing to them.
 """
 
 from __future__ import annotations
@@ -53,6 +55,12 @@ class _Watched:
     seen: list[tuple[weakref.ref[torch.Tensor], int]]
     is_written: bool = False
 
+    @classmethod
+    def of(cls, buffered: BufferedModule) -> _Watched:
+        """Watch a module from now on."""
+        module = buffered.ref()
+        return cls(buffered, [] if module is None else _stamps(module))
+
     @property
     def place(self) -> int:
         return self.buffered.place
@@ -74,12 +82,23 @@ class BufferSync:
     Args:
         modules: the same on all replicas, some of which may have released some of them.
         places: the number of places of modules.
+        before: knows what was written to the same modules and is not averaged yet.
+
+    Attributes:
+        examples: number of examples of each replica in the runs since buffers were averaged; None
+            if all replicas weigh the same.
     """
 
-    def __init__(self, modules: Sequence[BufferedModule], places: int) -> None:
+    def __init__(
+        self, modules: Sequence[BufferedModule], places: int, before: BufferSync | None = None
+    ) -> None:
         self.places = places
-        self._modules = [
-            _Watched(buffered, [] if (module := buffered.ref()) is None else _stamps(module))
+        self.examples: tuple[int, ...] | None = None if before is None else before.examples
+        known = {} if before is None else {watched.place: watched for watched in before._modules}
+        self._modules: list[_Watched] = [
+            _Watched.of(buffered)
+            if (watched := known.get(buffered.place)) is None
+            else _Watched(buffered, watched.seen, watched.is_written)
             for buffered in modules
         ]
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -101,11 +120,16 @@ class BufferSync:
             if module is not None:
                 buffered.seen = _stamps(module)
 
-    def weights(self, weight: float) -> torch.Tensor:
-        """Return this replica's weights in the mean of each module's buffers: 0 or `weight`.
+    def _weight(self, replica: int) -> float:
+        return 1.0 if self.examples is None else float(self.examples[replica])
+
+    def weights(self, replica: int) -> torch.Tensor:
+        """Return the weights of a replica in the mean of each module's buffers.
+
+        A replica weighs as much as its examples, or 1; it weighs 0 where it has written nothing.
 
         Args:
-            weight: this replica's examples, or 1.
+            replica: the number of this replica.
 
         Returns:
             A tensor of shape [2, places]: the weights, and 1 for each module that was written. The
@@ -116,16 +140,15 @@ class BufferSync:
         self.restore()
         for buffered in self._modules:
             if buffered.is_written:
-                result[0, buffered.place] = weight
+                result[0, buffered.place] = self._weight(replica)
                 result[1, buffered.place] = 1.0
         return result
 
-    def send(self, communicator: Communicator, weight: float, totals: torch.Tensor) -> Work | None:
+    def send(self, communicator: Communicator, totals: torch.Tensor) -> Work | None:
         """Start to average the buffers that any replica has written. Every replica must call.
 
         Args:
             communicator: connects all replicas.
-            weight: as for `weights`.
             totals: the sum over replicas of the results of `weights`.
         """
         total_of, writers_of = totals.tolist()
@@ -135,7 +158,7 @@ class BufferSync:
         with torch.no_grad():
             for watched in self._modules:
                 total = total_of[watched.place]
-                own = weight if watched.is_written else 0.0
+                own = self._weight(communicator.rank) if watched.is_written else 0.0
                 watched.is_written = False
                 if not total > 0.0:
                     continue

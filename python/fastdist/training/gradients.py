@@ -112,7 +112,6 @@ class GradientSync:
         self._task = -1  # id of the backward under way
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
-        self._examples: tuple[int, ...] | None = None  # of the last run
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._next = 0  # next bucket to send
@@ -148,12 +147,17 @@ class GradientSync:
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
         """A context manager around the computation on a replica's part of a batch.
 
+        Every replica must call.
+
         Args:
             examples: number of examples of each replica; None if all replicas weigh the same. A
                 replica without examples keeps its buffers unchanged.
         """
+        if _shares(examples) != _shares(self._buffer_sync.examples):
+            self.average_buffers()  # what earlier runs have written has the weights of their batch
         self._contributions.examples = examples
-        self._examples = examples
+        if examples is None or any(examples):
+            self._buffer_sync.examples = examples
         self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
@@ -171,16 +175,11 @@ class GradientSync:
         """
         if not self._buffer_sync.places:
             return
-        weight = self._buffer_weight(self._examples)
-        written = self._buffer_sync.weights(weight).double()
+        written = self._buffer_sync.weights(self._communicator.rank).double()
         self._questions.all_reduce(written)
-        work = self._buffer_sync.send(self._communicator, weight, written)
+        work = self._buffer_sync.send(self._communicator, written)
         if work is not None:
             work.wait()
-
-    def _buffer_weight(self, examples: tuple[int, ...] | None) -> float:
-        """Return this replica's examples, its weight in buffers' means; 1 if all weigh the same."""
-        return 1.0 if examples is None else float(examples[self._communicator.rank])
 
     @property
     def is_reducing(self) -> bool:
@@ -302,8 +301,7 @@ class GradientSync:
         self._task = -1
         work = None
         if self._buffer_sync.places:
-            weight = self._buffer_weight(self._contributions.examples)
-            work = self._buffer_sync.send(self._communicator, weight, written)
+            work = self._buffer_sync.send(self._communicator, written)
         for bucket in self._buckets:
             if bucket.sent:
                 self._receive(bucket, used)
@@ -335,7 +333,7 @@ class GradientSync:
         record = torch.zeros(0)
         if self._is_on_gpu:
             self._record = record = self._steps.take()
-        written = self._buffer_sync.weights(self._buffer_weight(self._contributions.examples))
+        written = self._buffer_sync.weights(self._communicator.rank)
         whole = torch.cat([record, used, written.flatten()])
         self._questions.all_reduce(whole)
         parts = torch.split(whole, [len(record), len(used), written.numel()])
@@ -404,6 +402,13 @@ class GradientSync:
             size += bytes_
         self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+
+
+def _shares(examples: tuple[int, ...] | None) -> list[float] | None:
+    """Return each replica's share of a batch; None if all replicas have the same share."""
+    if examples is None or examples.count(examples[0]) == len(examples):
+        return None
+    return [count / sum(examples) for count in examples]
 
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:

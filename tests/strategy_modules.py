@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import fastdist as fd
@@ -63,13 +64,49 @@ class StrategyModules:
             model, optimizer = made(strategy)
             loss = model(torch.ones(1, 6)).sum()
             grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            loss.backward()
+            message = r'strategy\.run\(train_step.*init_process_group\("fastdist"\)'
+            for where in (nullcontext(), strategy.scope(), strategy.no_sync()):
+                with where, pytest.raises(RuntimeError, match=message):
+                    loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+            merged = model(torch.ones(1, 6)).sum()
+            strategy.run(
+                lambda: fd.get_replica_context().merge_call(lambda strategy: merged.backward())
+            )
             assert torch.equal(model.second.bias.grad, grads[3])
             optimizer.zero_grad()
             simple(strategy, model, optimizer)
             strategy.check_in_sync()
 
         strategies.run(case)
+
+    def test_batches_that_are_not_divided(self, strategies: Any) -> None:
+        def warned(strategy: Strategy, batches: list[Any]) -> list[str]:
+            model, _ = made(strategy)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for batch in batches:
+                    strategy.run(lambda batch: model(batch["x"]).sum().backward(), (batch,))
+            return [str(warning.message) for warning in caught]
+
+        def case(strategy: Strategy) -> list[str]:
+            own = strategy.local_replica_ids[0]
+            rows = torch.arange(48.0).reshape(8, 6)
+            alike = [{"x": rows + i} for i in range(5)]
+            for other in (
+                [{"x": rows}] * 5,
+                [{"x": rows + own + 2 * i} for i in range(5)],
+                list(
+                    strategy.distribute_dataset([{"x": row} for row in rows], global_batch_size=2)
+                ),
+            ):
+                assert warned(type(strategy)(), other) == []
+            return warned(strategy, alike)
+
+        chief, *others = strategies.run(case)
+        assert len(chief) == 1
+        assert "run got the same tensors on all replicas in its first 3 runs" in chief[0]
+        assert others == [[]] * len(others)
 
     def test_replicas_are_alike_after_a_failure(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:

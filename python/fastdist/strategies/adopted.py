@@ -39,6 +39,7 @@ from fastdist.training.modules import (
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
+from fastdist.training.same_batches import SameBatches
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -111,6 +112,7 @@ class AdoptedModules:
         self._buffers = BufferSync([], 0)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._steps = OptimizerSteps(options.gradient_reduction)
+        self._batches = SameBatches()
         self._outside = OutsideParameters(self.has)
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
@@ -242,6 +244,7 @@ class AdoptedModules:
                 self._accumulation,
                 self._buffers,
                 self._steps.record,
+                self._batches,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
@@ -309,9 +312,18 @@ class AdoptedModules:
             self._central.take_parameters(self.workers, self._central.moved())
 
     @contextlib.contextmanager
-    def run(self, fn: Callable[..., Any], given: Any) -> Iterator[None]:
-        """A context manager around the user's function; `given` is its pair of args and kwargs."""
+    def run(
+        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None
+    ) -> Iterator[None]:
+        """A context manager around the user's function.
+
+        Args:
+            fn: the function.
+            given: its pair of args and kwargs.
+            examples: number of examples of each replica; None without a distributed batch.
+        """
         self._outside.watch(fn, given)
+        self._batches.note(given, examples)
         if self._central is not None and self.workers is not None:
             self.workers.barrier()  # what replicas have written between runs is there
             self._central.note_versions()
@@ -320,6 +332,7 @@ class AdoptedModules:
         if self._central is not None and self.workers is not None:
             self._central.require_unchanged()
             self.workers.barrier()  # no replica writes while another one computes
+        self._batches.report(self.local_replica_ids[0] == 0)
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""

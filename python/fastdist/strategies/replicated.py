@@ -151,7 +151,7 @@ class ReplicatedStrategy(Strategy):
         self._members.refresh()
         self._is_running = True
         try:
-            with scope, self._members.run(fn, given):
+            with scope, self._members.run(fn, given, examples):
                 result = self._call(fn, given, examples, seed)
         except BaseException:
             self._leave()

@@ -39,6 +39,7 @@ from fastdist.training.contributions import (
     call_weakly,
 )
 from fastdist.training.modules import is_materialized
+from fastdist.training.same_batches import SameBatches
 from fastdist.training.step_record import StepRecord
 
 
@@ -65,6 +66,7 @@ class GradientSync:
         accumulation: of this strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         steps: the optimizers' steps, which travel with the first gradients.
+        batches: hashes of the first batches, which travel with the steps.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
         compress: as for `Communicator.all_reduce`.
@@ -83,6 +85,7 @@ class GradientSync:
         accumulation: Accumulation,
         buffers: BufferSync,
         steps: StepRecord,
+        batches: SameBatches,
         *,
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
@@ -103,12 +106,14 @@ class GradientSync:
         self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
         self._steps = steps
-        self._record: torch.Tensor | None = None  # what `steps` recorded; None until it is sent
+        self._batches = batches
+        self._record: torch.Tensor | None = None  # of steps and batches; None until it is sent
         self._reduction = reduction
         self._compress = compress
         self._on_one_device = on_one_device
         self._overlaps = overlaps
         self._device = torch.device("cpu")
+        self._is_running = False
         self._task = -1  # id of the backward under way
         self._bucket_bytes = bucket_bytes
         self._trainable: list[bool] = []
@@ -161,9 +166,11 @@ class GradientSync:
         self.watch()
         if examples is not None and examples[self._communicator.rank] == 0:
             self._buffer_sync.keep()
+        self._is_running = True
         try:
             yield
         finally:
+            self._is_running = False
             self._buffer_sync.restore()
             self._contributions.examples = None
 
@@ -211,6 +218,15 @@ class GradientSync:
                 )
 
     def _on_gradient(self, i: int, parameter: object) -> None:
+        if not self._is_running:
+            raise RuntimeError(
+                f"backward has reached {self._parameters[i].name} outside run, where every replica "
+                "works on the same batch: call the step by strategy.run(train_step, "
+                "args=(batch,)), with batches of strategy.distribute_dataset. A loop as for "
+                "DistributedDataParallel, where each process loads its own batches, needs "
+                'torch.distributed.init_process_group("fastdist") instead of a strategy; gradients '
+                "for other ends come from torch.autograd.grad"
+            )
         if self._accumulation.is_held:
             self._accumulation.held.add(self._parameters[i].place)
             return
@@ -270,7 +286,7 @@ class GradientSync:
                 contributions.weigh(bucket.indices, bucket.sent, weight)
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
         if self._record is None and not self._is_on_gpu:
-            self._record = self._steps.take()
+            self._record = self._take_record()
             sent.append(self._record)
         if weight is not None:
             op = "sum"
@@ -313,7 +329,12 @@ class GradientSync:
         self._accumulation.held.clear()
         self.watch()  # parameters that were unfrozen since this run began
         if self._record is not None:
-            self._steps.require_equal(self._record, self._questions)
+            steps, batches = torch.split(self._record, len(self._record) // 2)
+            self._batches.compare(batches, float(steps[0]))
+            self._steps.require_equal(steps, self._questions)
+
+    def _take_record(self) -> torch.Tensor:
+        return torch.cat([self._steps.take(), self._batches.take()])
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
         """Exchange which parameters were used and which buffers were written.
@@ -332,7 +353,7 @@ class GradientSync:
                     used[reduced.place] = 1.0
         record = torch.zeros(0)
         if self._is_on_gpu:
-            self._record = record = self._steps.take()
+            self._record = record = self._take_record()
         written = self._buffer_sync.weights(self._communicator.rank)
         whole = torch.cat([record, used, written.flatten()])
         self._questions.all_reduce(whole)

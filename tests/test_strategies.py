@@ -12,7 +12,7 @@ import cloudpickle
 import fastdist as fd
 import pytest
 import torch
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.replicated import ReplicatedStrategy
 from ranks import ProcessRanks
@@ -25,6 +25,8 @@ from strategy_pieces import own_devices
 from strategy_programs import ProgramsContract
 from strategy_training import TrainingContract
 from strategy_variables import VariableContract
+from torch import nn
+from torch.nn.utils import parametrize
 
 
 class OneProcess:
@@ -292,6 +294,58 @@ def test_devices_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):
             fd.MirroredStrategy(["cuda:0", "cuda:1"])
+
+
+class OtherInit(nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=0.5, momentum=None)
+        self.channels = channels
+
+
+class WithActivation(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
+def parametrized(layer: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+def test_sync_batch_norm_keeps_what_a_layer_is() -> None:
+    model = nn.Sequential(OtherInit(3), nn.Sequential(nn.BatchNorm2d(3, affine=False))).eval()
+    calls: list[Any] = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(2, 3, 4, 4)
+    expected = model(x)
+    converted = fd.nn.SyncBatchNorm.convert(model)
+    assert all(isinstance(m, fd.nn.SyncBatchNorm) for m in (converted[0], converted[1][0]))
+    assert torch.equal(converted(x), expected)
+    assert len(calls) == 2
+    assert converted[0].momentum is None
+    assert converted[0].channels == 3
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (WithActivation(3), r"1\.0 is a test_strategies\.WithActivation, whose own forward"),
+        (Frozen(3), r"Frozen, whose own train would be lost"),
+        (parametrized(nn.BatchNorm1d(3)), "whose own weight would be lost"),
+        (nn.LazyBatchNorm2d(), "LazyBatchNorm2d, whose size is not known yet"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_sync_batch_norm_refuses_layers_that_do_more(layer: nn.Module, message: str) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(layer))
+    with pytest.raises(UnsupportedError, match=message):
+        fd.nn.SyncBatchNorm.convert(model)
+    assert type(model[0]) is nn.BatchNorm2d  # nothing is half converted
 
 
 class TestModulesMirrored(StrategyModules):

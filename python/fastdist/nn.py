@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastdist.collectives.autograd import as_tensor
+from fastdist.errors import UnsupportedError
 from fastdist.ps.model.embeddings import Embedding, EmbeddingBag
 from fastdist.replicas.context import ReplicaContext, state
+from fastdist.training.modules import is_materialized
 
 
 def compute_average_loss(
@@ -48,7 +51,7 @@ def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
     return loss if replica is None else loss / replica.num_replicas_in_sync
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the statistics of the global batch.
 
     Every replica must call. Arguments as for `torch.nn.BatchNorm1d` to `3d`; inputs have any
@@ -110,22 +113,49 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Replace every BatchNorm layer by a SyncBatchNorm with its parameters and statistics."""
+        """Replace every BatchNorm layer by a SyncBatchNorm with its parameters and statistics.
+
+        Raises:
+            UnsupportedError: a layer is of a class that changes what torch's BatchNorm does, such
+                as timm's BatchNormAct2d, or is a lazy layer that has seen no input.
+        """
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                _require_plain(name, layer)
+        return cls._convert(module)
+
+    @classmethod
+    def _convert(cls, module: nn.Module) -> nn.Module:
         converted = module
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
-            converted = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-            )
-            converted._parameters.update(module._parameters)
-            converted._buffers.update(module._buffers)
-            converted.training = module.training
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            converted = cls(module.num_features)
+            vars(converted).update(vars(module))  # parameters, statistics, settings, mode, hooks
         for name, child in module.named_children():
-            setattr(converted, name, cls.convert(child))
+            setattr(converted, name, cls._convert(child))
         return converted
+
+
+def _require_plain(name: str, layer: _BatchNorm) -> None:
+    """Check that a layer does what torch's BatchNorm does."""
+    plain, reason = nn.BatchNorm1d(1), ""
+    for kind in type(layer).__mro__:
+        if kind.__module__ == _BatchNorm.__module__:
+            break
+        own = (attribute for attribute in vars(kind) if hasattr(plain, attribute))
+        for attribute in own:
+            is_special = attribute.startswith("__") and attribute != "__call__"
+            if not is_special and attribute not in ("extra_repr", "_check_input_dim"):
+                reason = (
+                    f"whose own {attribute} would be lost: put a fastdist.nn.SyncBatchNorm, and "
+                    "the rest of what the layer does, into the model instead"
+                )
+    if not all(map(is_materialized, layer.parameters(recurse=False))):
+        reason = "whose size is not known yet: call the model once before, or give the size"
+    if reason:
+        kind, place = type(layer), f"{name} is a" if name else "got a"
+        raise UnsupportedError(
+            f"SyncBatchNorm.convert: {place} {kind.__module__}.{kind.__qualname__}, {reason}"
+        )
 
 
 def _global_batch_size(losses: torch.Tensor) -> int:

@@ -74,7 +74,7 @@ class Progress:
     """
 
     def __init__(self, strategy: fd.Strategy, epochs: int) -> None:
-        self.is_chief = 0 in strategy.local_replica_ids
+        self.is_chief = strategy.is_chief
         self._replicas = strategy.num_replicas_in_sync
         self._epochs = epochs
         self._began = time.perf_counter()

@@ -13,9 +13,7 @@ import pytest
 import torch
 from fastdist import Strategy
 from fastdist.errors import PeerFailureError
-from strategy_pieces import (
-    replica_id,
-)
+from strategy_pieces import batch, replica_id
 from torch import nn
 
 
@@ -191,8 +189,22 @@ class StrategyContract:
                 strategy.run(lambda: strategy.run(lambda: None))
             with pytest.raises(RuntimeError, match="inside run"):
                 strategy.run(lambda: strategy.scope().__enter__())
-            with pytest.raises(ValueError, match="op must be"):
+            with pytest.raises(ValueError, match=r'sum, mean, min or max, got .*; use op="mean"'):
                 strategy.reduce("average", 1.0)
+            with pytest.raises(ValueError, match=r'got <RedOpType\.SUM.* use op="sum"'):
+                strategy.reduce(torch.distributed.ReduceOp.SUM, 1.0)
+            (x,) = batch(strategy, torch.ones(8))
+            with pytest.raises(ValueError, match=r"got PerReplica; write args=\(batch,\)"):
+                strategy.run(lambda x: x, args=x)
+            with pytest.raises(TypeError, match=r"2 were given; to pass a batch, write args="):
+                strategy.run(lambda pair: pair, args=(x, x))
+            with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'b'$"):
+                strategy.run(lambda a, b: a, args=(x,))
+            with pytest.raises(AttributeError, match=r"run_v2'; use run$"):
+                strategy.experimental_run_v2  # noqa: B018
+            with pytest.raises(AttributeError, match=r"_dataset'; use distribute_dataset$"):
+                strategy.experimental_distribute_dataset  # noqa: B018
+            assert strategy.is_chief == (0 in strategy.local_replica_ids)
             assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (
                 strategy.num_replicas_in_sync
             )

@@ -37,7 +37,9 @@ def test_a_loader_brings_its_arguments() -> None:
     dataset = distribute_dataset(loader, alone(2))
     assert len(dataset) == 2
     assert numbers(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert numbers(distribute_dataset(loader, alone(2), global_batch_size=5)) == [
+    assert numbers(distribute_dataset(loader, alone(2), global_batch_size=4)) == numbers(dataset)
+    unsized = DataLoader(Counting(10), drop_last=True)  # of batch size 1, by default
+    assert numbers(distribute_dataset(unsized, alone(2), global_batch_size=5)) == [
         [0, 1, 2, 3, 4],
         [5, 6, 7, 8, 9],
     ]
@@ -208,6 +210,7 @@ def test_a_worker_that_cannot_read_is_an_error_on_all(prefetch: int) -> None:
     [
         ({"sampler": DistributedSampler(range(4), 2, 0)}, {}, "shuffle=True"),  # type: ignore[arg-type]
         ({"sampler": [1, 2]}, {"shuffle": True}, "contradicts"),
+        ({"batch_size": 2}, {"global_batch_size": 4}, "batch_size=2, which becomes the global"),
         ({"batch_sampler": [[1, 2]]}, {"global_batch_size": 2}, "batch_sampler"),
         ({"batch_size": None, "collate_fn": as_dict}, {"global_batch_size": 2}, "single examples"),
     ],

@@ -191,6 +191,18 @@ def test_bad_arguments(source: Any, options: Any, error: Any, message: str) -> N
         distribute_dataset(source, alone(), **{"global_batch_size": 2, **options})
 
 
+def test_a_list_of_batches() -> None:
+    def made(rows: int, labels: int) -> Any:
+        batches = [(torch.ones(rows, 3), torch.ones(labels))] * 2
+        return distribute_dataset(batches, alone(), global_batch_size=4)
+
+    with pytest.warns(UserWarning, match="has 4 rows in every array.*takes examples"):
+        made(4, 4)
+    for rows, labels in ((5, 5), (4, 3)):
+        made(rows, labels)
+    distribute_dataset([(torch.ones(4), torch.tensor(1.0))], alone(), global_batch_size=4)
+
+
 def test_examples_that_differ_in_structure() -> None:
     made = distribute_dataset([(1, 2), (3,)], alone(), global_batch_size=2)
     with pytest.raises(ValueError, match="differ in structure; give collate_fn"):

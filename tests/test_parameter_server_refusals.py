@@ -118,6 +118,8 @@ def test_parameter_groups_added_late(cluster: PsCluster) -> None:
 def test_calls_for_the_chief(cluster: PsCluster, name: str, call: Callable[[Any], Any]) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)
+    assert strategy.is_chief
+    assert coordinator.schedule(lambda: strategy.is_chief).fetch() is False
     late = coordinator.schedule(lambda: call(strategy))
     with pytest.raises(FastdistError, match=f"{name}.* called in a function on a worker"):
         late.fetch()
@@ -152,6 +154,13 @@ def test_incomplete_clusters(missing: str) -> None:
     resolver = SimpleClusterResolver(ClusterSpec(jobs), *list(ClusterSpec(jobs).chief))
     with pytest.raises(ClusterConfigError, match=f"no {missing}"):
         fd.ParameterServerStrategy(resolver)
+
+
+def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    message = 'fastdist run --workers 4 --ps 2 train.py.*TF_CONFIG .*"chief": .*"ps": '
+    with pytest.raises(ClusterConfigError, match=message):
+        fd.ParameterServerStrategy()
 
 
 def test_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,41 @@ def test_dir_shows_names_that_are_not_loaded_yet() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("allreduce", "all_reduce"),
+        ("AllGather", "all_gather"),
+        ("bcast", "broadcast"),
+        ("rank", r"init\(\).rank"),
+        ("get_world_size", r"init\(\).world_size"),
+        ("ReduceOp", 'a string, such as op="sum"'),
+        ("experimental_CommunicationOptions", "CommunicationOptions"),
+        ("experimental", "the names in fastdist itself"),
+    ],
+)
+def test_names_of_other_libraries_get_a_hint(name: str, ours: str) -> None:
+    import fastdist
+
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; use {ours}$"):
+        getattr(fastdist, name)
+
+
+def test_communicators_hint_at_their_names() -> None:
+    import fastdist
+
+    (comm,) = fastdist.local_group(1)
+    with comm:
+        for name, ours in (
+            ("size", "world_size"),
+            ("Get_rank", "rank"),
+            ("allgather", "all_gather"),
+        ):
+            with pytest.raises(AttributeError, match=f"'{name}'; use {ours}$"):
+                getattr(comm, name)
+        assert not hasattr(comm, "__cuda_array_interface__")
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     import fastdist
 

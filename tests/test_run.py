@@ -99,6 +99,15 @@ class TestWhatRanksAreGiven:
         assert done.stdout == f"[0] {words}\n".encode()
         assert launcher.run("-n1", "--", path, *words).stdout == done.stdout
 
+    def test_options_of_this_command_after_the_program(self, launcher: Launcher) -> None:
+        done = launcher.run("true", "-n", 4)
+        assert done.returncode == 0
+        assert b"-n 4 goes to true; options of fastdist run come first: fastdist run -n 4 true" in (
+            done.stderr
+        )
+        for words in (("-n", 1, "true", "-n", 4), ("--", "true", "-n", 4)):
+            assert b"come first" not in launcher.run(*words).stderr
+
     def test_modules(
         self, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -288,12 +288,22 @@ def test_devices_that_are_not_there() -> None:
             make("cpu:0")
         with pytest.raises(ValueError, match="'nonsense' is not a torch device"):
             make(["nonsense"])
+        for name, ours in (("/gpu:0", "cuda:0"), ("/job:a/device:CPU:1", "cpu:1"), ("GPU", "cuda")):
+            with pytest.raises(ValueError, match=f"'{name}' is not a torch device; use \"{ours}\""):
+                make([name])
         for kind in ("meta", "hpu"):
             with pytest.raises(ValueError, match=f"{kind} cannot be used"):
                 make([kind, kind])
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):
             fd.MirroredStrategy(["cuda:0", "cuda:1"])
+
+
+def test_keywords_of_tf_distribute() -> None:
+    with pytest.raises(TypeError, match=r"'cross_device_ops'; use options=fastdist.Communication"):
+        fd.MirroredStrategy(["cpu"], cross_device_ops=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'communication_options'; use options="):
+        fd.MultiWorkerMirroredStrategy(communication_options=None)  # type: ignore[arg-type]
 
 
 class OtherInit(nn.BatchNorm2d):

@@ -1,5 +1,6 @@
 #include "core/mismatch.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -10,6 +11,14 @@ namespace {
 std::string line(int rank, const CallOfRank& call) {
   return "\n  rank " + std::to_string(rank) + ": " + describe(call.signature) +
          (call.site.empty() ? "" : " at " + call.site);
+}
+
+// True if ranks gather arrays that differ in nothing but size.
+bool is_uneven_gather(std::span<const CallOfRank> calls) {
+  return std::ranges::all_of(calls, [&](const CallOfRank& call) {
+    const Signature& s = call.signature;
+    return s.op == Op::kAllGather && s.list == 0 && s.packed() == calls[0].signature.packed();
+  });
 }
 
 }  // namespace
@@ -26,6 +35,9 @@ Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> 
       ranks.push_back(static_cast<int>(p));
     }
     message += line(static_cast<int>(p), calls[p]);
+  }
+  if (is_uneven_gather(calls)) {
+    message += "\nall_gather of parts that differ in size needs splits=, the rows of each rank";
   }
   return {ErrorCode::kMismatch, message, std::move(ranks)};
 }

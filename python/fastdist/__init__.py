@@ -24,6 +24,7 @@ from fastdist.collectives.functions import (
     scatter,
     send,
 )
+from fastdist.collectives.hints import unknown_name
 from fastdist.collectives.init import default_communicator, init, local_group
 from fastdist.integrations.torch_backend import register_with_torch
 
@@ -148,6 +149,18 @@ _MODULES = {
     "ps": "fastdist.ps",
 }
 
+_OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
+    "bcast": "broadcast",
+    "experimental": "the names in fastdist itself",
+    "getrank": "init().rank",
+    "getworldsize": "init().world_size",
+    "initprocessgroup": 'init, or torch.distributed.init_process_group("fastdist")',
+    "rank": "init().rank",
+    "reduceop": 'a string, such as op="sum"',
+    "size": "init().world_size",
+    "worldsize": "init().world_size",
+}
+
 
 register_with_torch()
 
@@ -155,7 +168,7 @@ register_with_torch()
 def __getattr__(name: str) -> object:
     is_module = name in _MODULES
     if name not in _LAZY and not is_module:
-        raise AttributeError(f"module 'fastdist' has no attribute {name!r}")
+        raise AttributeError(unknown_name("module 'fastdist'", name, __all__, _OTHER_NAMES))
     import importlib
 
     try:

@@ -1,6 +1,7 @@
 """`fastdist run`: starts the processes of a job on this machine, all or its share of them."""
 
 import argparse
+import itertools
 import math
 import os
 import resource
@@ -28,6 +29,7 @@ _MAX_RESTARTS = 3
 _PORTS = range(20_000, 32_000)
 _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
+_STARTS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--workers", "--ps")
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
 Starts N ranks on this machine and waits for them. When a rank fails, the others are stopped and
@@ -192,6 +194,7 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         _check_options(arguments)
+        _say_what_comes_first(arguments)
         if arguments.hosts is not None:
             return _repeat(arguments, lambda: _run_on_hosts(arguments))
         if arguments.workers is None:
@@ -268,6 +271,21 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise _OptionError(f"--workers {workers} needs --ps, the number of parameter servers")
     elif workers is None:
         raise _OptionError(f"--ps {servers} needs --workers, the number of workers")
+
+
+def _say_what_comes_first(arguments: argparse.Namespace) -> None:
+    """Note an option that seems to be for this command, and is the program's."""
+    target, *rest = arguments.command or ["--"]
+    if arguments.ranks is not None or arguments.workers is not None or target == "--":
+        return
+    for option, value in itertools.pairwise(rest):
+        if option in _STARTS and value.isdigit():
+            program = f"-m {target}" if arguments.is_module else target
+            sys.stderr.write(
+                f"fastdist run: {option} {value} goes to {target}; options of fastdist run come "
+                f"first: fastdist run {option} {value} {program}\n"
+            )
+            return
 
 
 def _check_machines(arguments: argparse.Namespace) -> None:

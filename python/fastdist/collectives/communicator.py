@@ -29,13 +29,20 @@ from fastdist.collectives.engines.engine import OPS, Engine
 from fastdist.collectives.engines.gpu_arrays import memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.group import Call, record, run
-from fastdist.collectives.hints import is_immutable, unknown_keyword
+from fastdist.collectives.hints import is_immutable, unknown_keyword, unknown_name
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
 ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 Compression = Literal["fp16", "bf16", "fp8"]
+_OTHER_NAMES = {  # of MPI
+    "bcast": "broadcast",
+    "getrank": "rank",
+    "getsize": "world_size",
+    "getworldsize": "world_size",
+    "size": "world_size",
+}
 A = TypeVar("A")  # one array, or a list of them
 T = TypeVar("T")
 
@@ -128,6 +135,13 @@ class Communicator:
         self._barrier = calls["barrier"]
         self.rank: int = engine.rank
         self.world_size: int = engine.size
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            known = (*dir(type(self)), "rank", "world_size")
+            message = unknown_name("a Communicator", name, known, _OTHER_NAMES)
+            raise AttributeError(message, name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"

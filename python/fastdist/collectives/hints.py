@@ -1,8 +1,8 @@
-"""Messages for arguments that other libraries take and fastdist does not."""
+"""Messages for arguments and names of other libraries that fastdist does not have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -18,6 +18,12 @@ _OTHER_NAMES = {
     "maximum": "max",
     "minimum": "min",
     "product": "prod",
+}
+_OTHER_KEYWORDS = {
+    "communication_options": "options=",
+    "cross_device_ops": "options=fastdist.CommunicationOptions(implementation=…)",
+    "dst": "root=",
+    "src": "root=",
 }
 _IMMUTABLE = frozenset({"jax", "jaxlib", "tensorflow"})
 
@@ -37,17 +43,37 @@ def not_an_array(argument: str, got: Any) -> str:
     return f"{argument} must be a numpy, torch or other DLPack array, got {name}{hint}"
 
 
-def unknown_op(op: Any) -> str:
+def unknown_op(op: Any, known: Iterable[str] = REDUCE_OPS) -> str:
     """Return the message for an unknown reduction, such as `torch.distributed.ReduceOp.AVG`."""
     name = str(op).rpartition(".")[2].lower()
     name = _OTHER_NAMES.get(name, name)
-    hint = f'; use op="{name}"' if name in REDUCE_OPS else ""
-    return f"op must be sum, mean, prod, min, max, and, or or xor, got {op!r}{hint}"
+    *others, last = known
+    hint = f'; use op="{name}"' if name in (*others, last) else ""
+    return f"op must be {', '.join(others)} or {last}, got {op!r}{hint}"
+
+
+def unknown_name(owner: str, name: str, known: Iterable[str], others: Mapping[str, str]) -> str:
+    """Return the message for an attribute that does not exist.
+
+    Args:
+        owner: what lacks the attribute.
+        name: its name.
+        known: the names that exist.
+        others: what to use instead of names of other libraries, in lower case without underscores.
+    """
+    plain = _squeezed(name.removeprefix("experimental_"))
+    found = others.get(plain) or next((ours for ours in known if _squeezed(ours) == plain), None)
+    hint = "" if found is None else f"; use {found}"
+    return f"{owner} has no attribute {name!r}{hint}"
+
+
+def _squeezed(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def unknown_keyword(call: str, name: str) -> str:
-    """Return the message for a keyword that a call with a root does not take."""
-    hint = "; use root=" if name in ("src", "dst") else ""
+    """Return the message for a keyword that a call does not take."""
+    hint = f"; use {_OTHER_KEYWORDS[name]}" if name in _OTHER_KEYWORDS else ""
     return f"{call} got an unexpected keyword argument {name!r}{hint}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -200,6 +201,14 @@ class _Builder:
                 f"{type(source).__name__} has __getitem__ but no length: give it __len__, or make "
                 "it an IterableDataset"
             )
+        if type(source) is list and source and _is_batch(source[0], self.request.global_batch_size):
+            warnings.warn(
+                f"the first example of the list has {self.request.global_batch_size} rows in every "
+                "array, as many as a global batch has examples. distribute_dataset takes examples, "
+                "and makes the batches: if the list holds batches, join them, or pass their "
+                "Dataset",
+                stacklevel=6,  # the line that calls strategy.distribute_dataset
+            )
         collate_fn = self.request.collate_fn or collate
         return ExamplePipeline(
             source, self._order(length), self._cutter(), collate_fn, self._options()
@@ -300,6 +309,14 @@ def _is_arrays(source: Any) -> bool:
         and not isinstance(source, (type, Iterable))
         and not hasattr(source, "__getitem__")
     )
+
+
+def _is_batch(example: Any, size: int | None) -> bool:
+    """True for arrays that look like a batch of `size` examples: data of each and a label."""
+    arrays = [leaf for leaf in leaves(example) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    dimensions = {array.ndim for array in arrays}
+    lengths = {array.shape[:1] for array in arrays}
+    return 1 in dimensions and len(dimensions) > 1 and lengths == {(size,)}
 
 
 def _common_length(source: Any) -> int:

@@ -114,6 +114,13 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
                 "examples; pass a collate_fn for lists of examples to distribute_dataset"
             )
         collate_fn = loader.collate_fn
+    given, sampler = request.global_batch_size, loader.batch_sampler
+    own = sampler.batch_size if type(sampler) is BatchSampler else None
+    if given is not None and own not in (None, 1, given):  # 1 is DataLoader's default
+        raise ValueError(
+            f"the DataLoader has batch_size={own}, which becomes the global batch size, of all "
+            f"replicas together; got global_batch_size={given} too: give one, or the same twice"
+        )
     num_workers = request.num_workers or loader.num_workers
     loading: dict[str, Any] = {}
     if num_workers:

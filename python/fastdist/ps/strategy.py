@@ -46,6 +46,12 @@ _END_S = 2.0
 _NO_REPLICAS = (
     "run must be called in a function that a ClusterCoordinator schedules; the chief has no replica"
 )
+_NO_CLUSTER = (
+    "ParameterServerStrategy needs a job of several tasks: start the program with `fastdist run "
+    "--workers 4 --ps 2 train.py`, or set TF_CONFIG in each task, such as "
+    '{"cluster": {"chief": ["host0:2222"], "worker": ["host1:2222", "host2:2222"], "ps": '
+    '["host3:2222"]}, "task": {"type": "worker", "index": 0}}'
+)
 _WIRES = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -115,6 +121,8 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 "variable_partitioner must be a partitioner, such as fastdist.ps.FixedShards(3), "
                 f"got {variable_partitioner!r}"
             )
+        if cluster_resolver is None and not TFConfigClusterResolver.is_available():
+            raise ClusterConfigError(_NO_CLUSTER)
         resolver = cluster_resolver or TFConfigClusterResolver()
         spec = resolver.cluster_spec()
         spec.require_parameter_servers()
@@ -140,6 +148,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             serve=None if is_worker else self._put_on_servers,
             refuses_run=None if is_worker else _NO_REPLICAS,
         )
+        self.is_chief = not is_worker
         self.client = Client(self.server_addresses, keys=self.keys)
         self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)

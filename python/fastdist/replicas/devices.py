@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+_OF_TENSORFLOW = re.compile(r"(/.*)?[/:]?(?P<kind>[CG]PU)(?P<index>:\d+)?", re.IGNORECASE)
 
 
 def every_device() -> list[torch.device]:
@@ -43,7 +46,11 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{name!r} is not a torch device: {error}") from None
+        hint = ""
+        if found := _OF_TENSORFLOW.fullmatch(str(name)):
+            kind, index = found["kind"].lower().replace("gpu", "cuda"), found["index"] or ""
+            hint = f'; use "{kind}{index}"'
+        raise ValueError(f"{name!r} is not a torch device{hint}: {error}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final, get_args
 
 import torch
 from torch import nn
 
+from fastdist.collectives.hints import unknown_name, unknown_op
 from fastdist.data import (
     AutoShardPolicy,
     DistributedDataset,
@@ -27,6 +29,11 @@ from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
 
 M = TypeVar("M", bound=nn.Module)
+_OTHER_NAMES = {  # of tf.distribute
+    "extended": "the methods of the strategy itself, such as update and reduce_to",
+    "makenumpydataset": "distribute_dataset",
+    "runv2": "run",
+}
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # types that contain no batch
 
 
@@ -39,6 +46,7 @@ class Strategy(ABC):
         workers: number of processes.
 
     Attributes:
+        is_chief: True in one process of the job, for work that is done once, such as printing.
         has_servers: True if variables are on parameter servers.
     """
 
@@ -51,8 +59,17 @@ class Strategy(ABC):
         self.num_replicas_in_sync: int = workers * len(self.devices)
         first = worker * len(self.devices)
         self.local_replica_ids = tuple(range(first, first + len(self.devices)))
+        self.is_chief = worker == 0
         self._worker = worker
         self._num_workers = workers
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            owner = type(self).__name__
+            raise AttributeError(
+                unknown_name(owner, name, dir(type(self)), _OTHER_NAMES), name=name, obj=self
+            )
 
     def __repr__(self) -> str:
         places = ", ".join(map(str, self.devices))
@@ -164,7 +181,9 @@ class Strategy(ABC):
             BaseException: the exception that `fn` raised on this replica.
         """
         if not isinstance(args, (tuple, list)):
-            raise ValueError(f"run: args must be a tuple or list, got {type(args).__name__}")
+            raise ValueError(
+                f"run: args must be a tuple or list, got {type(args).__name__}; write args=(batch,)"
+            )
         if state.replica is not None:
             raise RuntimeError("run was called inside run; replicas cannot have replicas")
         if state.scopes and state.scopes[-1] is not self:
@@ -172,7 +191,12 @@ class Strategy(ABC):
                 f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, got run of {self!r}"
             )
         given = (tuple(args), kwargs or {})
-        return self._run(fn, given, examples_of(given))
+        try:
+            return self._run(fn, given, examples_of(given))
+        except TypeError as error:
+            if _takes_one(fn, *given):
+                raise TypeError(f"{error}; to pass a batch, write args=(batch,)") from error
+            raise
 
     @final
     def make_graphed(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,8 +276,8 @@ class Strategy(ABC):
             RuntimeError: called inside `run`; use `get_replica_context().all_reduce` there.
         """
         self._require_cross_replica("reduce")
-        if op not in ("sum", "mean", "min", "max"):
-            raise ValueError(f'reduce: op must be "sum", "mean", "min" or "max", got {op!r}')
+        if op not in get_args(CrossReplicaOp):
+            raise ValueError(f"reduce: {unknown_op(op, get_args(CrossReplicaOp))}")
         return self._reduce(op, value, axis)
 
     @abstractmethod
@@ -336,6 +360,20 @@ class Strategy(ABC):
         Raises:
             FastdistError: tensors differ; the message names the first tensor and the replicas.
         """
+
+
+def _takes_one(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if a function cannot be called with these arguments, but with one."""
+    try:
+        signature = inspect.signature(fn)
+        signature.bind(args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return True
+    return False
 
 
 def examples_of(given: Any) -> tuple[int, ...] | None:

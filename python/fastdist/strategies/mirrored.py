@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from fastdist.cluster import detect_launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.hints import unknown_keyword
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
@@ -43,7 +45,10 @@ class MirroredStrategy(ReplicatedStrategy):
         devices: Sequence[str | torch.device] | None = None,
         *,
         options: CommunicationOptions | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        for keyword in unknown:
+            raise TypeError(unknown_keyword("MirroredStrategy", keyword))
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")
         device, world = replica_of_machine("MirroredStrategy", given, options)

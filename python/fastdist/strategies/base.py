@@ -160,8 +160,8 @@ class Strategy(ABC):
     ) -> Any:
         """Call `fn` once for each replica of this process, in replica context.
 
-        Gradients are weighted by the number of examples that each replica has in the first batch
-        among the arguments.
+        Every worker must call. Gradients are weighted by the number of examples that each replica
+        has in the first batch among the arguments.
 
         Args:
             fn: the function of each replica.

@@ -80,9 +80,9 @@ class SameBatches:
         if self._is_found and is_chief:
             warnings.warn(
                 f"run got the same tensors on all replicas in its first {_RUNS} runs, so every "
-                "replica does the same work: strategy.distribute_dataset(dataset, "
-                "global_batch_size=…) makes batches that are divided among the replicas; it takes "
-                "a DataLoader too",
+                "replica does the same work, unless the function takes its own part of them: "
+                "strategy.distribute_dataset(dataset, global_batch_size=…) divides batches among "
+                "the replicas, and takes a DataLoader too",
                 stacklevel=6,  # the line that calls run
             )
         self._is_found = False

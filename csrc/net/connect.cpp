@@ -180,11 +180,15 @@ class Meeting {
     (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
   }
 
-  // A rank that fails while others connect closes its connections.
+  // A rank that fails while others connect closes its connections without a word. A rank that has
+  // connected to all may have closed the communicator since, and says so first: that concerns the
+  // calls, not the meeting.
   void check_connected() const {
     for (std::size_t p = 0; p < found_.size(); ++p) {
       pollfd state{found_[p].out.get(), POLLRDHUP, 0};
       if (state.fd < 0 || ::poll(&state, 1, 0) <= 0 || missing_ == 0) continue;
+      std::byte word{};
+      if (::recv(state.fd, &word, 1, MSG_PEEK | MSG_DONTWAIT) > 0) continue;
       throw Error(ErrorCode::kPeerFailure,
                   "rank " + std::to_string(p) + " has left while the ranks connected",
                   {static_cast<int>(p)});

@@ -380,6 +380,66 @@ CASE(a_rank_that_leaves_ends_the_meeting) {
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
 }
 
+FileDescriptor connect_to(const Place& place) {
+  FileDescriptor fd(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(place.port);
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0);
+  return fd;
+}
+
+// Connects as rank `rank`, and waits until it is welcome. Purposes: 0 out, 1 in, 2 stream.
+FileDescriptor connect_as(std::uint32_t rank, std::uint32_t purpose, const Place& place) {
+  struct {
+    std::array<char, 8> magic{'f', 'a', 's', 't', 'd', 'i', 's', 't'};
+    std::uint32_t rank, purpose;
+    net::Token token{};
+  } const hello{.rank = rank, .purpose = purpose};
+  FileDescriptor fd = connect_to(place);
+  CHECK(::send(fd.get(), &hello, sizeof(hello), 0) == static_cast<ssize_t>(sizeof(hello)));
+  char welcome = 0;
+  CHECK(::recv(fd.get(), &welcome, 1, MSG_WAITALL) == 1);
+  return fd;
+}
+
+// Rank 1 connects to rank 0 and leaves, before rank 2 has come.
+CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_meeting) {
+  for (const bool closes : {true, false}) {
+    const World world = make_world({{0}, {1}, {2}});
+    const auto connect_all = [&world](std::uint32_t rank) {
+      std::vector<FileDescriptor> ours;
+      for (const std::uint32_t purpose : {0U, 1U, 2U}) {
+        ours.push_back(connect_as(rank, purpose, world.places[0]));
+      }
+      return ours;
+    };
+    std::atomic<int> turns{0};
+    std::atomic<bool> ended{false};
+    in_threads(2, [&](int r) {
+      if (r == 0) {
+        std::optional<ErrorCode> code;
+        try {
+          (void)net::connect_ranks(*world.listeners[0], 0, world.places, {},
+                                   std::chrono::seconds(20), *patient().caller, [&] { ++turns; });
+        } catch (const Error& error) {
+          code = error.code();
+        }
+        ended = true;
+        CHECK(code == (closes ? std::nullopt : std::optional(ErrorCode::kPeerFailure)));
+        return;
+      }
+      {
+        const auto ours = connect_all(1);
+        if (closes) net::AnswerWriter(ours[1].get()).tell_closed();
+      }
+      for (const int seen = turns; turns < seen + 3 && !ended;) std::this_thread::yield();
+      if (!ended) (void)connect_all(2);
+    });
+  }
+}
+
 CASE(calls_of_two_threads_are_no_deadlock) {
   with_machines({{0, 1}, {2, 3}}, [](NetCommunicator& c) {
     Values x(3);
@@ -398,12 +458,7 @@ CASE(strangers_do_not_disturb_the_meeting) {
   const World world = make_world(machines);
   std::vector<FileDescriptor> strangers;
   for (const std::string text : {"", "GET / HTTP/1.1\r\n\r\n and so on, more than a greeting"}) {
-    FileDescriptor fd(::socket(AF_INET, SOCK_STREAM, 0));
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(world.places[0].port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    CHECK(::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0);
+    FileDescriptor fd = connect_to(world.places[0]);
     CHECK(::send(fd.get(), text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()));
     strangers.push_back(std::move(fd));
   }

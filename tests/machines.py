@@ -29,9 +29,10 @@ class Network:
     def command(self, machine: int, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[machine], *command]
 
-    def set_cable(self, state: str) -> None:
-        """Cut the cable ("down"), or connect it again ("up")."""
-        _ip("netns", "exec", self.names[0], "ip", "link", "set", self.names[0], state)
+    def set_cable(self, state: str, machine: int = 0) -> None:
+        """Cut the cable at a machine ("down"), or connect it again ("up")."""
+        name = self.names[machine]
+        _ip("netns", "exec", name, "ip", "link", "set", name, state)
 
 
 def _ip(*args: str) -> None:

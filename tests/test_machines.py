@@ -19,6 +19,7 @@ from typing import Any
 
 import contract
 import fastdist
+import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
@@ -340,6 +341,31 @@ def test_a_cable_that_is_connected_again(ranks: MachineRanks) -> None:
     begin = time.monotonic()
     ranks.run(reduce_through_a_cut, ranks.network)
     assert time.monotonic() - begin > 3
+
+
+def connect_through_a_cut(comm: Communicator, network: Network) -> None:
+    """Ranks 2 and 3 connect to the others while their own network is down."""
+    connect = _core.connect_machines
+
+    def cut_first(*args: Any) -> Any:
+        network.set_cable("down", 1)
+        threading.Timer(2, network.set_cable, ["up", 1]).start()
+        return connect(*args)
+
+    if comm.rank == 2:
+        _core.connect_machines = cut_first
+    try:
+        part = comm.split(0)
+    finally:
+        _core.connect_machines = connect
+    assert part is not None
+    assert part.all_reduce(np.ones(1))[0] == comm.world_size
+
+
+def test_a_cable_that_is_out_while_ranks_connect(ranks: MachineRanks) -> None:
+    begin = time.monotonic()
+    ranks.run(connect_through_a_cut, ranks.network)
+    assert time.monotonic() - begin > 2
 
 
 def move_slowly(world: Communicator) -> None:

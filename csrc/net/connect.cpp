@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::array<char, 8> kMagic{'f', 'a', 's', 't', 'd', 'i', 's', 't'};
 constexpr std::chrono::milliseconds kPollInterval{50};
+constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
 constexpr std::byte kWelcome{1};
@@ -79,6 +80,20 @@ void set_options(int fd, bool probes) {
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
+// True for errors that end with an outage of the network.
+bool is_outage(int error) {
+  switch (error) {
+    case EHOSTUNREACH:
+    case EHOSTDOWN:
+    case ENETUNREACH:
+    case ENETDOWN:
+    case ETIMEDOUT:
+      return true;
+    default:
+      return false;
+  }
+}
+
 std::string endpoint(const Place& place) {
   return place.ip + " port " + std::to_string(place.port);
 }
@@ -86,7 +101,12 @@ std::string endpoint(const Place& place) {
 class Meeting {
  public:
   Meeting(const Listener& listener, int rank, const std::vector<Place>& places, const Token& token)
-      : listener_(listener), rank_(rank), places_(places), token_(token), found_(places.size()) {
+      : listener_(listener),
+        rank_(rank),
+        places_(places),
+        token_(token),
+        found_(places.size()),
+        outages_(places.size()) {
     for (int p = 0; p < static_cast<int>(places.size()); ++p) {
       if (p == rank) continue;
       missing_ += purposes(p);
@@ -115,16 +135,16 @@ class Meeting {
   }
 
  private:
-  enum class Step { kConnect, kHello, kWelcome, kRead };
+  enum class Step { kBegin, kConnect, kWelcome, kRead };
   // A connection that is being made: to a lower rank, or from a process that has not said its rank.
   struct Pending {
     int rank = -1;
     Purpose purpose = Purpose::kStream;
     FileDescriptor fd{};
-    Step step = Step::kConnect;
+    Step step = Step::kBegin;
     std::size_t at = 0;  // bytes of the hello that were read
     Hello hello{};
-    Clock::time_point since = Clock::now();
+    Clock::time_point since = Clock::now();  // accepted, or when to begin
     bool is_done = false;
   };
 
@@ -140,8 +160,18 @@ class Meeting {
     const Address address = resolve(place.ip, place.port);
     one.fd = open_socket(address);
     set_options(one.fd.get(), one.purpose == Purpose::kStream);
+    one.step = Step::kConnect;
     if (::connect(one.fd.get(), address.get(), address.length) == 0 || errno == EINPROGRESS) return;
-    throw_unreachable(one, errno);
+    retry_or_throw(one, errno);
+  }
+
+  // A cable may be out for a while: tries again until the meeting's deadline.
+  void retry_or_throw(Pending& one, int error) {
+    if (!is_outage(error)) throw_unreachable(one, error);
+    outages_[static_cast<std::size_t>(one.rank)] = error;
+    one.fd = {};
+    one.step = Step::kBegin;
+    one.since = Clock::now() + kRetryInterval;
   }
 
   [[noreturn]] void throw_unreachable(const Pending& one, int error) const {
@@ -160,8 +190,10 @@ class Meeting {
       const Connections& c = found_[static_cast<std::size_t>(p)];
       const bool streams = c.stream.get() >= 0 || purposes(p) < kPurposes;
       if (p == rank_ || (streams && c.out.get() >= 0 && c.in.get() >= 0)) continue;
+      const int outage = outages_[static_cast<std::size_t>(p)];
       names += (names.empty() ? "" : ", ") + std::to_string(p) + " (" +
-               places_[static_cast<std::size_t>(p)].ip + ")";
+               places_[static_cast<std::size_t>(p)].ip +
+               (outage != 0 ? std::string(": ") + std::strerror(outage) : "") + ")";
       ranks.push_back(p);
     }
     throw Error(
@@ -209,18 +241,19 @@ class Meeting {
   }
 
   void advance(Pending& one) {
+    if (one.step == Step::kBegin && Clock::now() >= one.since) begin(one);
     if (one.step == Step::kConnect) {
       pollfd state{one.fd.get(), POLLOUT, 0};
       if (::poll(&state, 1, 0) == 0) return;
       int error = 0;
       socklen_t length = sizeof(error);
       (void)::getsockopt(one.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) throw_unreachable(one, error);
+      if (error != 0) return retry_or_throw(one, error);
       const Hello hello{kMagic, static_cast<std::uint32_t>(rank_), one.purpose, token_};
       // An empty send buffer takes so few bytes whole.
       if (::send(one.fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
           static_cast<ssize_t>(sizeof(hello))) {
-        throw_unreachable(one, errno);
+        return retry_or_throw(one, errno);
       }
       one.step = Step::kWelcome;
     }
@@ -228,7 +261,8 @@ class Meeting {
       std::byte answer{};
       const ssize_t got = ::recv(one.fd.get(), &answer, 1, 0);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-      if (got != 1 || answer != kWelcome) throw_unreachable(one, got < 0 ? errno : ECONNRESET);
+      if (got < 0) return retry_or_throw(one, errno);
+      if (got != 1 || answer != kWelcome) throw_unreachable(one, ECONNRESET);
       keep(one, one.rank, one.purpose);
     }
     if (one.step == Step::kRead) read_hello(one);
@@ -275,6 +309,7 @@ class Meeting {
   const std::vector<Place>& places_;
   const Token& token_;
   std::vector<Connections> found_;
+  std::vector<int> outages_;  // the last error that kept this rank from each other one
   std::vector<Pending> pending_;
   int missing_ = 0;
 };

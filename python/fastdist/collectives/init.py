@@ -314,6 +314,7 @@ def _from_bootstrap(
     )
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
+    deadline = time.monotonic() + timeout_s
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
     machines, key = [machine for machine, _ in everyone], everyone[0][1]
@@ -322,7 +323,7 @@ def _from_bootstrap(
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
     addresses = bootstrap.allgather(_free_address(host) if rank == 0 else "")
-    arrival, listener = arrive(*split_address(addresses[0]), size)
+    arrival, listener = arrive(*split_address(addresses[0]), size, deadline)
     arrivals = [Arrival.unpack(packed) for packed in bootstrap.allgather(arrival.pack())]
     meeting = conclude(arrivals, listener, key)
     return _connect_machines("bootstrap", rank, meeting, timeout_s)[0], ranks_here

@@ -86,9 +86,11 @@ class Arrival:
         return cls(int(world_size), str(machine), str(ip), int(port), str(version))
 
 
-def arrive(host: str, port: int, world_size: int) -> tuple[Arrival, _core.Listener]:
-    """Open this rank's listener, at the address of the route to `host`."""
-    ip = own_address(host, port)
+def arrive(
+    host: str, port: int, world_size: int, deadline: float
+) -> tuple[Arrival, _core.Listener]:
+    """Open this rank's listener, at the address of the route to `host`, which may come back."""
+    ip = own_address(host, port, deadline)
     try:
         listener = _core.Listener(ip)
     except (OSError, ValueError) as error:
@@ -162,7 +164,7 @@ def meet_machines(
     def meet() -> Meeting:
         store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
         try:
-            arrival, listener = arrive(host, port, world_size)
+            arrival, listener = arrive(host, port, world_size, deadline)
             return _meet(store, rank, arrival, listener, deadline, timeout_s)
         except RuntimeError as error:
             if isinstance(error, ClusterConfigError):

@@ -99,7 +99,7 @@ std::tuple<std::string, std::string, bool, int, double> route(Endpoint& self, co
 Token to_token(const py::bytes& bytes) {
   const std::string text = bytes;
   Token token;
-  if (text.size() != token.size()) throw Error(ErrorCode::kValue, "token must have 16 bytes");
+  if (text.size() != token.size()) throw Error(ErrorCode::kValue, "token must have 32 bytes");
   std::memcpy(token.data(), text.data(), token.size());
   return token;
 }

@@ -19,23 +19,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::array<char, 8> kMagic{'f', 'a', 's', 't', 'd', 'i', 's', 't'};
 constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
-constexpr std::byte kWelcome{1};
-
-enum class Purpose : std::uint32_t { kOut, kIn, kStream };  // of the rank that connects
-constexpr int kPurposes = 3;
-
-struct Hello {
-  std::array<char, 8> magic;
-  std::uint32_t rank;
-  Purpose purpose;
-  Token token;
-};
-
 struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
@@ -109,9 +96,9 @@ class Meeting {
         outages_(places.size()) {
     for (int p = 0; p < static_cast<int>(places.size()); ++p) {
       if (p == rank) continue;
-      missing_ += purposes(p);
+      missing_ += static_cast<int>(purposes(p));
       if (p > rank) continue;
-      for (int purpose = 0; purpose < purposes(p); ++purpose) {
+      for (std::uint32_t purpose = 0; purpose < purposes(p); ++purpose) {
         pending_.push_back({.rank = p, .purpose = static_cast<Purpose>(purpose)});
         begin(pending_.back());
       }
@@ -135,21 +122,24 @@ class Meeting {
   }
 
  private:
-  enum class Step { kBegin, kConnect, kWelcome, kRead };
+  enum class Step { kBegin, kConnect, kChallenge, kWelcome, kHello, kProof };
   // A connection that is being made: to a lower rank, or from a process that has not said its rank.
   struct Pending {
     int rank = -1;
     Purpose purpose = Purpose::kStream;
     FileDescriptor fd{};
     Step step = Step::kBegin;
-    std::size_t at = 0;  // bytes of the hello that were read
     Hello hello{};
+    Challenge challenge{};
+    Digest proof{};
+    std::size_t at = 0;                      // bytes that were read of what this step awaits
     Clock::time_point since = Clock::now();  // accepted, or when to begin
     bool is_done = false;
   };
+  enum class Got { kAll, kPart, kEnd };
 
   // Ranks of one machine have no streams.
-  [[nodiscard]] int purposes(int p) const {
+  [[nodiscard]] std::uint32_t purposes(int p) const {
     const bool is_here = places_[static_cast<std::size_t>(p)].machine ==
                          places_[static_cast<std::size_t>(rank_)].machine;
     return is_here ? kPurposes - 1 : kPurposes;
@@ -169,8 +159,9 @@ class Meeting {
   void retry_or_throw(Pending& one, int error) {
     if (!is_outage(error)) throw_unreachable(one, error);
     outages_[static_cast<std::size_t>(one.rank)] = error;
-    one.fd = {};
+    one.fd = FileDescriptor();
     one.step = Step::kBegin;
+    one.at = 0;
     one.since = Clock::now() + kRetryInterval;
   }
 
@@ -180,6 +171,14 @@ class Meeting {
                     std::to_string(one.rank) + " at " +
                     endpoint(places_[static_cast<std::size_t>(one.rank)]) + ": " +
                     std::strerror(error),
+                {one.rank});
+  }
+
+  [[noreturn]] void throw_impostor(const Pending& one) const {
+    throw Error(ErrorCode::kPeerFailure,
+                "rank " + std::to_string(rank_) + " found another program than rank " +
+                    std::to_string(one.rank) + " of its job at " +
+                    endpoint(places_[static_cast<std::size_t>(one.rank)]),
                 {one.rank});
   }
 
@@ -236,7 +235,7 @@ class Meeting {
         }
         return;
       }
-      pending_.push_back({.fd = std::move(fd), .step = Step::kRead});
+      pending_.push_back({.fd = std::move(fd), .step = Step::kHello});
     }
   }
 
@@ -249,48 +248,87 @@ class Meeting {
       socklen_t length = sizeof(error);
       (void)::getsockopt(one.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
       if (error != 0) return retry_or_throw(one, error);
-      const Hello hello{kMagic, static_cast<std::uint32_t>(rank_), one.purpose, token_};
-      // An empty send buffer takes so few bytes whole.
-      if (::send(one.fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) !=
-          static_cast<ssize_t>(sizeof(hello))) {
-        return retry_or_throw(one, errno);
+      one.hello.rank = static_cast<std::uint32_t>(rank_);
+      one.hello.purpose = one.purpose;
+      one.hello.nonce = make_nonce();
+      if (!say(one, one.hello)) return retry_or_throw(one, errno);
+      one.step = Step::kChallenge;
+    }
+    if (one.step == Step::kChallenge) {
+      const Got got = read(one, one.challenge);
+      if (got == Got::kPart) return;
+      if (got == Got::kEnd) return retry_or_throw(one, errno);
+      if (!is_equal(one.challenge.proof, proof_of(Side::kAccepts, one, one.rank))) {
+        throw_impostor(one);
       }
+      if (!say(one, proof_of(Side::kConnects, one, one.rank))) return retry_or_throw(one, errno);
       one.step = Step::kWelcome;
     }
     if (one.step == Step::kWelcome) {
       std::byte answer{};
-      const ssize_t got = ::recv(one.fd.get(), &answer, 1, 0);
-      if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-      if (got < 0) return retry_or_throw(one, errno);
-      if (got != 1 || answer != kWelcome) throw_unreachable(one, ECONNRESET);
+      const Got got = read(one, answer);
+      if (got == Got::kPart) return;
+      if (got == Got::kEnd) return retry_or_throw(one, errno);
       keep(one, one.rank, one.purpose);
     }
-    if (one.step == Step::kRead) read_hello(one);
+    if (one.step == Step::kHello) {
+      if (!hears(one, one.hello)) return;
+      const auto rank = static_cast<int>(one.hello.rank);
+      one.is_done = one.hello.magic != Hello{}.magic || rank <= rank_ ||
+                    rank >= static_cast<int>(places_.size()) ||
+                    static_cast<std::uint32_t>(one.hello.purpose) >= purposes(rank);
+      if (one.is_done) return;
+      one.challenge.nonce = make_nonce();
+      one.challenge.proof = proof_of(Side::kAccepts, one, rank_);
+      one.is_done = !say(one, one.challenge);
+      one.step = Step::kProof;
+    }
+    if (one.step == Step::kProof) {
+      if (!hears(one, one.proof)) return;
+      one.is_done = !is_equal(one.proof, proof_of(Side::kConnects, one, rank_));
+      if (one.is_done) return;
+      const Purpose theirs = one.hello.purpose;
+      set_options(one.fd.get(), theirs == Purpose::kStream);
+      (void)say(one, kWelcome);
+      keep(one, static_cast<int>(one.hello.rank),
+           theirs == Purpose::kOut  ? Purpose::kIn
+           : theirs == Purpose::kIn ? Purpose::kOut
+                                    : Purpose::kStream);
+    }
   }
 
-  void read_hello(Pending& one) {
-    auto* bytes = reinterpret_cast<std::byte*>(&one.hello);
-    const ssize_t got = ::recv(one.fd.get(), bytes + one.at, sizeof(Hello) - one.at, 0);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
-      one.is_done = Clock::now() - one.since > kSilence;
-      return;
-    }
-    one.at += static_cast<std::size_t>(std::max<ssize_t>(got, 0));
-    if (got > 0 && one.at < sizeof(Hello)) return;
-    const Hello& hello = one.hello;
-    const auto rank = static_cast<int>(hello.rank);
-    if (got <= 0 || hello.magic != kMagic || hello.token != token_ || rank <= rank_ ||
-        rank >= static_cast<int>(places_.size()) ||
-        static_cast<int>(hello.purpose) >= purposes(rank)) {
-      one.is_done = true;
-      return;
-    }
-    set_options(one.fd.get(), hello.purpose == Purpose::kStream);
-    (void)::send(one.fd.get(), &kWelcome, 1, MSG_NOSIGNAL);
-    const Purpose mirrored = hello.purpose == Purpose::kOut  ? Purpose::kIn
-                             : hello.purpose == Purpose::kIn ? Purpose::kOut
-                                                             : Purpose::kStream;
-    keep(one, rank, mirrored);
+  [[nodiscard]] Digest proof_of(Side side, const Pending& one, int acceptor) const {
+    return net::proof_of(side, token_, one.hello, static_cast<std::uint32_t>(acceptor),
+                         one.challenge.nonce);
+  }
+
+  // Sends an object. An empty send buffer takes so few bytes whole.
+  template <class T>
+  [[nodiscard]] bool say(const Pending& one, const T& object) {
+    return ::send(one.fd.get(), &object, sizeof(object), MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(sizeof(object));
+  }
+
+  // Reads the next bytes of an object; sets errno if the connection has ended.
+  template <class T>
+  [[nodiscard]] Got read(Pending& one, T& object) {
+    auto* bytes = reinterpret_cast<std::byte*>(&object);
+    const ssize_t got = ::recv(one.fd.get(), bytes + one.at, sizeof(T) - one.at, 0);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Got::kPart;
+    if (got == 0) errno = ECONNRESET;
+    if (got <= 0) return Got::kEnd;
+    one.at += static_cast<std::size_t>(got);
+    if (one.at < sizeof(T)) return Got::kPart;
+    one.at = 0;
+    return Got::kAll;
+  }
+
+  // Reads from a process that has not proved who it is, and is given up if it ends or says nothing.
+  template <class T>
+  [[nodiscard]] bool hears(Pending& one, T& object) {
+    const Got got = read(one, object);
+    one.is_done = got == Got::kEnd || Clock::now() - one.since > kSilence;
+    return got == Got::kAll && !one.is_done;
   }
 
   void keep(Pending& one, int rank, Purpose purpose) {
@@ -299,9 +337,8 @@ class Meeting {
                            : purpose == Purpose::kOut  ? c.out
                                                        : c.in;
     one.is_done = true;
-    if (kept.get() >= 0) return;
-    kept = std::move(one.fd);
-    --missing_;
+    if (kept.get() < 0) --missing_;
+    kept = std::move(one.fd);  // the latest, if a connection was lost and made anew
   }
 
   const Listener& listener_;

@@ -1,9 +1,7 @@
 // Connects the ranks of several machines by TCP.
 #pragma once
 
-#include <array>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -11,6 +9,7 @@
 
 #include "core/communicator.h"
 #include "core/file_descriptor.h"
+#include "net/hello.h"
 
 namespace fastdist::net {
 
@@ -42,12 +41,10 @@ struct Connections {
   FileDescriptor in;
 };
 
-// Shared by the ranks of one communicator, and unknown to strangers.
-using Token = std::array<std::byte, 16>;
-
-// Connects this rank to all others, and returns the connections by rank. Every
-// rank must call. `check` is called regularly, and throws if a rank is lost. Throws kTimeout if
-// ranks have not connected within `timeout`, and kPeerFailure if a rank that has connected leaves.
+// Connects this rank to all others, which prove that they have the token (hello.h), and returns
+// the connections by rank. Every rank must call. `check` is called regularly, and throws if a rank
+// is lost. Throws kTimeout if ranks have not connected within `timeout`, and kPeerFailure if a rank
+// that has connected leaves, or if another program is in its place.
 [[nodiscard]] std::vector<Connections> connect_ranks(
     const Listener& listener, int rank, const std::vector<Place>& places, const Token& token,
     std::chrono::nanoseconds timeout, const Caller& caller, const std::function<void()>& check);

@@ -14,8 +14,6 @@ from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
 from fastdist.errors import ClusterConfigError, CollectiveTimeoutError, UnsupportedError
 
-_TOKEN_BYTES = 16
-
 
 @final
 class NetEngine(Engine):
@@ -54,7 +52,7 @@ class NetEngine(Engine):
         self._key = key
         self._groups = 0  # how many groups were made from this engine
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
-        token = hashlib.sha256(key.encode()).digest()[:_TOKEN_BYTES]
+        token = hashlib.sha256(key.encode()).digest()
         try:
             self._compiled = _core.connect_machines(
                 inner.compiled, listener, rank, places, token, parent, timeout_s

@@ -1,0 +1,31 @@
+#include "net/hello.h"
+
+#include <sys/random.h>
+
+#include <span>
+
+#include "core/error.h"
+
+namespace fastdist::net {
+
+Digest proof_of(Side side, const Token& token, const Hello& hello, std::uint32_t acceptor,
+                const Nonce& nonce) {
+  const struct {
+    Side side;
+    std::uint32_t acceptor;
+    Hello hello;
+    Nonce nonce;
+  } said{side, acceptor, hello, nonce};
+  static_assert(sizeof(said) == 2 * sizeof(std::uint32_t) + sizeof(Hello) + sizeof(Nonce));
+  return hmac_sha256(token, std::as_bytes(std::span(&said, 1)));
+}
+
+Nonce make_nonce() {
+  Nonce nonce;
+  if (::getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size())) {
+    throw system_error("getrandom");
+  }
+  return nonce;
+}
+
+}  // namespace fastdist::net

@@ -1,0 +1,100 @@
+#include "net/hmac.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <vector>
+
+namespace fastdist::net {
+namespace {
+
+constexpr std::size_t kBlock = 64;
+
+constexpr std::array<std::uint32_t, 64> kRounds{
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+using State = std::array<std::uint32_t, 8>;
+
+void compress(State& state, const std::byte* block) {
+  std::array<std::uint32_t, 64> w;
+  for (std::size_t i = 0; i < 16; ++i) {
+    w[i] = 0;
+    for (std::size_t j = 0; j < 4; ++j)
+      w[i] = w[i] << 8 | std::to_integer<std::uint32_t>(block[4 * i + j]);
+  }
+  for (std::size_t i = 16; i < 64; ++i) {
+    const std::uint32_t a = w[i - 15];
+    const std::uint32_t b = w[i - 2];
+    w[i] = w[i - 16] + w[i - 7] + (std::rotr(a, 7) ^ std::rotr(a, 18) ^ a >> 3) +
+           (std::rotr(b, 17) ^ std::rotr(b, 19) ^ b >> 10);
+  }
+  auto [a, b, c, d, e, f, g, h] = state;
+  for (std::size_t i = 0; i < 64; ++i) {
+    const std::uint32_t x = h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) +
+                            ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
+    const std::uint32_t y =
+        (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+    h = g;
+    g = f;
+    f = e;
+    e = d + x;
+    d = c;
+    c = b;
+    b = a;
+    a = x + y;
+  }
+  const State mixed{a, b, c, d, e, f, g, h};
+  for (std::size_t i = 0; i < 8; ++i) state[i] += mixed[i];
+}
+
+}  // namespace
+
+Digest sha256(std::span<const std::byte> message) {
+  // The message, a one, zeros, and the length in bits fill whole blocks.
+  std::vector<std::byte> padded(message.begin(), message.end());
+  padded.push_back(std::byte{0x80});
+  padded.resize((padded.size() + 8 + kBlock - 1) / kBlock * kBlock);
+  const std::uint64_t bits = std::uint64_t{8} * message.size();
+  for (std::size_t i = 0; i < 8; ++i) {
+    padded[padded.size() - 1 - i] = static_cast<std::byte>(bits >> 8 * i);
+  }
+  State state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+              0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  for (std::size_t at = 0; at < padded.size(); at += kBlock) compress(state, padded.data() + at);
+  Digest digest;
+  for (std::size_t i = 0; i < digest.size(); ++i) {
+    digest[i] = static_cast<std::byte>(state[i / 4] >> (24 - 8 * (i % 4)));
+  }
+  return digest;
+}
+
+Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message) {
+  std::array<std::byte, kBlock> block{};
+  if (key.size() > kBlock) {
+    std::ranges::copy(sha256(key), block.begin());
+  } else {
+    std::ranges::copy(key, block.begin());
+  }
+  const auto hash = [&block](std::byte pad, std::span<const std::byte> rest) {
+    std::vector<std::byte> bytes;
+    for (const std::byte b : block) bytes.push_back(b ^ pad);
+    bytes.insert(bytes.end(), rest.begin(), rest.end());
+    return sha256(bytes);
+  };
+  return hash(std::byte{0x5c}, hash(std::byte{0x36}, message));
+}
+
+bool is_equal(const Digest& a, const Digest& b) noexcept {
+  std::byte difference{};
+  for (std::size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];
+  return difference == std::byte{};
+}
+
+}  // namespace fastdist::net

@@ -40,6 +40,9 @@ constexpr std::array<std::string_view, kOpCount> kOps{
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
     "all_to_all", "send",   "recv",      "barrier",    "empty",  "group"};
 
+// The name of a number from another process that stands for nothing.
+constexpr std::string_view kUnknown = "unknown";
+
 bool is_integer(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kUInt64; }
 bool is_complex(DType dtype) { return dtype >= DType::kComplex64; }
 
@@ -47,10 +50,17 @@ bool is_complex(DType dtype) { return dtype >= DType::kComplex64; }
 
 std::size_t size_of(DType dtype) noexcept { return kDTypes[static_cast<std::size_t>(dtype)].bytes; }
 std::string_view name_of(DType dtype) noexcept {
-  return kDTypes[static_cast<std::size_t>(dtype)].name;
+  const auto i = static_cast<std::size_t>(dtype);
+  return i < kDTypes.size() ? kDTypes[i].name : kUnknown;
 }
-std::string_view name_of(ReduceOp op) noexcept { return kReduceOps[static_cast<std::size_t>(op)]; }
-std::string_view name_of(Op op) noexcept { return kOps[static_cast<std::size_t>(op)]; }
+std::string_view name_of(ReduceOp op) noexcept {
+  const auto i = static_cast<std::size_t>(op);
+  return i < kReduceOps.size() ? kReduceOps[i] : kUnknown;
+}
+std::string_view name_of(Op op) noexcept {
+  const auto i = static_cast<std::size_t>(op);
+  return i < kOps.size() ? kOps[i] : kUnknown;
+}
 
 std::optional<DType> dtype_from_name(std::string_view name) noexcept {
   for (std::size_t i = 0; i < kDTypes.size(); ++i) {

@@ -27,6 +27,16 @@ struct Head {
 };
 
 constexpr std::size_t kLongestText = 4096;
+
+// True for a head that an AnswerWriter of a communicator of `ranks` ranks may write.
+bool is_valid(const Head& head, int ranks) {
+  const auto is_rank = [ranks](int p) { return p >= 0 && p < ranks; };
+  return head.kind <= Kind::kState && head.bytes <= kLongestText &&
+         head.code <= static_cast<std::uint32_t>(ErrorCode::kState) &&
+         head.ranks <= head.failed.size() &&
+         std::all_of(head.failed.begin(), head.failed.begin() + head.ranks, is_rank);
+}
+
 constexpr int kWritePatienceMs = 200;
 
 std::vector<std::byte> compose(Head head, const std::string& text) {
@@ -61,7 +71,7 @@ void AnswerReader::parse() {
   while (buffer_.size() - at >= sizeof(Head)) {
     Head head;
     std::memcpy(&head, buffer_.data() + at, sizeof(Head));
-    if (head.bytes > kLongestText || head.ranks > head.failed.size()) {
+    if (!is_valid(head, ranks_)) {
       ended_ = true;
       return;
     }

@@ -25,7 +25,8 @@ struct Acknowledgement {
 // Reads the answers of one peer.
 class AnswerReader {
  public:
-  explicit AnswerReader(int fd) : fd_(fd) {}
+  // `ranks` is the number of ranks of the communicator.
+  AnswerReader(int fd, int ranks) : fd_(fd), ranks_(ranks) {}
 
   // Reads what has arrived, without waiting.
   void poll();
@@ -46,6 +47,7 @@ class AnswerReader {
   void parse();
 
   int fd_;
+  int ranks_;
   mutable std::mutex mutex_;
   std::vector<std::byte> buffer_;
   Acknowledgement last_;

@@ -26,7 +26,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     local_[static_cast<std::size_t>(p)] = static_cast<int>(machines_[machine].size());
     machines_[machine].push_back(p);
     Connections& c = connections[static_cast<std::size_t>(p)];
-    peers_.push_back(p == rank_ ? nullptr : std::make_unique<Peer>(std::move(c)));
+    peers_.push_back(p == rank_ ? nullptr : std::make_unique<Peer>(std::move(c), size()));
     if (p != rank_) {
       for (const int fd : peer(p).fds()) guard_from_forks(fd);
     }
@@ -160,8 +160,9 @@ void NetCommunicator::throw_mismatch() {
   std::vector<CallOfRank> calls(places_.size());
   for (std::size_t i = 0; i < order_.size(); ++i) {
     const auto p = static_cast<std::size_t>(order_[i]);
+    const auto* text = reinterpret_cast<const char*>(sites.data() + i * own.size());
     calls[p] = {unpack_signature(last_[p].signature, last_[p].count, last_[p].list),
-                reinterpret_cast<const char*>(sites.data() + i * own.size())};
+                std::string(text, ::strnlen(text, own.size()))};
   }
   throw mismatch_of(sequence_, rank_, calls);
 }

@@ -80,11 +80,11 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // Another rank. The stream of a rank of this machine is not connected.
   struct Peer {
-    explicit Peer(Connections connections)
+    Peer(Connections connections, int ranks)
         : stream(std::move(connections.stream)),
           out(std::move(connections.out)),
           in(std::move(connections.in)),
-          answers(out.get()),
+          answers(out.get(), ranks),
           writer(in.get()) {}
     [[nodiscard]] std::array<int, 3> fds() const { return {stream.fd(), out.get(), in.get()}; }
     Stream stream;
@@ -201,6 +201,7 @@ class NetCommunicator final : public BlockingCommunicator {
   // failures.cpp
   void check_failures(Wait& wait);
   [[noreturn]] void throw_ended(int p, const Signature& signature);
+  [[noreturn]] void throw_malformed(int p, const Signature& signature);
   [[noreturn]] void throw_late(int p, Wait& wait, Clock::duration waited);
   [[noreturn]] void throw_inner(const Error& error, Wait& wait);
   [[noreturn]] void throw_noticed(const Error& cause, int noticed_by, const Signature& signature);

@@ -23,6 +23,8 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
+// Connections, beside those of ranks, that may wait before they prove which rank they are.
+constexpr int kMaxStrangers = 64;
 struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
@@ -67,9 +69,12 @@ void set_options(int fd, bool probes) {
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
-// True for errors that end with an outage of the network.
-bool is_outage(int error) {
+// True for errors that may pass: those of an outage of the network, and of a rank that closes
+// connections since strangers crowd it.
+bool may_pass(int error) {
   switch (error) {
+    case ECONNRESET:
+    case EPIPE:
     case EHOSTUNREACH:
     case EHOSTDOWN:
     case ENETUNREACH:
@@ -113,8 +118,11 @@ class Meeting {
       wait();
       caller.check_interrupt();
       check();
-      accept_all();
-      for (Pending& one : pending_) advance(one);
+      accept_some();
+      for (Pending& one : pending_) {
+        if (!one.is_done) advance(one);
+      }
+      close_strangers(missing_ + kMaxStrangers);
       std::erase_if(pending_, [](const Pending& one) { return one.is_done; });
       check_connected();
     }
@@ -157,7 +165,7 @@ class Meeting {
 
   // A cable may be out for a while: tries again until the meeting's deadline.
   void retry_or_throw(Pending& one, int error) {
-    if (!is_outage(error)) throw_unreachable(one, error);
+    if (!may_pass(error)) throw_unreachable(one, error);
     outages_[static_cast<std::size_t>(one.rank)] = error;
     one.fd = FileDescriptor();
     one.step = Step::kBegin;
@@ -226,17 +234,39 @@ class Meeting {
     }
   }
 
-  void accept_all() {
-    for (;;) {
+  // Accepts as many connections as ranks may be making, and some of strangers; the others wait for
+  // the next turn.
+  void accept_some() {
+    for (int left = missing_ + kMaxStrangers; left > 0; --left) {
       FileDescriptor fd(::accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (fd.get() < 0) {
-        if (errno == EMFILE || errno == ENFILE) {
-          throw system_error("cannot accept another rank; see ulimit -n");
-        }
-        return;
+      if (fd.get() >= 0) {
+        pending_.push_back({.fd = std::move(fd), .step = Step::kHello});
+        continue;
       }
-      pending_.push_back({.fd = std::move(fd), .step = Step::kHello});
+      if (errno != EMFILE && errno != ENFILE) return;
+      const int error = errno;
+      if (close_strangers(0) > 0) continue;
+      errno = error;
+      throw system_error("cannot accept another rank; see ulimit -n");
     }
+  }
+
+  // Closes the oldest connections from processes that have not proved who they are, but for the
+  // `kept` latest; returns how many. A rank among them connects again.
+  int close_strangers(int kept) {
+    const auto is_stranger = [](const Pending& one) {
+      return !one.is_done && (one.step == Step::kHello || one.step == Step::kProof);
+    };
+    const int surplus = static_cast<int>(std::ranges::count_if(pending_, is_stranger)) - kept;
+    int closed = 0;
+    for (Pending& one : pending_) {
+      if (closed >= surplus) break;
+      if (!is_stranger(one)) continue;
+      one.is_done = true;
+      one.fd = FileDescriptor();
+      ++closed;
+    }
+    return closed;
   }
 
   void advance(Pending& one) {

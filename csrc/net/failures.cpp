@@ -107,6 +107,12 @@ void NetCommunicator::throw_ended(int p, const Signature& signature) {
   }
 }
 
+void NetCommunicator::throw_malformed(int p, const Signature& signature) {
+  fail(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(p) + " has sent a malformed header",
+             {p}),
+       signature);
+}
+
 void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   const Signature& signature = wait.signature;
   if (is_unreachable(p)) {

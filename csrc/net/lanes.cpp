@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,6 +44,14 @@ Site site_of(const Caller& caller) {
 template <class T>
 std::byte* bytes_of(T& object) {
   return reinterpret_cast<std::byte*>(&object);
+}
+
+// Returns the signature of a transfer, unless `send` never writes such a header.
+std::optional<Signature> parse(const TransferHead& head) {
+  const Signature theirs = unpack_signature(head.signature, head.count, 0);
+  if (theirs.op != Op::kSend || static_cast<int>(theirs.dtype) >= kDTypeCount) return std::nullopt;
+  if (head.count > PTRDIFF_MAX / size_of(theirs.dtype)) return std::nullopt;
+  return theirs;
 }
 
 }  // namespace
@@ -100,9 +110,9 @@ std::optional<Message> NetCommunicator::find_message(int src) {
   TransferHead head{};
   const ssize_t n = ::recv(peer(src).in.get(), &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT);
   if (n != static_cast<ssize_t>(sizeof(head))) return std::nullopt;
-  const Signature theirs = unpack_signature(head.signature, head.count, 0);
-  if (static_cast<int>(theirs.dtype) >= kDTypeCount) throw_ended(src, theirs);
-  return Message{theirs.dtype, head.count, head.tag};
+  const auto theirs = parse(head);
+  if (!theirs) throw_malformed(src, {.op = Op::kRecv, .root = static_cast<std::int16_t>(src)});
+  return Message{theirs->dtype, head.count, head.tag};
 }
 
 Message NetCommunicator::await_message(int src, const Signature& call, const CallOptions& options) {
@@ -223,14 +233,15 @@ void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const Cal
   };
   TransferHead head{};
   read(bytes_of(head), sizeof(head));
-  const Signature theirs = unpack_signature(head.signature, head.count, 0);
+  const auto parsed = parse(head);
+  if (!parsed) throw_malformed(src, signature);
+  const Signature& theirs = *parsed;
   if (theirs.dtype == signature.dtype && theirs.count == signature.count &&
       theirs.order == signature.order) {
     read(out.data, out.bytes());
     return them.writer.acknowledge({head.number, false, {}, ""});
   }
   std::vector<std::byte> dropped(std::size_t{64} << 10);
-  if (static_cast<int>(theirs.dtype) >= kDTypeCount) throw_ended(src, signature);
   for (std::size_t left = theirs.count * size_of(theirs.dtype); left > 0;) {
     const std::size_t part = std::min(left, dropped.size());
     read(dropped.data(), part);

@@ -1,0 +1,250 @@
+// What other machines send, changed at random: a call may fail, and nothing else may happen. Every
+// run has the same seeds; the sanitizers see what a changed number reaches.
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "machines.h"
+#include "net/communicator.h"
+#include "net/connect.h"
+#include "net/hello.h"
+#include "world.h"
+
+namespace fastdist::test {
+namespace {
+
+using net::Connections;
+using net::NetCommunicator;
+using Bytes = std::vector<std::byte>;
+
+constexpr int kGreetings = kSanitized ? 2000 : 1000;
+constexpr int kCalls = kSanitized ? 6000 : 3000;
+constexpr int kWaits = 32;  // calls that take more than a second, all at once
+
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : engine_(seed) {}
+  std::size_t below(std::size_t n) { return engine_() % n; }
+  bool one_in(std::size_t n) { return below(n) == 0; }
+
+  // Changes bits, whole numbers, or the length, or nothing.
+  void change(Bytes& bytes) {
+    for (std::size_t n = below(4); n > 0 && !bytes.empty(); --n) {
+      if (one_in(2)) {
+        bytes[below(bytes.size())] ^= static_cast<std::byte>(1 << below(8));
+        continue;
+      }
+      static constexpr std::array<std::uint32_t, 10> kEdges{
+          0, 1, 2, 3, 127, 255, 0x7fffffff, 0x80000000, 0xfffffffe, 0xffffffff};
+      const std::uint32_t edge = kEdges[below(kEdges.size())];
+      const std::size_t at = below(bytes.size()) / sizeof(edge) * sizeof(edge);
+      std::memcpy(bytes.data() + at, &edge, std::min(sizeof(edge), bytes.size() - at));
+    }
+    if (one_in(8)) bytes.resize(below(bytes.size() + 1));
+    if (one_in(8)) bytes.resize(bytes.size() + below(2000), static_cast<std::byte>(below(256)));
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+template <class T>
+Bytes bytes_of(const T& object) {
+  Bytes bytes(sizeof(T));
+  std::memcpy(bytes.data(), &object, sizeof(T));
+  return bytes;
+}
+
+void append(Bytes& bytes, const Bytes& more) {
+  for (const std::byte b : more) bytes.push_back(b);
+}
+
+void write_all(const FileDescriptor& fd, const Bytes& bytes) {
+  (void)::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// Half of the strangers know the token, but never say that they are rank 1.
+CASE(greetings) {
+  const World world = make_world({{0}, {1}});
+  const net::Token token{std::byte{9}};
+  const auto meet = [&](int r) {
+    return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, token,
+                              std::chrono::seconds(60), *patient().caller, [] {});
+  };
+  in_threads(2, [&](int r) {
+    if (r == 0) {
+      CHECK(meet(0)[1].stream.get() >= 0);
+      return;
+    }
+    Random random(1);
+    std::vector<FileDescriptor> silent;
+    for (int i = 0; i < kGreetings; ++i) {
+      FileDescriptor fd = connect_to(world.places[0]);
+      net::Hello hello{
+          .rank = 1, .purpose = static_cast<Purpose>(random.below(4)), .nonce = net::make_nonce()};
+      Bytes greeting = bytes_of(hello);
+      random.change(greeting);
+      write_all(fd, greeting);
+      if (random.one_in(2) && greeting.size() >= sizeof(hello)) {
+        std::memcpy(&hello, greeting.data(), sizeof(hello));
+        net::Challenge challenge;
+        const bool knows = random.one_in(2) && hello.rank != 1;
+        if (hears(fd, challenge)) {
+          Bytes proof = bytes_of(proof_of(net::Side::kConnects, knows ? token : net::Token{}, hello,
+                                          0, challenge.nonce));
+          random.change(proof);
+          write_all(fd, proof);
+        }
+      }
+      if (random.one_in(4)) silent.push_back(std::move(fd));
+    }
+    CHECK(meet(1)[0].stream.get() >= 0);
+  });
+}
+
+// The headers that a peer sends, as communicator.h, lanes.cpp, answers.cpp and deadlock.cpp lay
+// them out.
+struct Record {
+  std::uint64_t sequence, signature, count, list;
+  std::array<std::byte, 464> payload;
+};
+struct TransferHead {
+  std::uint64_t number, signature, count, tag;
+};
+struct AnswerHead {
+  std::uint32_t kind, bytes;
+  std::uint64_t number, signature, count;
+  std::uint32_t code, ranks;
+  std::array<std::int32_t, 16> failed;
+};
+struct State {
+  std::uint64_t sequence, signature, count, list;
+  std::uint32_t number, ranks, is_alone, unused;
+  std::array<std::uint32_t, 4> counts;  // sent to and received from ranks 0 and 1
+};
+
+constexpr std::uint32_t kStateAnswer = 5;
+
+Bytes answer(Random& random, std::uint32_t kind, std::uint64_t signature) {
+  State state{1, signature, 3, 0, 1, 2, 1, 0, {}};
+  const std::string text = "train.py:7";
+  AnswerHead head{kind, 0, 1, signature, 3, static_cast<std::uint32_t>(random.below(10)), 1, {1}};
+  Bytes body = kind == kStateAnswer ? bytes_of(state) : Bytes();
+  for (const char c : text) body.push_back(static_cast<std::byte>(c));
+  random.change(body);
+  head.bytes = static_cast<std::uint32_t>(body.size());
+  Bytes bytes = bytes_of(head);
+  append(bytes, body);
+  return bytes;
+}
+
+// Makes a call of rank 0 while rank 1 is what `random` says; `ends`: it closes its connections.
+void call_at_random(std::uint64_t seed, bool ends, std::chrono::milliseconds timeout) {
+  Random random(seed);
+  std::array<std::array<FileDescriptor, 3>, 2> sides;  // stream, out, in
+  for (std::size_t i = 0; i < 3; ++i) {
+    int pair[2];
+    CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair) == 0);
+    sides[0][i] = FileDescriptor(pair[0]);
+    sides[1][i] = FileDescriptor(pair[1]);
+  }
+  std::vector<Connections> connections(2);
+  connections[1] = {std::move(sides[0][0]), std::move(sides[0][1]), std::move(sides[0][2])};
+  Ranks inner = make_thread_ranks(1, Tuning{});
+  NetCommunicator comm(std::move(inner[0]), 0, {{0, "127.0.0.1", 1}, {1, "127.0.0.1", 2}},
+                       std::move(connections));
+
+  std::vector<float> x(random.one_in(2) ? 3 : 5000), y(2 * x.size());
+  const TensorView in{reinterpret_cast<std::byte*>(x.data()), x.size(), DType::kFloat32, 0};
+  const TensorView out{reinterpret_cast<std::byte*>(y.data()), y.size(), DType::kFloat32, 0};
+  const std::size_t op = random.below(8);
+  const std::array<Signature, 8> calls{
+      Signature{.op = Op::kBarrier},
+      signature_of({.op = Op::kAllReduce}, {&in, 1}),
+      signature_of({.op = Op::kAllGather}, {&in, 1}),
+      signature_of(rooted(Op::kBroadcast, 1), {&in, 1}),
+      signature_of(rooted(Op::kGather, 0), {&in, 1}),
+      signature_of(rooted(Op::kSend, 1), {&in, 1}),
+      signature_of(rooted(Op::kRecv, 1), {&in, 1}),
+      signature_of(rooted(Op::kRecv, 1), {&in, 1}),
+  };
+  const Signature& call = calls[op];
+
+  Bytes stream;
+  for (int i = 0; i < 3; ++i) {
+    Bytes record = bytes_of(Record{1, call.packed(), call.count, call.list, {}});
+    random.change(record);
+    append(stream, record);
+  }
+  stream.resize(stream.size() + random.below(60'000), std::byte{65});
+  Bytes lane = bytes_of(TransferHead{1, signature_of(rooted(Op::kSend, 0), {&in, 1}).packed(),
+                                     x.size(), random.below(3)});
+  random.change(lane);
+  lane.resize(lane.size() + random.below(40'000), std::byte{66});
+  Bytes answers;
+  for (std::size_t n = random.below(3) + (ends ? 0 : 1); n > 0; --n) {
+    const auto kind = ends ? static_cast<std::uint32_t>(random.below(7)) : kStateAnswer;
+    Bytes one = answer(random, kind, call.packed());
+    if (ends) random.change(one);
+    append(answers, one);
+  }
+  if (ends) write_all(sides[1][0], stream);
+  write_all(sides[1][1], answers);
+  if (ends) write_all(sides[1][2], lane);
+  for (const FileDescriptor& fd : sides[1]) {
+    if (ends) ::shutdown(fd.get(), SHUT_WR);
+  }
+  const CallOptions options = impatient(timeout);
+  try {
+    switch (op) {
+      case 0:
+        return comm.barrier(options);
+      case 1:
+        return comm.all_reduce({&in, 1}, {&in, 1}, ReduceOp::kSum, options);
+      case 2:
+        return comm.all_gather(in, out, options);
+      case 3:
+        return comm.broadcast({&in, 1}, 1, options);
+      case 4:
+        return comm.gather(in, out, 0, options);
+      case 5:
+        return comm.send(in, 1, options);
+      case 6:
+        return comm.recv(in, 1, options);
+      case 7:
+        (void)comm.await_message(1, call, options);
+        return comm.recv(in, 1, options);
+    }
+  } catch (const Error& error) {
+    CHECK(std::strlen(error.what()) > 0);
+    for (const int p : error.ranks()) CHECK(p == 0 || p == 1);
+  }
+}
+
+CASE(calls) {
+  std::atomic<std::uint64_t> seed{0};
+  in_threads(4, [&](int) {
+    for (std::uint64_t mine; (mine = seed++) < kCalls;) {
+      call_at_random(mine, true, std::chrono::seconds(5));
+    }
+  });
+}
+
+// Ranks that wait longer ask each other in which calls they are.
+CASE(answers_about_deadlocks) {
+  in_threads(kWaits, [&](int r) {
+    call_at_random(static_cast<std::uint64_t>(r), false, std::chrono::milliseconds(1300));
+  });
+}
+
+}  // namespace
+}  // namespace fastdist::test

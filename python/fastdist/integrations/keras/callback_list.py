@@ -18,6 +18,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         callbacks: the user's callbacks, of which only the chief keeps those that write or draw.
         is_chief: True on replica 0.
         globalize: turns the logs of a step into those of all replicas; a collective.
+        any_replica: tells of each condition whether it holds on any replica; a collective.
         agree: makes the attributes `stop_*` of the model equal on all replicas; a collective.
         share: gives all replicas what the chief's callbacks have restored; a collective.
         add_progbar: show a progress bar on the chief.
@@ -30,6 +31,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         *,
         is_chief: bool,
         globalize: Callable[[Any], Any],
+        any_replica: Callable[[list[bool]], list[bool]],
         agree: Callable[[], None],
         share: Callable[[], None],
         add_progbar: bool,
@@ -40,10 +42,15 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         given = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
         self._globalize = globalize
         self._agree = agree
-        self._share = share if any(map(is_chief_only, given)) else None
-        # Decided on all replicas alike, before the chief's callbacks leave the others' lists.
-        self._reads_train = add_progbar or _has(given, "on_batch_end", "on_train_batch_end")
-        self._reads_test = add_progbar or _has(given, "on_test_batch_end")
+        # Replicas may have different callbacks, and call the same collectives.
+        self._reads_train, self._reads_test, shares = any_replica(
+            [
+                add_progbar or _has(given, "on_batch_end", "on_train_batch_end"),
+                add_progbar or _has(given, "on_test_batch_end"),
+                any(map(is_chief_only, given)),
+            ]
+        )
+        self._share = share if shares else None
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(own, add_progbar=add_progbar and is_chief, **options)
 

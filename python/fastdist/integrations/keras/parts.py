@@ -203,6 +203,7 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
     Args:
         dataset: the result of `strategy.distribute_dataset`.
+        layout: the layout of the replicas.
         note: as for `PartAdapter`.
     """
 
@@ -210,8 +211,9 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
     has_partial_batch = None
     partial_batch_size = None
 
-    def __init__(self, dataset: DistributedDataset, note: Note) -> None:
+    def __init__(self, dataset: DistributedDataset, layout: InputLayout, note: Note) -> None:
         self._dataset = dataset
+        (self._replica,) = layout.local_replicas
         self._note = note
 
     @property
@@ -231,7 +233,13 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
             examples = examples_of(batch)
             assert examples is not None
             self._note(examples)
-            yield select(batch)
+            own = select(batch)
+            yield own if examples[self._replica] else keras.tree.map_structure(_one_row, own)
+
+
+def _one_row(leaf: Any) -> Any:
+    """Return a row of zeros to compute with, for a batch without examples."""
+    return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def share_random_state(workers: Communicator) -> None:

@@ -268,7 +268,7 @@ class ReplicatedTrainer:
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
-            return DistributedAdapter(x, self._note)
+            return DistributedAdapter(x, self._layout, self._note)
         whole = get_data_adapter(
             x=x,
             y=y,
@@ -298,6 +298,7 @@ class ReplicatedTrainer:
             callbacks,
             is_chief=self._workers().rank == 0,
             globalize=self._global_logs,
+            any_replica=self._any_replica,
             agree=self._agree_to_stop,
             share=self._share_chief,
             add_progbar=verbose != 0,
@@ -434,13 +435,18 @@ class ReplicatedTrainer:
         logs |= zip(names, means.tolist(), strict=True)
         return {name: results.get(name, value) for name, value in logs.items()}
 
+    def _any_replica(self, conditions: list[bool]) -> list[bool]:
+        """Tell of each condition whether it holds on any replica. Every replica must call."""
+        found = np.array(conditions, np.uint8)
+        with self._strategy.talking() as workers:
+            assert workers is not None
+            workers.all_reduce(found, "max")
+        return [bool(one) for one in found]
+
     def _agree_to_stop(self) -> None:
         """Stop all replicas after the same step if any wants to stop. Every replica must call."""
         model = self._model
-        wanted = np.array([bool(getattr(model, name, False)) for name in _STOPS], np.uint8)
-        with self._strategy.talking() as workers:
-            assert workers is not None
-            workers.all_reduce(wanted, "max")
+        wanted = self._any_replica([bool(getattr(model, name, False)) for name in _STOPS])
         for name, is_wanted in zip(_STOPS, wanted, strict=True):
             if is_wanted:
                 setattr(model, name, True)

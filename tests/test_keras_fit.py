@@ -1,0 +1,353 @@
+"""Keras' fit on two replicas: callbacks, stopping, data, mistakes, what is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fastdist as fd
+import keras
+import numpy as np
+import pytest
+import torch
+from fastdist.errors import PeerFailureError, UnsupportedError
+from keras_cases import Batches, compiled, dense, regression
+from ranks import ProcessRanks
+from test_keras import in_float64
+from test_strategies import own_devices
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(2)
+    yield ranks
+    ranks.close()
+
+
+def mirrored() -> fd.Strategy:
+    in_float64()
+    return fd.MirroredStrategy(own_devices())
+
+
+def made(strategy: fd.Strategy, *more: Any, optimizer: Any = "adam", **options: Any) -> Any:
+    with strategy.scope():
+        return compiled(dense(*more), optimizer, **options)
+
+
+def fit(model: Any, callbacks: Any = (), **options: Any) -> Any:
+    given = regression() | {"batch_size": 8, "epochs": 4, "verbose": 0} | options
+    return model.fit(**given, callbacks=list(callbacks)).history
+
+
+# --- callbacks ----------------------------------------------------------------------------------
+
+
+def writers(folder: Path) -> list[Any]:
+    return [
+        keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras", monitor="loss"),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+    ]
+
+
+def write(comm: fd.Communicator, folder: Path) -> None:
+    own = folder / str(comm.rank)
+    own.mkdir()
+    model = made(mirrored(), metrics=["mae"])
+    fit(model, writers(own), epochs=2)
+    model.save(own / "last.keras")
+
+
+def test_writers_act_on_the_chief(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(write, tmp_path)
+    names = [sorted(p.name for p in (tmp_path / str(rank)).iterdir()) for rank in range(2)]
+    assert names == [["1.keras", "2.keras", "last.keras", "log.csv"], ["last.keras"]]
+    in_float64()
+    keras.utils.set_random_seed(3)
+    loaded = [keras.models.load_model(tmp_path / str(rank) / "last.keras") for rank in range(2)]
+    for first, second in zip(*(model.get_weights() for model in loaded), strict=True):
+        np.testing.assert_array_equal(first, second)
+    fit(loaded[0])  # without a strategy
+    assert len((tmp_path / "0/log.csv").read_text().splitlines()) == 3
+
+
+class Noted(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((batch, dict(logs)))
+
+
+def note(comm: fd.Communicator) -> tuple[list[Any], list[Any], Any]:
+    strategy = mirrored()
+    keras.utils.set_random_seed(2 + comm.rank)
+    on_all, on_chief = Noted(), fd.keras.chief_only(Noted())
+    history = fit(made(strategy, metrics=["mae"]), [on_all, on_chief], epochs=1)
+    return on_all.seen, on_chief.seen, history
+
+
+def test_callbacks_get_the_logs_of_all_replicas(replicas: ProcessRanks) -> None:
+    (chief, chief_only, history), (other, nothing, other_history) = replicas.run(note)
+    assert chief == other == chief_only
+    assert nothing == []
+    assert history == other_history
+    assert [batch for batch, _ in chief] == [0, 1, 2, 3, 4]
+    assert chief[-1][1] == {name: values[0] for name, values in history.items()}
+
+
+def decide(comm: fd.Communicator) -> tuple[dict[str, Any], float]:
+    strategy = mirrored()
+    model = made(strategy, optimizer=keras.optimizers.SGD(0.5))
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)
+    early = keras.callbacks.EarlyStopping(monitor="loss", patience=3, restore_best_weights=True)
+    history = fit(model, [plateau, early], epochs=30)
+    strategy.check_in_sync()
+    return history, float(model.optimizer.learning_rate.numpy())
+
+
+def test_callbacks_decide_alike(replicas: ProcessRanks) -> None:
+    (history, rate), other = replicas.run(decide)
+    assert other == (history, rate)
+    assert len(history["loss"]) < 30
+
+
+class Stops(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.stop_training |= batch == 2
+
+
+def stop(comm: fd.Communicator) -> tuple[int, int]:
+    model = made(mirrored())
+    history = fit(model, [Stops()] if comm.rank else [])
+    return len(history["loss"]), int(model.optimizer.iterations.numpy())
+
+
+def test_one_replica_stops_all_after_the_same_step(replicas: ProcessRanks) -> None:
+    assert replicas.run(stop) == [(1, 3), (1, 3)]
+
+
+class Raises(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise ZeroDivisionError("of this callback")
+
+
+def raise_on_one(comm: fd.Communicator) -> None:
+    strategy = mirrored()
+    model = made(strategy)
+    expected = ZeroDivisionError if comm.rank else PeerFailureError
+    with pytest.raises(expected):
+        fit(model, [Raises()] if comm.rank else [])
+    assert len(fit(model, epochs=1)["loss"]) == 1  # goes on
+    strategy.check_in_sync()
+
+
+def test_a_callback_that_raises_keeps_nobody_waiting(replicas: ProcessRanks) -> None:
+    replicas.run(raise_on_one)
+
+
+def back_up(comm: fd.Communicator, folder: Path) -> list[Any]:
+    strategy = mirrored()
+    keras.utils.set_random_seed(5 + comm.rank)
+    backup = keras.callbacks.BackupAndRestore(folder / f"backup{comm.rank}")
+    model = made(strategy)
+    with pytest.raises((ZeroDivisionError, PeerFailureError)):
+        fit(model, [backup, *([RaisesLater()] if comm.rank else [])])
+    keras.utils.set_random_seed(9 + comm.rank)
+    again = made(strategy)
+    history = fit(again, [keras.callbacks.BackupAndRestore(folder / f"backup{comm.rank}")])
+    strategy.check_in_sync()
+    return [len(history["loss"]), int(again.optimizer.iterations.numpy())]
+
+
+class RaisesLater(Raises):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations.numpy() == 12:
+            super().on_train_batch_end(batch)
+
+
+def test_keras_own_backup_restores_all_replicas(replicas: ProcessRanks, tmp_path: Path) -> None:
+    assert replicas.run(back_up, tmp_path) == [[2, 20], [2, 20]]
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+class Counted(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        self.read.append(i)
+        return np.full(5, float(i)), np.zeros(1)
+
+
+def load(comm: fd.Communicator) -> list[int]:
+    model = made(mirrored())
+    model.build((None, 5))
+    dataset = Counted()
+    model.fit(torch.utils.data.DataLoader(dataset, 6), shuffle=False, verbose=0, epochs=1)
+    return dataset.read
+
+
+def test_each_example_is_loaded_once(replicas: ProcessRanks) -> None:
+    first, second = replicas.run(load)
+    # Keras itself reads the first batch once more, to build the model's loss.
+    assert sorted([*first[3:], *second[3:]]) == list(range(20))
+
+
+def distributed(comm: fd.Communicator) -> tuple[Any, Any]:
+    strategy = mirrored()
+    keras.utils.set_random_seed(4)
+    model = made(strategy)
+    data = regression()
+    batches = strategy.distribute_dataset((data["x"], data["y"]), global_batch_size=8)
+    history = model.fit(batches, epochs=2, verbose=0).history
+    keras.utils.set_random_seed(4)
+    return history, fit(made(strategy), epochs=2, shuffle=False)
+
+
+def test_a_distributed_dataset_trains_like_arrays(replicas: ProcessRanks) -> None:
+    for got, expected in replicas.run(distributed):
+        assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def short(comm: fd.Communicator) -> str:
+    model = made(mirrored())
+    batches = (Batches()[i] for i in range(5 - comm.rank))
+    with pytest.raises(ValueError, match="different data in step 4") as caught:
+        model.fit(batches, verbose=0, shuffle=False)
+    return str(caught.value)
+
+
+def test_a_generator_that_ends_early_on_one_replica(replicas: ProcessRanks) -> None:
+    assert len(set(replicas.run(short))) == 1
+
+
+def unequal(comm: fd.Communicator) -> None:
+    model = made(mirrored())
+    data = regression()
+    with pytest.raises(ValueError, match=r"replicas \[1\] differ .* seed the generator"):
+        model.fit(data["x"] + comm.rank, data["y"], verbose=0)
+    with pytest.raises(ValueError, match="33 on replica 0, 32 on replica 1"):
+        model.predict(data["x"][comm.rank :], verbose=0)
+
+
+def test_arrays_that_differ_between_replicas(replicas: ProcessRanks) -> None:
+    replicas.run(unequal)
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def normalize(comm: fd.Communicator) -> list[Any]:
+    strategy = mirrored()
+    model = made(strategy, keras.layers.BatchNormalization(momentum=0.5))
+    x = np.arange(12.0).reshape(6, 2)
+    model.fit(x, x[:, :1], batch_size=6, verbose=0)
+    strategy.check_in_sync()
+    moving = model.layers[1].moving_mean.numpy()
+    hidden = keras.Sequential(model.layers[:1])
+    return [moving, comm.rank, hidden.predict(x, verbose=0).mean(0)]
+
+
+def test_moving_statistics_are_those_of_all_examples(replicas: ProcessRanks) -> None:
+    # The weights move by one step of size 0.001 after the statistics were taken.
+    for moving, _, mean in replicas.run(normalize):
+        np.testing.assert_allclose(moving, 0.5 * mean, atol=0.02)
+
+
+def dropped(comm: fd.Communicator) -> list[Any]:
+    strategy = mirrored()
+    keras.utils.set_random_seed(1)
+    seen: list[Any] = []
+
+    class Seen(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                seen.append((x == 0).detach().numpy().copy())
+            return x
+
+    with strategy.scope():
+        inner = [keras.layers.Dropout(0.5), keras.layers.Dropout(0.5, seed=3), Seen()]
+        model = compiled(keras.Sequential([keras.Input((64,)), *inner, keras.layers.Dense(1)]))
+    model.fit(np.ones((16, 64)), np.ones((16, 1)), batch_size=8, verbose=0)
+    strategy.check_in_sync()
+    return seen
+
+
+def test_dropout_differs_between_replicas_and_steps(replicas: ProcessRanks) -> None:
+    first, second = replicas.run(dropped)
+    masks = [mask.tobytes() for mask in [*first, *second]]
+    assert len(set(masks)) == len(masks) == 4
+    assert [m.tolist() for m in replicas.run(dropped)[0]] == [m.tolist() for m in first]
+
+
+def in_scope(comm: fd.Communicator) -> int:
+    strategy = mirrored()
+    with strategy.scope():
+        model = compiled(dense(), "adam")
+        fit(model, epochs=1)
+        second = compiled(dense(), "adam")
+    fit(second, epochs=1)
+    strategy.check_in_sync()
+    return int(model.optimizer.iterations.numpy())
+
+
+def test_fit_inside_the_scope(replicas: ProcessRanks) -> None:
+    assert replicas.run(in_scope) == [5, 5]
+
+
+def mirror(comm: fd.Communicator) -> None:
+    strategy = mirrored()
+    keras.utils.set_random_seed(comm.rank)
+    model = strategy.mirror(compiled(dense(), "adam"))
+    fit(model, epochs=1)
+    strategy.check_in_sync()
+
+
+def test_a_model_that_was_made_outside_is_mirrored(replicas: ProcessRanks) -> None:
+    replicas.run(mirror)
+
+
+def on_batches(comm: fd.Communicator) -> Any:
+    strategy = mirrored()
+    keras.utils.set_random_seed(0)
+    model = made(strategy, metrics=["mae"])
+    data = regression()
+    logs = [model.train_on_batch(data["x"][:n], data["y"][:n]) for n in (7, 1, 8)]
+    tested = model.test_on_batch(data["x"], data["y"], return_dict=True)
+    keras.utils.set_random_seed(0)
+    alone = compiled(dense(), "adam", metrics=["mae"])
+    expected = [alone.train_on_batch(data["x"][:n], data["y"][:n]) for n in (7, 1, 8)]
+    assert np.array(logs) == pytest.approx(np.array(expected), rel=1e-6)
+    assert tested == pytest.approx(
+        alone.test_on_batch(data["x"], data["y"], return_dict=True), rel=1e-6
+    )
+    np.testing.assert_allclose(
+        model.predict_on_batch(data["x"][:3]), alone.predict_on_batch(data["x"][:3]), rtol=1e-9
+    )
+
+
+def test_calls_for_one_batch(replicas: ProcessRanks) -> None:
+    replicas.run(on_batches)
+
+
+def test_keras_is_unchanged_after_the_scope() -> None:
+    before = keras.layers.Layer.__dict__["__new__"]
+    with fd.OneDeviceStrategy("cpu").scope():
+        assert keras.layers.Layer.__dict__["__new__"] is not before
+    assert keras.layers.Layer.__dict__["__new__"] is before
+
+
+def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    with (
+        pytest.raises(UnsupportedError, match="set KERAS_BACKEND=torch"),
+        fd.OneDeviceStrategy("cpu").scope(),
+    ):
+        keras.layers.Dense(1)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fastdist as fd
 import keras
 import numpy as np
 import torch
@@ -282,6 +283,13 @@ def frozen_layer() -> Any:
 def convolution() -> Any:
     inner = keras.Sequential([layers.Conv2D(3, 3, activation="relu"), layers.GroupNormalization(3)])
     return compiled(keras.Sequential([inner, layers.Flatten(), layers.Dense(1)]), "adam")
+
+
+@case(data=lambda: {k: v[:32] for k, v in regression().items()})
+def synchronized_batch_norm() -> Any:
+    # Keras alone refuses the argument on torch.
+    whole = {"synchronized": True} if fd.has_strategy() else {}
+    return compiled(dense(layers.BatchNormalization(**whole)), "adam")
 
 
 @case(fit={"batch_size": 4, "steps_per_epoch": 4}, test={"steps": 3})

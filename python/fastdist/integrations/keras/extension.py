@@ -32,6 +32,7 @@ class KerasExtension:
         """A context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
+        BatchNormalization takes `synchronized=True`.
         """
         keras: Any = sys.modules.get("keras")
         if keras is None:
@@ -49,9 +50,12 @@ class KerasExtension:
                 _attach(scope.strategy, layer, scope.adopt)
             return layer
 
+        from fastdist.integrations.keras.batch_norm import allow_synchronized
+
         layer_class.__new__ = made
         try:
-            yield
+            with allow_synchronized():
+                yield
         finally:
             layer_class.__new__ = original
 
@@ -76,6 +80,10 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
         for name in _CALLS:
             object.__setattr__(model, name, _refusal(strategy, name))
     elif strategy.num_replicas_in_sync > 1:
+        if strategy.options.gradient_reduction == "sum":
+            raise UnsupportedError(
+                'Keras computes means over examples; got gradient_reduction="sum", expected "mean"'
+            )
         from fastdist.integrations.keras.trainer import ReplicatedTrainer
 
         ReplicatedTrainer(model, strategy, adopt)

@@ -1,8 +1,8 @@
 """The private names of Keras that fastdist uses, all in one place. Tested with Keras 3.15.1.
 
-Besides these, trainers replace the methods `_get_metrics_result_or_logs` of a model and `next` of a
-SeedGenerator, and read `_flatten_layers`, `_non_trainable_variables`, `_seed_generators`,
-`_compile_loss._flat_losses` and `_initial_epoch`.
+On instances, trainers replace `_get_metrics_result_or_logs` of a model, `next` of a SeedGenerator
+and `_moments` of a BatchNormalization. They read `_flatten_layers`, `_non_trainable_variables`,
+`_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes` and `_initial_epoch`.
 """
 
 from __future__ import annotations

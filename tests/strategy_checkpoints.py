@@ -231,6 +231,40 @@ class CheckpointContract:
 
         strategies.run(case)
 
+    def test_an_object_that_refuses_its_state_changes_nothing(
+        self, strategies: Any, tmp_path: Path
+    ) -> None:
+        class Refusing:
+            """Takes a state on all replicas but the last."""
+
+            def __init__(self, strategy: Strategy, state: int) -> None:
+                self.state = state
+                self.refuses = strategy.num_replicas_in_sync - 1 in strategy.local_replica_ids
+
+            def state_dict(self) -> dict[str, int]:
+                return {"state": self.state}
+
+            def load_state_dict(self, state: dict[str, int]) -> None:
+                if self.refuses and state["state"] == 1:
+                    raise ArithmeticError("it does not fit")
+                self.state = state["state"]
+
+        def case(strategy: Strategy) -> None:
+            def parts(job: Job, state: int) -> dict[str, Any]:
+                made = {name: getattr(job.checkpoint, name) for name in job.checkpoint.names}
+                return made | {"refusing": Refusing(strategy, state)}
+
+            saved, job, before = Job(strategy), Job(strategy), Job(strategy)
+            saved.train(1)
+            fd.Checkpoint(**parts(saved, 1)).save(tmp_path / "saved")
+            checkpoint = fd.Checkpoint(**parts(job, 0))
+            with pytest.raises((ArithmeticError, RuntimeError), match="it does not fit"):
+                checkpoint.restore(tmp_path / "saved")
+            job.require_same(before)
+            assert (checkpoint.step, checkpoint.refusing.state) == (0, 0)
+
+        strategies.run(case)
+
     @pytest.mark.parametrize("damage", ["altered", "truncated", "index", "missing"])
     def test_the_one_before_is_used(self, strategies: Any, tmp_path: Path, damage: str) -> None:
         def case(strategy: Strategy) -> None:

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
+from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.errors import DamagedCheckpointError
 from strategy_checkpoints import CheckpointContract
 from test_strategies import ManyProcesses, OneProcess, pytest_generate_tests, strategies
@@ -134,6 +136,116 @@ def test_shared_parameters_are_saved_once(tmp_path: Path) -> None:
 
     load_model(plain, file)
     assert torch.equal(plain.head.weight, model.head.weight)
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    strategy = fd.OneDeviceStrategy("cpu")
+
+    def made(value: float, size: int = 12, batch: int = 3) -> dict[str, Any]:
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, value)
+        batches = strategy.distribute_dataset(torch.zeros(size), global_batch_size=batch)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=value)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": batches}
+
+    fd.Checkpoint(**made(0.5)).save(tmp_path / "saved")
+    adam = torch.optim.Adam(made(0.25)["model"].parameters())
+    constant = torch.optim.lr_scheduler.ConstantLR(adam)
+    for parts, message in (
+        (made(0.25, batch=4), "global_batch_size=3, this dataset has global_batch_size=4"),
+        (made(0.25, size=13), "length=12, this dataset has length=13"),
+        (made(0.25) | {"optimizer": adam}, "optimizer: .* of class SGD, expected Adam"),
+        (made(0.25) | {"scheduler": constant}, "of class StepLR, expected ConstantLR"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fd.Checkpoint(**parts).restore(tmp_path / "saved")
+        assert parts["model"].weight.tolist() == [[0.25, 0.25]]
+        assert parts["optimizer"].param_groups[0]["lr"] != 0.5
+
+    class Own(torch.optim.SGD):
+        """A class of the user, which takes the state of its base class."""
+
+    parts = made(0.25)
+    parts["optimizer"] = Own(parts["model"].parameters())
+    fd.Checkpoint(**parts).restore(tmp_path / "saved")
+    assert parts["optimizer"].param_groups[0]["lr"] == 0.5
+
+
+def test_a_number_that_is_damaged_again(tmp_path: Path) -> None:
+    checkpoint = fd.Checkpoint(x=torch.ones(3))
+    with fd.CheckpointManager(tmp_path) as manager:
+        manager.save(checkpoint, 1)
+        for _ in range(3):
+            path = manager.save(checkpoint, 2)
+            (path / "x.safetensors").write_bytes(b"x")
+            with pytest.warns(UserWarning, match="checkpoint-2"):
+                assert manager.restore(checkpoint) == tmp_path / "checkpoint-1"
+    names = {path.name for path in tmp_path.glob("damaged-*")}
+    assert names == {f"damaged-checkpoint-2{again}" for again in ("", ".2", ".3")}
+
+
+def test_the_lock_outlives_a_copy_and_ends_with_its_process(tmp_path: Path) -> None:
+    from fork_server import python
+
+    hold = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from fastdist.checkpoints.directory_lock import DirectoryLock\n"
+        "DirectoryLock(Path(sys.argv[1]))\n"
+        "if os.fork() == 0:\n"  # a child that outlives the holder
+        "    print('held', flush=True); sys.stdin.read()\n    os._exit(0)\n"
+        "sys.stdout.close(); sys.stdin.readline()\nos._exit(0)"
+    )
+    (tmp_path / "at").mkdir()
+    lock = DirectoryLock(tmp_path / "at")
+    shutil.copytree(tmp_path / "at", tmp_path / "copy")
+    other = "import pathlib, sys\nfrom fastdist.checkpoints import directory_lock as module\n"
+    other += "module.PATIENCE_S = 0.1\n"
+    other += "try: module.DirectoryLock(pathlib.Path(sys.argv[1]))\n"
+    other += "except OSError as error: print(error, end='')"
+    with python("-c", other, str(tmp_path / "at"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "in use by another job" in process.stdout.read()
+    lock.release()
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with python("-c", hold, str(tmp_path / "at"), **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait()
+        DirectoryLock(tmp_path / "at").release()  # the child is still there
+
+
+_ENDS = """
+import concurrent.futures.thread, sys, time
+import fastdist as fd, torch
+from fastdist.checkpoints import files
+write = files.write
+def late(path, *arguments):
+    while not concurrent.futures.thread._shutdown:  # the interpreter is about to end
+        time.sleep(0.01)
+    if "full" in str(path):
+        raise OSError("no space left")
+    write(path, *arguments)
+files.write = late
+checkpoint = fd.Checkpoint(state=torch.ones(1000), step=1)
+for name in sys.argv[1:]:
+    fd.CheckpointManager(name).save(checkpoint, async_op=True)
+"""
+
+
+def test_a_program_that_ends_while_it_saves(tmp_path: Path) -> None:
+    """The last act is an asynchronous save: it is written, and a failure is told."""
+    run = [sys.executable, "-W", "error", "-c", _ENDS]
+    both = [str(tmp_path / "good"), str(tmp_path / "full")]
+    done = subprocess.run([*run, *both], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("OSError: no space left") == done.stderr.count("Traceback") == 1
+    again = fd.Checkpoint(state=torch.zeros(1000), step=0)
+    again.restore(tmp_path / "good" / "checkpoint-1")
+    assert bool((again.state == 1).all())
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class Checkpoint:
         def write(parts: Mapping[str, PartFiles]) -> None:
             if path.exists():
                 raise FileExistsError(f"{path} exists; remove it, or give another path")
-            files.write(path, parts)
+            files.write(path, parts, files.Checksums(parts))
 
         with self.ranks().talking() as workers:
             self.collect(workers, copy_to_cpu, write)
@@ -105,14 +106,16 @@ class Checkpoint:
         """Restore all parts from a directory that was saved. Every replica must call.
 
         What the directory has and this checkpoint has not is left out. If anything does not fit,
-        nothing is changed.
+        nothing is changed: names and shapes are compared before, and objects other than modules
+        get their states back if one of them refuses its new state.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: a ValueError: bytes are missing or have changed; the message
                 names the file and the tensor.
-            ValueError: it was saved of another model or optimizer, whose names and shapes the
-                message lists; or by a newer release.
+            ValueError: it was saved of another model, whose names and shapes the message lists; of
+                an object of another class; of other data; or by a newer release.
+            Exception: what an object's `load_state_dict` raises.
         """
         path = Path(path).absolute()
         with self.ranks().talking() as workers:
@@ -154,7 +157,8 @@ class Checkpoint:
             for name, value in states.items():
                 encoder = Encoder()
                 encoded = encoder.encode(value, () if isinstance(value, Mapping) else (name,))
-                parts[name] = PartFiles(encoded, stage(name, encoder.tensors))
+                class_name = type(self._parts.get(name, value)).__name__
+                parts[name] = PartFiles(encoded, stage(name, encoder.tensors), class_name)
             write(parts)
 
         together(workers, work)
@@ -182,13 +186,17 @@ class Checkpoint:
         def outline() -> dict[str, Any]:
             taken.update(read_parts())
             return {
-                name: (part.encoded, {n: (t.shape, t.dtype) for n, t in part.tensors.items()})
+                name: (
+                    part.encoded,
+                    {n: (t.shape, t.dtype) for n, t in part.tensors.items()},
+                    part.class_name,
+                )
                 for name, part in taken.items()
             }
 
         outlined = from_first(workers, outline)
         states = {}
-        for name, (encoded, described) in outlined.items():
+        for name, (encoded, described, _) in outlined.items():
             part = taken.get(name)
             tensors = (
                 dict(part.tensors)
@@ -199,6 +207,8 @@ class Checkpoint:
             states[name] = decode(encoded, tensors)
         random = states.pop(_RANDOM, None)
 
+        before = {}
+
         def match() -> None:
             missing = [name for name in self._parts if name not in states]
             if missing:
@@ -207,16 +217,29 @@ class Checkpoint:
                 if isinstance(part, nn.Module):
                     require_same_tensors(name, _state_of(part), states[name])
                 else:
-                    require_match(name, part, states[name])
+                    require_match(name, part, states[name], outlined[name][2])
+                    if _has_state(part):
+                        before[name] = copy.deepcopy(part.state_dict())
 
-        def apply() -> None:
+        def load_objects() -> None:
+            for name in before:
+                self._parts[name].load_state_dict(states[name])
+
+        def load_others() -> None:
             for name, part in self._parts.items():
-                self._parts[name] = _put(part, states[name])
+                if name not in before:
+                    self._parts[name] = _put(part, states[name])
             if with_random and random is not None:
                 _set_random_state(random)
 
         together(workers, match)
-        together(workers, apply)
+        try:
+            together(workers, load_objects)
+        except BaseException:
+            for name, own in before.items():
+                self._parts[name].load_state_dict(own)
+            raise
+        together(workers, load_others)
 
 
 def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
@@ -229,7 +252,7 @@ def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
     """
     index = files.read_index(path)
     return {
-        name: PartFiles(index.parts[name], files.read_tensors(index, name))
+        name: PartFiles(index.parts[name], files.read_tensors(index, name), index.classes[name])
         for name in [*names, _RANDOM]
         if name in index.parts
     }
@@ -241,23 +264,22 @@ def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
 def _state_of(part: Any) -> Any:
     if isinstance(part, nn.Module):
         with with_metric_states(part):
             return part.state_dict()
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-        return part.state_dict()
-    return part
+    return part.state_dict() if _has_state(part) else part
 
 
 def _put(part: Any, value: Any) -> Any:
-    """Restore a part; return what takes its place."""
+    """Restore a module, tensor or value; return what takes its place."""
     if isinstance(part, nn.Module):
         part.load_state_dict(value)
         note_updates(part)
-        return part
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-        part.load_state_dict(value)
         return part
     if isinstance(part, torch.Tensor):
         with torch.no_grad():

@@ -5,19 +5,23 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 PATIENCE_S = 10.0  # for a holder that is being killed
 _NAME = ".lock"
+_WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # a struct flock
 _held: dict[Path, DirectoryLock] = {}
 
 
 class DirectoryLock:
     """Held by this process until it ends or calls `release`.
 
-    The lock is the kernel's (POSIX), so it ends with the process however that ends; children do not
-    inherit it. Over NFS it holds between machines.
+    The kernel holds the lock for this object's open file description (fcntl_locking(2)), so it ends
+    with the process however that ends, and stays when the process opens and closes the file
+    elsewhere, as a copy of the directory does. Forked children let go of it. Over NFS it holds
+    between machines.
 
     Args:
         directory: is made if it does not exist.
@@ -31,7 +35,6 @@ class DirectoryLock:
         self._directory = directory
         if directory in _held:
             raise BlockingIOError(f"{directory} is in use by another manager of this process")
-        # The descriptor stays open: closing any descriptor of the file ends the lock.
         self._file = (directory / _NAME).open("a+")
         deadline = time.monotonic() + PATIENCE_S
         while not self._try():
@@ -56,7 +59,16 @@ class DirectoryLock:
 
     def _try(self) -> bool:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _WHOLE_FILE)
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+
+def _let_go() -> None:
+    """In a forked child: close the files, which would keep the locks after the parent's end."""
+    while _held:
+        _held.popitem()[1]._file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,52 @@ _CHECKSUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class PartFiles:
-    """A part of a checkpoint: its JSON, and its tensors on the CPU by name."""
+    """A part of a checkpoint.
+
+    Attributes:
+        encoded: its JSON.
+        tensors: on the CPU, by name.
+        class_name: of the object.
+    """
 
     encoded: Any
     tensors: Mapping[str, torch.Tensor]
+    class_name: str
 
 
-def write(path: Path, parts: Mapping[str, PartFiles]) -> None:
-    """Write a checkpoint; it has its name when it is whole and on the disk.
+class Checksums:
+    """The checksums of tensors, computed in a thread while another thread writes the tensors.
+
+    To be made before the other thread is started: while the interpreter ends it waits for threads,
+    but starts none.
+
+    Args:
+        parts: by name.
+    """
+
+    def __init__(self, parts: Mapping[str, PartFiles]) -> None:
+        self._sums: dict[str, Future[dict[str, int]]] = {name: Future() for name in parts}
+        threading.Thread(target=self._compute, args=[parts], name="fastdist-checksums").start()
+
+    def __getitem__(self, part: str) -> dict[str, int]:
+        """The checksums of a part's tensors, by name; waits for them."""
+        return self._sums[part].result()
+
+    def _compute(self, parts: Mapping[str, PartFiles]) -> None:
+        for name, part in parts.items():
+            try:
+                self._sums[name].set_result({n: _checksum(x) for n, x in part.tensors.items()})
+            except BaseException as error:  # the thread that writes raises it
+                self._sums[name].set_exception(error)
+
+
+def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> None:
+    """Write a checkpoint; it has its name when it is whole and on the disk. Starts no thread.
 
     Args:
         path: of the directory to make; a checkpoint that lies there is replaced at the end.
         parts: by name.
+        checksums: of these parts.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written; what lay there is unchanged.
@@ -62,24 +97,23 @@ def write(path: Path, parts: Mapping[str, PartFiles]) -> None:
     try:
         unfinished.mkdir()
         files = {}
-        with ThreadPoolExecutor(1) as checksums:
-            for name, part in parts.items():
-                if not part.tensors:
-                    continue
-                tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
-                summing = checksums.submit(_describe, tensors)
-                file = unfinished / f"{name}.safetensors"
-                save_file(tensors, file, {"format": "pt"})
-                _flush(file)
-                files[file.name] = {
-                    "bytes": file.stat().st_size,
-                    "header": _header_checksum(file),
-                    "tensors": summing.result(),
-                }
+        for name, part in parts.items():
+            if not part.tensors:
+                continue
+            tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
+            file = unfinished / f"{name}.safetensors"
+            save_file(tensors, file, {"format": "pt"})
+            _flush(file)
+            files[file.name] = {
+                "bytes": file.stat().st_size,
+                "header": _header_checksum(file),
+                "tensors": checksums[name],
+            }
         content = {
             "format": FORMAT,
             "fastdist": __version__,
             "parts": {name: part.encoded for name, part in parts.items()},
+            "classes": {name: part.class_name for name, part in parts.items()},
             "files": files,
         }
         index = unfinished / INDEX
@@ -106,6 +140,16 @@ def set_aside(path: Path) -> Path:
     return removed
 
 
+def set_damaged_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, for the user to look at."""
+    place = path.with_name(f"damaged-{path.name}")
+    times = 1
+    while place.exists():  # the same number was saved again, and damaged again
+        times += 1
+        place = path.with_name(f"damaged-{path.name}.{times}")
+    path.rename(place)
+
+
 def delete(path: Path) -> None:
     """Delete what was set aside. What is left when this is interrupted is left to `tidy`."""
     shutil.rmtree(path, ignore_errors=True)
@@ -129,11 +173,13 @@ class Index:
     Attributes:
         path: of the checkpoint.
         parts: the JSON of each part, by name.
+        classes: the name of the class of each part, by name.
         files: for each file: its size, the checksum of its header, and its tensors.
     """
 
     path: Path
     parts: dict[str, Any]
+    classes: dict[str, str]
     files: dict[str, Any]
 
 
@@ -154,7 +200,9 @@ def read_index(path: Path) -> Index:
         if read["checksum"] != _checksum_of(content):
             raise ValueError("its checksum does not fit")
         version, wrote = int(content["format"]), content["fastdist"]
-        index = Index(path, dict(content["parts"]), dict(content["files"]))
+        index = Index(
+            path, dict(content["parts"]), dict(content["classes"]), dict(content["files"])
+        )
     except Exception as error:
         raise DamagedCheckpointError(f"{file} is damaged or missing: {error}") from error
     if version > FORMAT:
@@ -195,10 +243,6 @@ def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
                     f"{path} is damaged: the checksum of the tensor {name!r} does not fit"
                 )
     return tensors
-
-
-def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _checksum(tensor: torch.Tensor) -> int:

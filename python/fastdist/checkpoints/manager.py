@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import re
+import threading
+import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -20,10 +21,10 @@ from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu, read
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_DAMAGED = "damaged-"
 _COPY_THREADS = 4  # one alone does not use the memory's bandwidth
 
 
@@ -49,7 +50,6 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._ranks: Ranks | None = None  # of the last checkpoint
         self._lock: DirectoryLock | None = None
-        self._writer: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
         self._staged: dict[tuple[str, str], torch.Tensor] = {}
 
@@ -91,7 +91,8 @@ class CheckpointManager:
                 an int, otherwise one more than the newest. The same number again replaces it.
             async_op: return when the tensors are copied, and write in a thread. At most one
                 checkpoint is written at a time: the next call, `wait` and `close` wait for it, and
-                raise what has failed.
+                raise what has failed. A program that ends before waits for it too, and ends with
+                exit code 1 if it has failed.
 
         Returns:
             The checkpoint's directory, which exists when it is whole.
@@ -110,9 +111,10 @@ class CheckpointManager:
             path = from_first(workers, lambda: self._place(number))
 
             def write(parts: Mapping[str, PartFiles]) -> None:
+                checksums = files.Checksums(parts)
                 if async_op:
-                    self._later(lambda: _delete(self._write(path, parts)))
-                elif old := self._write(path, parts):
+                    self._later(lambda: _delete(self._write(path, parts, checksums)))
+                elif old := self._write(path, parts, checksums):
                     self._later(lambda: _delete(old))
 
             checkpoint.collect(workers, self._stage if async_op else copy_to_cpu, write)
@@ -157,12 +159,14 @@ class CheckpointManager:
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            error = writing.exception()
+            if error is not None:
+                _failed.remove(error)
+                raise error
 
     def _release(self) -> None:
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing])
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -187,19 +191,21 @@ class CheckpointManager:
             )
         return self.directory / f"checkpoint-{number}"
 
-    def _write(self, path: Path, parts: Mapping[str, PartFiles]) -> list[Path]:
+    def _write(
+        self, path: Path, parts: Mapping[str, PartFiles], checksums: files.Checksums
+    ) -> list[Path]:
         """Write a checkpoint, and set aside those that are too old."""
-        files.write(path, parts)
+        files.write(path, parts, checksums)
         if self._max_to_keep is None:
             return []
         return [files.set_aside(old) for old in self.checkpoints[: -self._max_to_keep]]
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run a task in the thread, which is idle."""
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, "fastdist-checkpoint")
-            _wait_at_exit(self)
-        self._writing = self._writer.submit(task)
+        """Run a task in a thread, for which the interpreter waits before it ends."""
+        self._writing = Future()
+        threading.Thread(
+            target=_run, args=[task, self._writing], name="fastdist-checkpoint"
+        ).start()
 
     def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Copy tensors into memory that is kept between calls: to get it takes long."""
@@ -228,7 +234,7 @@ class CheckpointManager:
                 try:
                     parts.update(read(path, checkpoint.names))
                 except DamagedCheckpointError as error:
-                    path.rename(path.with_name(f"{_DAMAGED}{path.name}"))
+                    files.set_damaged_aside(path)
                     warnings.warn(f"{error}; trying the checkpoint before", stacklevel=6)
                 else:
                     return path
@@ -260,16 +266,24 @@ def number_of(path: Path) -> int:
     return int(match[1])
 
 
-_writers: weakref.WeakSet[Any] = weakref.WeakSet()
+_failed: list[BaseException] = []  # in threads, and not yet raised by a call
 
 
-def _wait_at_exit(manager: CheckpointManager) -> None:
-    if not _writers:
-        atexit.unregister(_wait_for_all)
-        atexit.register(_wait_for_all)
-    _writers.add(manager)
+def _run(task: Callable[[], None], done: Future[None]) -> None:
+    try:
+        task()
+    except BaseException as error:
+        _failed.append(error)
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
-def _wait_for_all() -> None:
-    for manager in list(_writers):
-        manager._finish()
+def _tell_failures() -> None:
+    """At exit, when the threads have ended: a failure that no call has raised is not lost."""
+    for error in _failed:
+        traceback.print_exception(error)
+        exit_with(1)
+
+
+atexit.register(_tell_failures)

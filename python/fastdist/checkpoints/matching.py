@@ -11,12 +11,26 @@ from torch.nn.parameter import is_lazy
 _MOST_NAMES = 10
 
 
-def require_match(name: str, part: Any, value: Any) -> None:
+def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
     """Check that a part of a checkpoint, which is not a module, can take a saved state.
+
+    Args:
+        name: of the part.
+        part: an object with `load_state_dict`, a tensor or a value.
+        value: the saved state.
+        class_name: of the object that was saved. An optimizer would take the state of another
+            optimizer, and a scheduler that of another scheduler.
 
     Raises:
         ValueError: it was saved of something else; the message lists names and shapes.
     """
+    if hasattr(part, "load_state_dict") and not any(
+        base.__name__ == class_name for base in type(part).__mro__
+    ):
+        raise ValueError(
+            f"{name}: the checkpoint has the state of an object of class {class_name}, expected "
+            f"{type(part).__name__}"
+        )
     if isinstance(part, torch.optim.Optimizer):
         _require_same_groups(name, part, value)
     elif isinstance(part, torch.Tensor) and (

@@ -158,6 +158,7 @@ class _Builder:
             "shuffle": request.shuffle,
             "seed": request.seed,
             "policy": self.policy.value,
+            "length": self._length(request.source),
         }
         if self._own_batches:
             identity["num_workers"] = self.layout.num_workers
@@ -186,6 +187,13 @@ class _Builder:
             "expected arrays (also in a tuple, dict or dataclass), a Dataset, a DataLoader, Files "
             f"or an iterable of examples, got {type(source).__name__}"
         )
+
+    def _length(self, source: Any) -> int | None:
+        """Return the number of examples, or of files; None if unknown."""
+        if isinstance(source, Files):
+            return len(source.paths)
+        arrays = not isinstance(source, Dataset) and _is_arrays(source)
+        return _common_length(source) if arrays else length_of(source)
 
     def _arrays(self, source: Any) -> Pipeline:
         if self.request.collate_fn is not None:

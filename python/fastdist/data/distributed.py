@@ -121,7 +121,7 @@ class DistributedDataset:
 
         Raises:
             ValueError: the state has other keys, or was saved with another batch size, shuffle,
-                seed, policy or, under FILE and OFF, number of workers.
+                seed, policy, number of examples or files or, under FILE and OFF, number of workers.
         """
         expected = {"epoch", "step", *self._identity}
         if set(state) != expected:

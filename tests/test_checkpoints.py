@@ -117,6 +117,46 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_views_of_one_memory_and_complex_numbers(tmp_path: Path, async_op: bool) -> None:
+    x, z = torch.arange(4.0).reshape(2, 2), torch.tensor([1 + 2j, 3 - 1j])
+    w = z.to(torch.complex128)
+    held = {
+        "views": [x, x.t(), x[0], x[1], x.flatten()[1:3], x.expand(3, 2, 2)],
+        "bits": [z, z.conj(), z.imag, z.conj().imag, z[1], w.conj(), w.imag],
+        "other sizes": [w, z.to(torch.complex32), w[:0]],
+        "numpy": [np.array([1j, 2]), np.ones(1, np.complex64)],
+        "__metadata__": torch.ones(1),
+    }
+    with fd.CheckpointManager(tmp_path) as manager:
+        manager.save(fd.Checkpoint(held=held), async_op=async_op)
+        again = fd.Checkpoint(held=None)
+        manager.restore(again)
+    got = again.held
+    assert torch.equal(got.pop("__metadata__"), torch.ones(1))
+    for name, values in got.items():
+        for ours, theirs in zip(values, held[name], strict=True):
+            assert type(ours) is type(theirs)
+            assert ours.dtype == theirs.dtype
+            assert ours.shape == theirs.shape
+            assert ours.tolist() == theirs.tolist()
+
+
+def test_a_module_with_overlapping_complex_buffers(tmp_path: Path) -> None:
+    class Tables(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(start, start + 6))
+            self.register_buffer("head", self.get_buffer("table")[:3])
+            self.register_buffer("roots", self.get_buffer("head").to(torch.complex128))
+
+    saved, again = Tables(1.0), Tables(0.0)
+    fd.Checkpoint(model=saved).save(tmp_path / "saved")
+    fd.Checkpoint(model=again).restore(tmp_path / "saved")
+    assert all(torch.equal(again.get_buffer(n), x) for n, x in saved.state_dict().items())
+
+
 def test_shared_parameters_are_saved_once(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

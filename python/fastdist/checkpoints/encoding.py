@@ -1,8 +1,9 @@
 """States as JSON and tensors: what `state_dict` returns, without pickle.
 
 Dictionaries with ordinary string keys, lists, strings, numbers and None are themselves in JSON.
-Everything else is an object with one key that begins with "$": `{"$tensor": name}` is the tensor of
-that name in the part's safetensors file.
+Everything else is an object with one key that begins with "$". `{"$tensor": name}` is the tensor of
+that name in the part's safetensors file, and `{"$tensor": {"complex": name}}` is made of it: its
+last axis has the real and the imaginary parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 
 _SCALARS = (str, int, bool, type(None))
+_COMPLEX = (torch.complex128, torch.complex32)  # which safetensors does not have
+_RESERVED = "__metadata__"  # safetensors' name for what is no tensor
 
 
 class Encoder:
@@ -41,9 +44,9 @@ class Encoder:
         if kind in _SCALARS or (kind is float and math.isfinite(value)):
             return value
         if isinstance(value, torch.Tensor):
-            return {"$tensor": self._name(value, path)}
+            return {"$tensor": self._add(value, path)}
         if kind is np.ndarray:
-            return {"$array": self._name(torch.from_numpy(value.copy()), path)}
+            return {"$array": self._add(torch.from_numpy(value.copy()), path)}
         if isinstance(value, Mapping):
             return self._encode_mapping(value, path)
         if kind is list:
@@ -71,16 +74,23 @@ class Encoder:
     def _encode_items(self, values: Any, path: tuple[str, ...]) -> list[Any]:
         return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
 
-    def _name(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+    def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        """Collect a tensor, and return what refers to it."""
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{'.'.join(path)}: a checkpoint holds dense tensors, got {tensor.layout}; use "
                 "to_dense()"
             )
-        tensor = tensor.detach()
+        # A tensor may differ from another of the same memory by these bits alone.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        if tensor.dtype in _COMPLEX:
+            return {"complex": self._name(torch.view_as_real(tensor), path)}
+        return self._name(tensor, path)
+
+    def _name(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         name = unique = ".".join(path) or "value"
         suffix = 1
-        while unique in self.tensors:
+        while unique in self.tensors or unique == _RESERVED:
             suffix += 1
             unique = f"{name}#{suffix}"
         if tensor.numel():
@@ -106,14 +116,17 @@ def decode(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in encoded.items()}
     content = encoded[mark]
     if mark in ("$tensor", "$array"):
-        if content not in tensors:
-            raise ValueError(f"the tensor {content!r} is missing")
-        tensor = tensors[content]
+        name = content["complex"] if isinstance(content, dict) else content
+        if name not in tensors:
+            raise ValueError(f"the tensor {name!r} is missing")
+        tensor = tensors[name]
+        if name is not content:
+            tensor = torch.view_as_complex(tensor)
         return tensor if mark == "$tensor" else tensor.numpy().copy()
     if mark in _STRUCTURES:
         return _STRUCTURES[mark](decode(content, tensors))
-    for name, _, _, make in _LEAVES:
-        if mark == name:
+    for leaf, _, _, make in _LEAVES:
+        if mark == leaf:
             return make(content)
     raise ValueError(f"unknown marker {mark!r}")
 

@@ -100,9 +100,8 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
         for name, part in parts.items():
             if not part.tensors:
                 continue
-            tensors = {key: tensor.contiguous() for key, tensor in part.tensors.items()}
             file = unfinished / f"{name}.safetensors"
-            save_file(tensors, file, {"format": "pt"})
+            save_file(_apart(part.tensors), file, {"format": "pt"})
             _flush(file)
             files[file.name] = {
                 "bytes": file.stat().st_size,
@@ -252,8 +251,20 @@ def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors, no two of which share memory; safetensors refuses others."""
+    apart = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    end = 0
+    for name in sorted(apart, key=lambda name: apart[name].data_ptr()):
+        tensor = apart[name]
+        if tensor.data_ptr() < end:
+            apart[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return apart
+
+
 def _checksum(tensor: torch.Tensor) -> int:
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(data)
 
 

@@ -66,14 +66,20 @@ def distribute_dataset(
         global_batch_size: examples per step of all replicas; required unless a DataLoader has it.
         shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
             all numbers of replicas and workers (under OFF each worker draws its own).
-        seed: not negative; seeds the shuffle and the random streams of loader processes.
+        seed: not negative; seeds the shuffle, and what samplers, datasets and collate_fn draw from
+            torch's default generator. What is drawn for an example of a map-style source depends on
+            the seed, the epoch and the example's position alone: not on the number of replicas,
+            workers and loader processes, nor on the step at which the epoch was resumed.
         drop_remainder: leave out a last batch with fewer examples.
         auto_shard_policy: the way workers share the source.
         collate_fn: makes a batch from a list of examples; None: torch's default_collate, extended
             to keep tuples and to accept dataclasses.
         num_workers: loader processes of this worker. An IterableDataset must divide its examples
-            among them by `get_worker_info`. With 0, examples are loaded in the thread that
-            reads ahead, where random numbers drawn from torch's global generator depend on timing.
+            among them by `get_worker_info`. With 0, examples are loaded in the thread that reads
+            ahead, where each operation of torch costs some microseconds more. Loader processes
+            seed the default generators of numpy and Python's `random` as they seed torch's; with 0
+            these two are shared with the training step, so that their draws depend on timing, and
+            a dataset that calls `torch.manual_seed` seeds the training step's generator.
         prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
             that are sliced for CPUs use no thread either: it would cost more than it saves.
 
@@ -114,7 +120,9 @@ def distribute_datasets_from_function(
 
     Args:
         fn: called once, during this call, with the `InputContext`; returns an iterable of
-            per-replica batches, such as a DataLoader, which is iterated anew in every epoch.
+            per-replica batches, such as a DataLoader, which is iterated anew in every epoch. What
+            it draws from torch's default generator in an epoch comes from a stream of its own,
+            which `torch.manual_seed`, called before, and the epoch determine.
         layout: the replicas and workers of the job.
         prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
 
@@ -131,7 +139,10 @@ def distribute_datasets_from_function(
         )
     alone = layout.num_workers == 1
     pipeline = FunctionPipeline(
-        IterableStream(batches), length_of(batches), len(layout.local_replicas)
+        IterableStream(batches),
+        length_of(batches),
+        len(layout.local_replicas),
+        (torch.initial_seed(),),
     )
     agreement: Agreement = Known() if alone else OwnData(layout)
     return DistributedDataset(pipeline, layout, agreement, prefetch, {})
@@ -266,12 +277,14 @@ class _Builder:
             sampler = getattr(request.batch_sampler, "sampler", None)
             has_epoch = hasattr(request.batch_sampler, "set_epoch")
             return SampledOrder(
-                request.batch_sampler, request.batch_sampler if has_epoch else sampler
+                request.batch_sampler,
+                request.batch_sampler if has_epoch else sampler,
+                self._seed(),
             )
         size = self._batch_size()
         if request.sampler is not None:
             batches = BatchSampler(request.sampler, size, request.drop_remainder)
-            return SampledOrder(batches, request.sampler)
+            return SampledOrder(batches, request.sampler, self._seed())
         seed = self._seed() if request.shuffle else None
         return RangeOrder(length, size, request.drop_remainder, seed)
 
@@ -295,14 +308,13 @@ class _Builder:
         return Cutter(self.layout.num_replicas, self.layout.local_replicas)
 
     def _seed(self) -> tuple[int, ...]:
-        """Seed of the order; under OFF it differs by worker, so that workers draw differently."""
+        """Seed of all that is drawn; it differs by worker where workers read their own data."""
         own = (self.layout.worker,) if self._own_batches else ()
         return (self.request.seed, *own)
 
     def _options(self) -> LoaderOptions:
         request = self.request
-        seed = (request.seed, self.layout.worker)
-        return LoaderOptions(seed, num_workers=request.num_workers, **request.loading)
+        return LoaderOptions(self._seed(), num_workers=request.num_workers, **request.loading)
 
 
 def _is_arrays(source: Any) -> bool:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
+
+from fastdist.data.drawing import epoch_seed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class LoaderOptions:
     """Arguments for the DataLoader, with its names and units.
 
     Attributes:
-        seed: ints that, with the epoch, seed the random streams of the loader processes.
+        seed: ints that, with the epoch, seed the random streams.
     """
 
     seed: tuple[int, ...]
@@ -39,12 +40,11 @@ def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> I
     """
     # With the global generator, the loader's draws would change the random numbers of the training
     # step.
-    seed = np.random.SeedSequence((*options.seed, epoch)).generate_state(1, np.uint64)[0]
     arguments: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, **batching}
     return iter(
         DataLoader(
             dataset,
-            generator=torch.Generator().manual_seed(int(seed >> np.uint64(1))),
+            generator=torch.Generator().manual_seed(epoch_seed(options.seed, epoch)),
             num_workers=options.num_workers,
             timeout=options.timeout,
             worker_init_fn=options.worker_init_fn,

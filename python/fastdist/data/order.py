@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fastdist.data.drawing import epoch_seed, with_own_draws
+
 
 class IndexOrder(Protocol):
     """Cuts the indices of each epoch into batches."""
@@ -73,15 +75,18 @@ class SampledOrder:
     """The order of a batch sampler that the user supplied.
 
     Every worker iterates over the batch sampler, which must give the same batches on all workers.
-    To resume an epoch, it must repeat the batches of that epoch.
+    To resume an epoch, it must repeat the batches of that epoch; a sampler that draws from torch's
+    default generator does, because it gets a stream of its own in each epoch.
 
     Attributes:
         batch_sampler: an iterable of batches of indices.
         sampler: its `set_epoch`, if it has this method, is called at the start of each epoch.
+        seed: ints that, with the epoch, seed the stream.
     """
 
     batch_sampler: Iterable[Sequence[Any]]
     sampler: Any
+    seed: tuple[int, ...]
 
     @property
     def steps(self) -> int | None:
@@ -101,7 +106,10 @@ class SampledOrder:
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        return itertools.islice(map(list, self.batch_sampler), skip, None)
+        batches = with_own_draws(
+            lambda: map(list, self.batch_sampler), epoch_seed(self.seed, epoch)
+        )
+        return itertools.islice(batches, skip, None)
 
 
 def fingerprint(indices: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastdist.data.batches import Collate, count_examples, emptied
+from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
 from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, fingerprint
 from fastdist.data.sharding import Cut, Cutter
@@ -160,7 +161,7 @@ class ExamplePipeline:
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; examples of skipped parts are not loaded."""
-        plans = self._plans(self._order.batches(epoch, skip))
+        plans = self._plans(epoch, skip)
         return load(self._dataset, self._options, epoch, sampler=plans)
 
     def spare(self) -> Batches | None:
@@ -168,14 +169,19 @@ class ExamplePipeline:
         first = next(self._order.batches(0, 0), None)
         if first is None:
             return None
-        return self._dataset[_Plan(self._cut(0), (), _as_python(first[:1])[0], 0)].batches
+        plan = _Plan(self._cut(0), (), _as_python(first[:1])[0], 0, position=0, seed=0)
+        return self._dataset[plan].batches
 
-    def _plans(self, batches: Iterable[Sequence[Any]]) -> Iterator[_Plan]:
-        for indices in batches:
-            cut = self._cut(len(indices))
-            mine = _as_python(indices[cut.start : cut.stop])
-            spare = None if mine else _as_python(indices[:1])[0]
-            yield _Plan(cut, mine, spare, _token(indices))
+    def _plans(self, epoch: int, skip: int) -> Iterator[_Plan]:
+        seed = epoch_seed(self._options.seed, epoch)
+        position = 0
+        for step, indices in enumerate(self._order.batches(epoch, 0)):
+            if step >= skip:
+                cut = self._cut(len(indices))
+                mine = _as_python(indices[cut.start : cut.stop])
+                spare = None if mine else _as_python(indices[:1])[0]
+                yield _Plan(cut, mine, spare, _token(indices), position + cut.start, seed)
+            position += len(indices)
 
 
 class StreamPipeline:
@@ -231,14 +237,21 @@ class StreamPipeline:
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
-        parts = load(
-            self._stream,
-            self._options,
-            epoch,
-            batch_size=self._batch_size,
-            drop_last=self._drop_remainder,
-            collate_fn=self._cut_batch,
-        )
+
+        def start() -> Iterator[Part]:
+            return load(
+                self._stream,
+                self._options,
+                epoch,
+                batch_size=self._batch_size,
+                drop_last=self._drop_remainder,
+                collate_fn=self._cut_batch,
+            )
+
+        if self._options.num_workers:
+            parts = start()
+        else:
+            parts = with_own_draws(start, epoch_seed(self._options.seed, epoch))
         return itertools.islice(parts, skip, None)
 
     def spare(self) -> Batches | None:
@@ -255,14 +268,22 @@ class FunctionPipeline:
         batches: per-replica batches, iterated anew in every epoch.
         length: the number of batches; None if unknown.
         replicas: number of local replicas.
+        seed: ints that, with the epoch, seed what the iterable draws.
     """
 
     reads_cpu_memory = False
 
-    def __init__(self, batches: IterableStream, length: int | None, replicas: int) -> None:
+    def __init__(
+        self,
+        batches: IterableStream,
+        length: int | None,
+        replicas: int,
+        seed: tuple[int, ...],
+    ) -> None:
         self._batches = batches
         self._length = length
         self._replicas = replicas
+        self._seed = seed
 
     @property
     def steps(self) -> int | None:
@@ -276,7 +297,8 @@ class FunctionPipeline:
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
-        return self._deal(iter(self._batches), skip)
+        seed = epoch_seed(self._seed, epoch)
+        return self._deal(with_own_draws(lambda: iter(self._batches), seed), skip)
 
     def spare(self) -> Batches | None:
         """Make batches of size zero from the iterable's first batch."""
@@ -297,12 +319,20 @@ class FunctionPipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """The indices to load for one step; `spare` is an index for the shapes if there are none."""
+    """The indices to load for one step.
+
+    Attributes:
+        spare: an index for the shapes if there are no indices.
+        position: of the first index in the epoch.
+        seed: of the epoch.
+    """
 
     cut: Cut
     indices: tuple[Any, ...]
     spare: Any
     token: int
+    position: int
+    seed: int
 
 
 class _PartDataset(Dataset[Part]):
@@ -313,15 +343,23 @@ class _PartDataset(Dataset[Part]):
         self._collate = collate
 
     def __getitem__(self, plan: _Plan) -> Part:
-        own = self._examples(plan.indices or (plan.spare,))
-        batches = collate_parts(own, 0, plan.cut.sizes, self._collate)
+        with streams_by_position(plan.seed) as begin:
+            own = self._examples(plan.indices or (plan.spare,), plan.position, begin)
+            batches = collate_parts(own, 0, plan.cut.sizes, self._collate)
         return Part(batches, plan.cut.sizes, plan.cut.examples, plan.token)
 
-    def _examples(self, indices: tuple[Any, ...]) -> list[Any]:
+    def _examples(
+        self, indices: tuple[Any, ...], position: int, begin: Callable[[int], None]
+    ) -> list[Any]:
         many = getattr(self._dataset, "__getitems__", None)
         if callable(many):
+            begin(position)
             return list(many(list(indices)))
-        return [self._dataset[index] for index in indices]
+        examples: list[Any] = []
+        for index in indices:
+            begin(position + len(examples))
+            examples.append(self._dataset[index])
+        return examples
 
 
 class _CutBatch:

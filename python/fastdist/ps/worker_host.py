@@ -18,7 +18,7 @@ from fastdist.ps.coordinator.worker import CallContext
 from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.steps import ServedSteps
-from fastdist.replicas.random_streams import replica_seed
+from fastdist.replicas.random_streams import stream_seed
 
 _current: list[ServedWorker] = []
 
@@ -89,7 +89,7 @@ class ServedWorker:
         self._state = {"generation": 0}
         self._reported = {}
         set_worker_index(index)
-        torch.manual_seed(replica_seed(seed, index))
+        torch.manual_seed(stream_seed(seed, index))
 
     def parts(self, made: Bundle) -> Sequence[Any]:
         """Return the objects of a bundle that functions may refer to."""

@@ -16,7 +16,7 @@ import torch
 
 from fastdist.replicas.context import ReplicaContext
 
-_MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: separates the seeds of replicas
+_MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: separates the seeds of streams
 
 
 def draw_seed() -> int:
@@ -24,9 +24,12 @@ def draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64).random_())
 
 
-def replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of one replica's stream."""
-    return (seed + (replica + 1) * _MIX) & (2**63 - 1)
+def stream_seed(seed: int, number: int) -> int:
+    """Return the seed of one of several streams, such as a replica's.
+
+    The CPU's generator takes the lowest 32 bits: they differ for 2^32 numbers.
+    """
+    return (seed + (number + 1) * _MIX) & (2**63 - 1)
 
 
 @contextmanager
@@ -35,7 +38,7 @@ def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
     generators = [torch.default_generator, *_of_gpu(context.device)]
     before = [generator.get_state() for generator in generators]
     for generator in generators:
-        generator.manual_seed(replica_seed(seed, context.replica_id_in_sync_group))
+        generator.manual_seed(stream_seed(seed, context.replica_id_in_sync_group))
     try:
         yield
     finally:

@@ -93,7 +93,8 @@ def test_resume_where_workers_end_at_different_times(policy: AutoShardPolicy, ta
 
         whole = list(made())
         before = made()
-        list(itertools.islice(before, taken))
+        begun = iter(before)
+        list(itertools.islice(begun, taken))
         after = made()
         after.load_state_dict(before.state_dict())
         rest = list(after)
@@ -129,10 +130,53 @@ def test_leaving_early_begins_the_next_epoch() -> None:
     dataset = make(alone())
     second = make(alone())
     second.set_epoch(1)
-    for _ in dataset:
-        break
+    steps = iter(dataset)
+    next(steps)
     assert dataset.state_dict()["step"] == 1
+    next(steps)
+    del steps
     assert epoch(dataset) == epoch(second)
+
+
+@pytest.mark.parametrize("name", ["arrays", "examples", "iterable", "files", "function"])
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("save_first", [False, True])
+def test_an_epoch_left_and_saved_goes_on_here_as_in_a_restored_job(
+    name: str, count: int, save_first: bool
+) -> None:
+    make = SOURCES[name]
+    whole, dataset, restored = (make(alone()) for _ in range(3))
+    first, second = epoch(whole), epoch(whole)
+    length = len(first)
+    state = {}
+    for _ in range(length // count):  # the job's epochs have `count` batches
+        for i, _ in enumerate(dataset):
+            if save_first:
+                state = dataset.state_dict()
+            if i == count - 1:
+                break
+        if not save_first:
+            state = dataset.state_dict()
+    restored.load_state_dict(state)
+    if rest := first[length // count * count :]:
+        assert epoch(dataset) == epoch(restored) == rest
+    elif save_first:  # nobody knew that the loop would be left
+        assert epoch(restored) == []
+    assert epoch(dataset) == epoch(restored) == second
+
+
+def test_set_epoch_after_an_epoch_left_and_saved() -> None:
+    make = SOURCES["arrays"]
+    for chosen, count in ((1, 2), (2, 5)):
+        job, restored = make(alone()), make(alone())
+        job.set_epoch(1)
+        list(itertools.islice(job, 3))
+        restored.load_state_dict(job.state_dict())
+        job.set_epoch(chosen)
+        restored.set_epoch(chosen)
+        steps = epoch(job)
+        assert len(steps) == count
+        assert epoch(restored) == steps
 
 
 def test_set_epoch_keeps_the_position_that_was_loaded() -> None:

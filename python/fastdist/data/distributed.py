@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from fastdist.data.agreement import Agreement
@@ -16,11 +16,24 @@ from fastdist.replicas.context import state
 
 @dataclasses.dataclass(slots=True)
 class _Position:
-    """The progress of an iteration; `begun` is True once its iterator exists."""
+    """The progress of an iteration.
+
+    Attributes:
+        begun: True once its iterator exists.
+        saved: True if `state_dict` was called after the last batch.
+        left: True once its iterator was dropped before it ended, as `break` does.
+    """
 
     epoch: int
     step: int
     begun: bool = False
+    saved: bool = False
+    left: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if the next iterator begins the next epoch."""
+        return self.begun and not self.saved
 
 
 class DistributedDataset:
@@ -67,14 +80,17 @@ class DistributedDataset:
     def __iter__(self) -> Iterator[Any]:
         """Start the next epoch, or continue the epoch that `load_state_dict` restored.
 
-        An iterator that is left early is abandoned: the next `iter()` starts the next epoch.
+        An iterator that is left early is abandoned: the next `iter()` starts the next epoch. If
+        `state_dict` was called after its last batch, the next `iter()` continues the epoch, or
+        starts the next one if no batch remains; so does that of a job that restores the state.
         """
-        position = self._position
-        if position.begun:
-            position = _Position(position.epoch + 1, 0)
-        position.begun = True
+        last = self._position
+        if last.is_over:
+            position = _Position(last.epoch + 1, 0, begun=True)
+        else:
+            position = _Position(last.epoch, last.step, begun=True)
         self._position = position
-        return self._iterate(position)
+        return self._iterate(position, skip_empty=last.left and not last.is_over)
 
     def __len__(self) -> int:
         """Steps per epoch.
@@ -90,25 +106,29 @@ class DistributedDataset:
     def set_epoch(self, epoch: int) -> None:
         """Make the next `iter()` start this epoch; its number seeds the shuffle.
 
-        A position inside this epoch that `load_state_dict` restored is kept.
+        A position inside this epoch that `load_state_dict` restored, or `state_dict` returned after
+        the last batch, is kept.
 
         Raises:
             ValueError: epoch is negative.
         """
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, got {epoch}")
-        if self._position.begun or self._position.epoch != epoch:
+        if self._position.is_over or self._position.epoch != epoch:
             self._position = _Position(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the latest iterator yielded.
 
         Batches that were only read ahead do not count. The state consists of plain numbers and
-        strings, and is the same on all workers.
+        strings, and is the same on all workers. The next `iter()` continues here, unless the latest
+        iterator yields another batch before.
         """
+        self._position.saved = True
         return {
             "epoch": self._position.epoch,
             "step": self._position.step,
+            "left": self._position.left,
             **self._identity,
         }
 
@@ -123,7 +143,7 @@ class DistributedDataset:
             ValueError: the state has other keys, or was saved with another batch size, shuffle,
                 seed, policy, number of examples or files or, under FILE and OFF, number of workers.
         """
-        expected = {"epoch", "step", *self._identity}
+        expected = {"epoch", "step", "left", *self._identity}
         if set(state) != expected:
             raise ValueError(f"expected a state with {sorted(expected)}, got {sorted(state)}")
         for name, value in self._identity.items():
@@ -132,20 +152,36 @@ class DistributedDataset:
                     f"the state was saved with {name}={state[name]!r}, this dataset has "
                     f"{name}={value!r}: its steps hold other examples"
                 )
-        self._position = _Position(int(state["epoch"]), int(state["step"]))
+        position = _Position(int(state["epoch"]), int(state["step"]), left=bool(state["left"]))
+        self._position = position
 
-    def _iterate(self, position: _Position) -> Iterator[Any]:
+    def _iterate(self, position: _Position, skip_empty: bool) -> Iterator[Any]:
+        """Yield the batches of an epoch; if there are none and it was left, those of the next."""
+        try:
+            has_batches = yield from self._epoch(position)
+            if skip_empty and not has_batches:
+                position.begun = True
+                yield from self._epoch(position)
+        except GeneratorExit:
+            position.left = True
+            raise
+
+    def _epoch(self, position: _Position) -> Generator[Any, None, bool]:
         _require_outside_run()
+        first = position.step
         parts = self._parts(position.epoch, position.step)
         try:
             for part in self._agreement(parts, self._spare):
                 batch = self._copy.join(part)
                 position.step += 1
+                position.saved = False
                 yield batch
                 _require_outside_run()
         finally:
             parts.close()  # ends the thread now, not at garbage collection
+        has_batches = position.step > first
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
+        return has_batches
 
     def _parts(self, epoch: int, skip: int) -> Any:
         """Yield parts on their devices, read ahead if prefetch is positive."""

@@ -104,19 +104,17 @@ def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
 
 
 def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
-    """Make a call, as an event that lasts until the call has ended."""
+    """Make a call, as an event that lasts as long as the call takes in this thread.
+
+    An event that ended in another thread would crash a profiler that has stopped by then.
+    """
     given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
     title = f"{NAME}:{_TITLES.get(name, name)}"
     event = torch.autograd._record_function_with_args_enter(title, *given)  # type: ignore[attr-defined]
-    made = None
     try:
-        made = call()
-        return made
+        return call()
     finally:
-        if isinstance(made, Pending):
-            made.end_event(event)
-        else:
-            torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
+        torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
 
 
 def _flat(items: Any) -> list[Any]:

@@ -88,7 +88,6 @@ class Pending(TorchWork):
         self._outcome: Any = None
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._event_end: torch.futures.Future[Any] | None = None
         if finish is not None:
             self.get_future()  # so that it is called also if nobody waits
 
@@ -99,23 +98,8 @@ class Pending(TorchWork):
             DistBackendError: the call failed, or `timeout` has passed (0: none).
         """
         seconds = timeout.total_seconds()
-        try:
-            self._await(seconds if seconds > 0 else None)
-        finally:
-            if self._event_end is not None and self._work.is_done():
-                self._event_end.wait()
+        self._await(seconds if seconds > 0 else None)
         return True
-
-    def end_event(self, event: torch.Tensor) -> None:
-        """End a profiler's event when the call has ended.
-
-        The event ends in another thread. A profiler that stops meanwhile crashes, hence whoever
-        waits for the call waits for its event too.
-        """
-        future = self.get_future()
-        self._event_end = ended = torch.futures.Future()  # type: ignore[var-annotated]
-        done = torch.ops.profiler._call_end_callbacks_on_jit_fut(event, future)
-        done.add_done_callback(lambda _: ended.set_result(None))
 
     def _await(self, timeout_s: float | None) -> None:
         try:
@@ -166,8 +150,6 @@ class Pending(TorchWork):
     def is_completed(self) -> bool:
         """Return True if the call has ended, successfully or not."""
         if not self._work.is_done():
-            return False
-        if self._event_end is not None and not self._event_end.done():
             return False
         try:
             self._await(None)

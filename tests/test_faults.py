@@ -593,6 +593,32 @@ comm.all_reduce(x); assert (x == 2).all() and (y == 2).all(); print("met")
     assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
 
 
+def test_forked_child_does_not_wait_for_calls_of_its_parent(job: str) -> None:
+    code = """
+import threading
+comm = fd.init()
+other = comm.split(0)
+ended = other.all_reduce(np.ones(4), async_op=True); ended.wait()
+if comm.rank == 1:
+    other.barrier(); comm.all_reduce(np.ones(4))
+else:
+    work = comm.all_reduce(np.ones(4), async_op=True)
+    waiting = threading.Thread(target=work.wait); waiting.start(); time.sleep(0.1)
+    child = os.fork()
+    if child == 0:
+        ended.wait()
+        try: work.wait(); os._exit(1)
+        except fd.errors.FastdistError as e: assert "parent process" in str(e)
+        del work, waiting
+        sys.exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    other.barrier(); waiting.join(); work.wait()
+print("met")
+"""
+    ranks = [start(r, 2, job, code) for r in range(2)]
+    assert [finish(rank) for rank in ranks] == [(0, "met\n")] * 2
+
+
 def test_daemon_thread_in_a_call_at_exit(job: str) -> None:
     code = """
 import threading

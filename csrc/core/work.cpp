@@ -14,29 +14,32 @@ constexpr std::chrono::microseconds kBetweenLooks{50};
 
 }  // namespace
 
-bool Work::is_done() const {
-  const std::lock_guard lock(mutex_);
-  return done_;
+Work::~Work() {
+  if (generation_ != process_generation()) (void)end_.release();
 }
 
 bool Work::wait(std::chrono::nanoseconds timeout) {
-  std::unique_lock lock(mutex_);
-  if (!ended_.wait_for(lock, timeout, [this] { return done_; })) return false;
+  if (!is_done()) {
+    if (generation_ != process_generation()) {
+      throw Error(ErrorCode::kState,
+                  "the call was made before a fork: only the parent process can wait for it");
+    }
+    std::unique_lock lock(end_->mutex);
+    if (!end_->changed.wait_for(lock, timeout, [this] { return is_done(); })) return false;
+  }
   if (error_) std::rethrow_exception(error_);
   return true;
 }
 
 void Work::run() noexcept {
-  std::exception_ptr error;
   try {
     task_();
   } catch (...) {
-    error = std::current_exception();
+    error_ = std::current_exception();
   }
-  const std::lock_guard lock(mutex_);
-  error_ = error;
-  done_ = true;
-  ended_.notify_all();
+  const std::lock_guard lock(end_->mutex);
+  done_.store(true, std::memory_order_release);
+  end_->changed.notify_all();
 }
 
 WorkQueue::~WorkQueue() {
@@ -58,6 +61,11 @@ std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
 
 std::shared_ptr<Work> WorkQueue::submit_soon(std::function<void()> task) {
   return add(std::move(task), false);
+}
+
+std::shared_ptr<Work> WorkQueue::last() {
+  if (pending() == 0 || generation_ != process_generation()) return nullptr;
+  return submit([] {});
 }
 
 std::shared_ptr<Work> WorkQueue::add(std::function<void()> task, bool is_urgent) {

@@ -20,19 +20,29 @@ namespace fastdist {
 class Work {
  public:
   explicit Work(std::function<void()> task) : task_(std::move(task)) {}
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  ~Work();
 
-  [[nodiscard]] bool is_done() const;
+  [[nodiscard]] bool is_done() const noexcept { return done_.load(std::memory_order_acquire); }
   // Waits for the call to end and rethrows its exception. Returns false if `timeout` passes first.
+  // Throws in a forked child, unless the call has ended before: its thread is the parent's.
   bool wait(std::chrono::nanoseconds timeout);
 
   void run() noexcept;
 
  private:
+  // The parent's threads may have held or awaited these at a fork, so a child leaks its copy.
+  struct End {
+    std::mutex mutex;
+    std::condition_variable changed;
+  };
+
   std::function<void()> task_;
-  mutable std::mutex mutex_;
-  std::condition_variable ended_;
-  bool done_ = false;
-  std::exception_ptr error_;
+  std::unique_ptr<End> end_ = std::make_unique<End>();
+  std::exception_ptr error_;       // written before done_
+  std::atomic<bool> done_{false};  // released by `run`, acquired by readers of error_
+  int generation_ = process_generation();
 };
 
 // Runs calls one at a time and in order: immediately in the caller's thread if nothing is pending,
@@ -51,6 +61,9 @@ class WorkQueue {
   [[nodiscard]] int pending() const noexcept {
     return pending_.load(std::memory_order_relaxed) % kRunningHere;
   }
+  // A call that ends when all calls before it have ended; null if none is pending. In a forked
+  // child, which has none of the parent's calls, always null.
+  std::shared_ptr<Work> last();
 
   // True in a signal handler that has interrupted a call of this thread.
   [[nodiscard]] bool is_running_here() const noexcept {

@@ -128,6 +128,43 @@ def test_a_wait_may_end_before_its_call(ranks: ProcessRanks, tmp_path: Path) -> 
     ranks.run(waits_that_end_early, tmp_path / "store")
 
 
+def pending_at_destroy(comm: Any, path: Path) -> None:
+    threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    begin(comm, path)
+    group = dist.group.WORLD
+    x, y, copied = torch.full((3,), comm.rank + 1.0), torch.zeros(3), torch.zeros(3, 4)
+    work: Any = None
+    if comm.rank == 0:
+        dist.isend(x, 1)
+        y += x
+        work = dist.all_reduce(y, async_op=True)
+        dist.broadcast(copied.T, 1, async_op=True)
+    else:
+        time.sleep(0.3)
+        if comm.rank == 1:
+            dist.recv(y, 0)
+        y[:] = x
+        dist.all_reduce(y)
+        dist.broadcast(torch.ones(4, 3), 1)
+    dist.destroy_process_group()
+    assert y.tolist() == [6, 6, 6]
+    if work is not None:
+        assert work.wait()
+        assert copied.sum() == 12
+    del work
+    assert group is not None  # and is kept
+    assert len(os.listdir("/proc/self/fd")) == files
+    until = time.monotonic() + 10  # a thread that was joined has only about ended
+    while len(os.listdir("/proc/self/task")) != threads:
+        assert time.monotonic() < until
+
+
+def test_destroy_delivers_pending_calls_and_ends_threads(
+    ranks: ProcessRanks, tmp_path: Path
+) -> None:
+    ranks.run(pending_at_destroy, tmp_path / "store")
+
+
 def groups_that_are_left(comm: Any, path: Path) -> None:
     begin(comm, path)
     group: Any = dist.group.WORLD

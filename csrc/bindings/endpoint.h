@@ -89,6 +89,22 @@ class Endpoint {
     return work;
   }
 
+  // Waits until the pending collectives and sends have ended, successfully or not. Receives, for
+  // which a message may never come, are not waited for.
+  void finish() {
+    std::vector<WorkQueue*> queues{&collectives_};
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto& [peer_and_sends, queue] : lanes_) {
+        if (peer_and_sends.second) queues.push_back(&queue);
+      }
+    }
+    for (WorkQueue* const queue : queues) {
+      if (const auto last = queue->last()) {
+        wait_interruptibly(*last, std::chrono::hours(24 * 365));
+      }
+    }
+  }
   // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
   void keep_until_done(const PendingCall& call) {
     std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -64,6 +64,19 @@ class Job:
         """Return whether this machine has more cores than its ranks use."""
         cores = len(os.sched_getaffinity(0))
         return cores > cls.most_ranks_here * torch.get_num_threads()
+
+
+class Left:
+    """Takes the place of a communicator, and of its messages, that this rank has left."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise DistBackendError(f"the communicator is closed on rank {self.rank}")
+
+    __getitem__ = __getattr__
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +152,7 @@ class Calls(_ProcessGroup):
 
     def __init__(self, comm: Communicator, timeout_s: float) -> None:
         super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]
-        self._comm = comm
+        self._comm: Any = comm  # or `Left`
         self._timeout_s = timeout_s
         self._completers: dict[tuple[Any, ...], Completer] = {}
         assert comm.engine.compiled is not None

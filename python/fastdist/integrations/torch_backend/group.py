@@ -14,7 +14,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import communicator_of
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
-from fastdist.integrations.torch_backend.calls import Calls, Job
+from fastdist.integrations.torch_backend.calls import Calls, Job, Left
 from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
 from fastdist.integrations.torch_backend.meeting import StoreBootstrap, host_of, missing_ranks
 
@@ -49,6 +49,7 @@ class ProcessGroupFastdist(Calls):
         self._group_desc = ""
         self._monitored = 0  # barriers
         self._others: dict[str, Any] = {}
+        self._has_left = False
 
     # What torch asks a group.
 
@@ -160,19 +161,28 @@ class ProcessGroupFastdist(Calls):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """Leave the group; ranks that still wait for this rank get an error."""
-        self._leave(self._comm.close, "shutdown")
+        """Leave the group when the asynchronous collectives and sends of this rank have ended.
+
+        Ranks that still wait for this rank get an error.
+        """
+        if not self._has_left:
+            self._comm.engine.compiled.finish()
+            self._leave(self._comm.close, "shutdown")
 
     def abort(self) -> None:
-        """Leave the group, and end the calls that run on GPUs."""
-        self._leave(self._comm.abort, "abort")
+        """Leave the group at once, and end the calls that run on GPUs."""
+        if not self._has_left:
+            self._leave(self._comm.abort, "abort")
 
     def _leave(self, leave: Callable[[], None], name: str) -> None:
+        self._has_left = True
         try:
             leave()
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         finally:
+            # Threads, memory and descriptors end, also if a user keeps the group.
+            self._comm = self._messages = Left(self._comm.rank, self._comm.world_size)
             for completer in list(self._completers.values()):
                 completer.close()
             for other in self._others.values():

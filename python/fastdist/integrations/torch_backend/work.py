@@ -226,9 +226,11 @@ class Completer:
             del item, work, future
 
     def close(self) -> None:
-        """End the thread when it has completed all futures."""
+        """Complete all futures, whose calls have ended, and end the thread."""
         self._is_closed = True
         self._queue.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
         if self._inner is not None:
             self._inner.close()
 

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -74,3 +76,61 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("name", MORE_THAN_GLOO)
 def test_does_what_gloo_refuses(ranks: ProcessRanks, name: str, tmp_path: Path) -> None:
     ranks.run(run_case, name, "fastdist", str(tmp_path / "store"))
+
+
+def test_a_stream_that_waits_has_the_copies_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs are stand-ins: each stream is a list of what was enqueued on it."""
+    from fastdist.integrations.torch_backend.tensors import to_write
+    from fastdist.integrations.torch_backend.work import Completer, Pending
+
+    class Stream(list[Any]):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.before = list(stream)
+
+        def wait(self, stream: Stream) -> None:
+            stream.extend(self.before)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream: Stream) -> None:
+            stream.append(("keeps", self.data_ptr()))
+
+        def copy_(self, source: Any, non_blocking: bool = False) -> Any:
+            current[-1].append("copy")
+            return super().copy_(source)
+
+    class Call:
+        def wait(self, timeout: float | None) -> None:
+            current[-1].append("collective")
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    main = Stream()
+    current = [main]
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": use,
+        "current_stream": lambda device: current[-1],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: mock.Mock())
+
+    tensor = torch.zeros(3, 2).t().as_subclass(OnGpu)
+    plain, finish = to_write(tensor)
+    address = plain.data_ptr()
+    pending = Pending(Call(), [tensor], finish, Completer())
+    assert main == []
+    pending.wait()
+    assert main[0] == "collective"
+    assert "copy" in main
+    assert {("keeps", address), ("keeps", tensor.data_ptr())} <= set(main)

@@ -59,6 +59,8 @@ def to_write(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.is_cuda:  # its memory must not be used again before this stream has read it
+        source.record_stream(torch.cuda.current_stream(source.device))
     with torch.no_grad():
         target.copy_(source)
 
@@ -81,9 +83,8 @@ def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Fini
     flat = torch.empty(sum(sizes), dtype=dtype_of(tensors[0]), device=tensors[0].device)
 
     def copy() -> None:
-        with torch.no_grad():
-            for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
-                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+        for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+            _copy(tensor, part.view(tensor.dtype).view(tensor.shape))
 
     return flat, copy
 

@@ -88,6 +88,8 @@ class Pending(TorchWork):
         self._outcome: Any = None
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._gpu = next((t.device for t in tensors if t.is_cuda), None)
+        self._finished: torch.cuda.Event | None = None  # on the stream that `finish` ran on
         if finish is not None:
             self.get_future()  # so that it is called also if nobody waits
 
@@ -118,10 +120,23 @@ class Pending(TorchWork):
                 try:
                     with torch.inference_mode(self._tensors[0].is_inference()):
                         finish()
+                    self._mark_finished()
                 except Exception as error:
                     self._error = error
             if self._error is not None:
                 raise self._error
+        if self._finished is not None:
+            self._finished.wait(torch.cuda.current_stream(self._gpu))
+
+    def _mark_finished(self) -> None:
+        """Note where a GPU's current stream is, whose work has just written the tensors."""
+        if self._gpu is None:
+            return
+        stream = torch.cuda.current_stream(self._gpu)
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
+        self._finished = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._finished.record(stream)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors that the call writes."""
@@ -129,11 +144,10 @@ class Pending(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = _new_future(self._tensors)
-        gpu = next((t.device for t in self._tensors if t.is_cuda), None)
-        if gpu is None:
+        if self._gpu is None:
             self._completer.complete(self, self._future)
         else:  # the future holds events of the current stream
-            side = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+            side = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(side):
                 self.complete(self._future)
         return self._future

@@ -255,6 +255,19 @@ def test_ranks_that_a_program_names(network: Network) -> None:
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 NetEngine\n"] * 2
 
 
+def test_ranks_with_different_secrets(network: Network) -> None:
+    code = """
+        import os, sys, fastdist as fd
+        os.environ["FASTDIST_SECRET"] = "the secret of rank " + sys.argv[1]
+        try: fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2])
+        except fd.errors.ClusterConfigError as error: print(error)
+    """
+    for rank, started in enumerate(start_named(network, code)):
+        text = started.communicate(timeout=60)[0]
+        assert f"rank {1 - rank} does not prove that it has the secret of rank {rank}" in text
+        assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in text
+
+
 def test_launched_on_each_machine(network: Network) -> None:
     code = """
         import sys, fastdist as fd, numpy as np

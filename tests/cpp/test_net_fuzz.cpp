@@ -26,8 +26,8 @@ using net::Connections;
 using net::NetCommunicator;
 using Bytes = std::vector<std::byte>;
 
-constexpr int kGreetings = kSanitized ? 2000 : 1000;
-constexpr int kCalls = kSanitized ? 6000 : 3000;
+constexpr int kGreetings = kSanitized ? 20'000 : 1000;
+constexpr int kCalls = kSanitized ? 30'000 : 3000;
 constexpr int kWaits = 32;  // calls that take more than a second, all at once
 
 class Random {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import json
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine
+from fastdist.collectives.secret import exchange, job_secret
 from fastdist.errors import ClusterConfigError, FastdistError
 
 if TYPE_CHECKING:
@@ -154,14 +156,15 @@ def communicator_of(
     """Make a communicator beside the default one. Every rank of `bootstrap` must call.
 
     Args:
-        bootstrap: defines the ranks.
+        bootstrap: defines the ranks; strangers may speak in it too, so ranks on several machines
+            prove the job's secret.
         timeout_s: seconds to wait for the ranks, and the communicator's default.
         host: a name or address of the machine of rank 0, if it is known.
 
     Returns:
         The communicator, and the number of its ranks on this machine.
     """
-    engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host)
+    engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host, is_trusted=False)
     return Communicator(engine, timeout_s), ranks_here
 
 
@@ -303,7 +306,7 @@ def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, st
 
 
 def _from_bootstrap(
-    bootstrap: Bootstrap, timeout_s: float, host: str | None = None
+    bootstrap: Bootstrap, timeout_s: float, host: str | None = None, is_trusted: bool = True
 ) -> tuple[Engine, int]:
     """Make the engine, and count this machine's ranks; `host` is one of the machine of rank 0."""
     from fastdist.collectives.engines.machine_rendezvous import (
@@ -317,14 +320,23 @@ def _from_bootstrap(
     deadline = time.monotonic() + timeout_s
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
-    machines, key = [machine for machine, _ in everyone], everyone[0][1]
+    try:
+        machines, key = [machine for machine, _ in everyone], str(everyone[0][1])
+    except (TypeError, ValueError):
+        raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
     ranks_here = machines.count(machines[rank])
     if ranks_here == size:
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
-    addresses = bootstrap.allgather(_free_address(host) if rank == 0 else "")
+    secret = None if is_trusted else job_secret()
+    said = json.dumps(everyone)
+    own = _free_address(host) if rank == 0 else ""
+    addresses = exchange(bootstrap.allgather, secret, rank, f"address/{said}", own)
     arrival, listener = arrive(*split_address(addresses[0]), size, deadline)
-    arrivals = [Arrival.unpack(packed) for packed in bootstrap.allgather(arrival.pack())]
+    packed = exchange(bootstrap.allgather, secret, rank, f"arrival/{said}", arrival.pack())
+    arrivals = [Arrival.unpack(one) for one in packed]
+    if secret is not None:
+        key = secret.derive("key", json.dumps(packed))
     meeting = conclude(arrivals, listener, key)
     return _connect_machines("bootstrap", rank, meeting, timeout_s)[0], ranks_here
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fastdist._config import KEYS_VARIABLE
+from fastdist._config import KEYS_VARIABLE, SECRET_VARIABLE
 from fastdist.cluster.launch import JOB_VARIABLE
 from fastdist.errors import ClusterConfigError, PeerFailureError
 
@@ -178,6 +178,7 @@ def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]
     _, host, port = places[0]
     shared = {
         JOB_VARIABLE: secrets.token_hex(16),
+        SECRET_VARIABLE: secrets.token_hex(32),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(len(places)),

@@ -4,20 +4,17 @@ Rank 0 opens the store at the address that all ranks were given and listens on t
 under torchrun, all ranks use the store that torchrun's agent has opened there. Each rank posts the
 machine on which it runs, and the address at which it accepts connections of ranks on other
 machines. The ranks of one machine then meet without the network (rendezvous.py). Values in the
-store are JSON, so that no value that a stranger writes there is executed.
+store are JSON, and sealed with the job's secret (secret.py): strangers may write there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import errno
 import ipaddress
 import json
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -29,15 +26,14 @@ from fastdist._version import __version__
 from fastdist.cluster.address import split_address
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.torch_store import open_store
 from fastdist.collectives.rendezvous import run_checks
+from fastdist.collectives.secret import Secret, UnsealedError, job_secret
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
 _STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
 _TELL_S = 1.5
-_REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
-# Stores are kept: a store ends with its last reference, and the next `init` needs it.
-_stores: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Meeting:
         layout: the ranks of each machine.
         addresses: IP address and port of each rank's listener.
         listener: this rank's listener.
-        key: equal on all ranks, and secret to processes that were not in the rendezvous.
+        key: equal on all ranks, and unknown to processes that do not have the job's secret.
     """
 
     layout: Layout
@@ -66,6 +62,7 @@ class Arrival:
         machine: see `machine_id`.
         ip: IP address of its listener.
         port: port of its listener.
+        nonce: a random number.
         version: of fastdist.
     """
 
@@ -73,6 +70,7 @@ class Arrival:
     machine: str
     ip: str
     port: int
+    nonce: str
     version: str = __version__
 
     def pack(self) -> str:
@@ -81,9 +79,20 @@ class Arrival:
 
     @classmethod
     def unpack(cls, text: str | bytes) -> Arrival:
-        """Decode the output of `pack`."""
-        world_size, machine, ip, port, version = json.loads(text)
-        return cls(int(world_size), str(machine), str(ip), int(port), str(version))
+        """Decode the output of `pack`.
+
+        Raises:
+            ValueError: a field is missing, or has an impossible value.
+        """
+        try:
+            found = cls(*json.loads(text))
+            ipaddress.ip_address(found.ip.partition("%")[0])
+            types = [type(value) for value in astuple(found)]
+        except (AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if types != [int, str, str, int, str, str] or not 0 < found.port < 1 << 16:
+            raise ValueError("fields of other types")
+        return found
 
 
 def arrive(
@@ -95,7 +104,7 @@ def arrive(
         listener = _core.Listener(ip)
     except (OSError, ValueError) as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
-    return Arrival(world_size, machine_id(), ip, listener.port), listener
+    return Arrival(world_size, machine_id(), ip, listener.port, secrets.token_hex(16)), listener
 
 
 def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Meeting:
@@ -160,12 +169,20 @@ def meet_machines(
     except ValueError as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
     deadline = time.monotonic() + timeout_s
+    secret = job_secret()
 
     def meet() -> Meeting:
-        store = _open_store(host, port, rank == 0 and not has_agent, prefix, rank, timeout_s)
+        def refuse_other_job(other: Any) -> None:
+            with contextlib.suppress(ClusterConfigError):  # with another secret
+                _Table(other, secret, rank).decide(json.dumps([_twice(0), 0]))
+
+        listens = rank == 0 and not has_agent
+        store = open_store(
+            host, port, prefix, rank, timeout_s, refuse_other_job if listens else None
+        )
         try:
             arrival, listener = arrive(host, port, world_size, deadline)
-            return _meet(store, rank, arrival, listener, deadline, timeout_s)
+            return _meet(_Table(store, secret, rank), arrival, listener, deadline, timeout_s)
         except RuntimeError as error:
             if isinstance(error, ClusterConfigError):
                 raise
@@ -198,31 +215,79 @@ def meet_machines(
             )
 
 
+class _Table:
+    """The store of a meeting, in which ranks seal what they post.
+
+    Args:
+        store: a store of torch.
+        secret: of the job.
+        rank: this rank.
+    """
+
+    def __init__(self, store: Any, secret: Secret, rank: int) -> None:
+        self.store = store
+        self.secret = secret
+        self.rank = rank
+
+    def post(self, arrival: Arrival) -> None:
+        """Post the arrival of this rank."""
+        label = f"rank/{self.rank}"
+        self.store.set(label, self.secret.seal(label, arrival.pack()))
+
+    def arrival(self, rank: int) -> str | None:
+        """Return the arrival that a rank has posted, as JSON; None if it has not.
+
+        Raises:
+            ClusterConfigError: it was posted without this rank's secret.
+        """
+        label = f"rank/{rank}"
+        if not self.store.check([label]):
+            return None
+        try:
+            return self.secret.open(label, bytes(self.store.get(label)))
+        except UnsealedError:
+            raise self.secret.mismatch(self.rank, rank) from None
+
+    def decide(self, refusal: str) -> str:
+        """Post whether the meeting is refused, as JSON, or not (""); return the first decision.
+
+        Raises:
+            ClusterConfigError: it was posted without this rank's secret.
+        """
+        sealed = self.secret.seal("decision", refusal)
+        try:
+            first = bytes(self.store.compare_set("decision", "", sealed))
+            return self.secret.open("decision", first)
+        except UnsealedError:
+            raise self.secret.mismatch(self.rank, None) from None
+
+
 def _meet(
-    store: Any,
-    rank: int,
+    table: _Table,
     arrival: Arrival,
     listener: _core.Listener,
     deadline: float,
     timeout_s: float,
 ) -> Meeting:
-    if rank == 0:
-        store.set("key", secrets.token_hex(16))
+    store, rank = table.store, table.rank
     if store.add(f"arrived/{rank}", 1) > 1:
         refusal = json.dumps([_twice(rank), rank])
-        _decide(store, refusal)
+        table.decide(refusal)
         raise _refused(refusal)
-    store.set(f"rank/{rank}", arrival.pack())
+    table.post(arrival)
     try:
-        arrivals = _await_all(store, rank, arrival.world_size, deadline, timeout_s)
-        meeting = conclude(arrivals, listener, bytes(store.get("key")).decode())
-        refusal = _decide(store, "")
+        packed = _await_all(table, arrival.world_size, deadline, timeout_s)
+        key = table.secret.derive("key", json.dumps(packed))
+        meeting = conclude([Arrival.unpack(text) for text in packed], listener, key)
+        refusal = table.decide("")
         if refusal:
             raise _refused(refusal)
         return meeting
     except ClusterConfigError as error:
         text = str(error).removeprefix("rendezvous: ")
-        refusal = _decide(store, json.dumps([text, *error.ranks[:1]]))
+        refusal = ""
+        with contextlib.suppress(ClusterConfigError):  # of ranks with another secret
+            refusal = table.decide(json.dumps([text, *error.ranks[:1]]))
         if rank == 0:
             _await_told(store, arrival.world_size)
         else:
@@ -232,27 +297,21 @@ def _meet(
         raise
 
 
-def _await_all(
-    store: Any, rank: int, size: int, deadline: float, timeout_s: float
-) -> list[Arrival]:
-    found: dict[int, Arrival] = {}
+def _await_all(table: _Table, size: int, deadline: float, timeout_s: float) -> list[str]:
+    """Wait for the arrivals of all ranks, and return them as JSON, by rank."""
+    found: dict[int, str] = {}
     while True:
         for other in range(size):
-            if other in found or not store.check([f"rank/{other}"]):
+            packed = None if other in found else table.arrival(other)
+            if packed is None:
                 continue
-            arrival = Arrival.unpack(bytes(store.get(f"rank/{other}")))
-            if arrival.world_size != size:
-                raise ClusterConfigError(
-                    f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
-                    f"{size}, rank {other} expects {arrival.world_size}",
-                    (other,),
-                )
-            found[other] = arrival
+            _check_arrival(packed, table.rank, size, other)
+            found[other] = packed
         missing = tuple(other for other in range(size) if other not in found)
         if not missing:
             return [found[other] for other in range(size)]
-        if store.check(["decision"]):
-            refusal = _decide(store, "")
+        if table.store.check(["decision"]):
+            refusal = table.decide("")
             if refusal:
                 raise _refused(refusal)
             continue  # the last ranks have arrived since
@@ -265,6 +324,23 @@ def _await_all(
         time.sleep(_POLL_S)
 
 
+def _check_arrival(packed: str, rank: int, size: int, other: int) -> None:
+    try:
+        arrival = Arrival.unpack(packed)
+    except ValueError as error:
+        raise ClusterConfigError(
+            f"rendezvous: rank {other} has posted a malformed arrival ({error}); do all ranks have "
+            "the same version of fastdist?",
+            (other,),
+        ) from None
+    if arrival.world_size != size:
+        raise ClusterConfigError(
+            f"rendezvous: ranks disagree on the number of ranks: rank {rank} expects "
+            f"{size}, rank {other} expects {arrival.world_size}",
+            (other,),
+        )
+
+
 def _await_told(store: Any, size: int) -> None:
     """Keep the store, which ends with rank 0, until the ranks that came have read the decision."""
     arrived = sum(bool(store.check([f"rank/{rank}"])) for rank in range(1, size))
@@ -273,56 +349,15 @@ def _await_told(store: Any, size: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _decide(store: Any, refusal: str) -> str:
-    """Post whether the meeting is refused, as JSON, or not (""); return the first such decision."""
-    decision: str = json.loads(bytes(store.compare_set("decision", "", json.dumps(refusal))))
-    return decision
-
-
 def _refused(refusal: str) -> ClusterConfigError:
-    text, *ranks = json.loads(refusal)
-    return ClusterConfigError(f"rendezvous: {text}", tuple(ranks))
-
-
-def _open_store(
-    host: str, port: int, listens: bool, prefix: str, rank: int, timeout_s: float
-) -> Any:
-    distributed = _c10d()
-    patience = datetime.timedelta(seconds=max(1.0, timeout_s))
-    options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
-    if listens:
-        options |= {"is_master": True, "multi_tenant": True}
-        listener = _listen(host, port)
-        if listener is not None:  # else torch.distributed has opened a store in this process
-            options["master_listen_fd"] = listener.detach()
     try:
-        store = distributed.TCPStore(host, port, None, **options)
-    except (RuntimeError, ValueError) as error:
-        if listens and "EADDRINUSE" in str(error):
-            _refuse_other_job(host, port, prefix)
-        loopback = "" if listens else _loopback_hint(host)
-        raise ClusterConfigError(
-            f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
-            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}{loopback}",
-            (0,),
-        ) from None
-    _stores.append(store)
-    return distributed.PrefixStore(prefix, store)
-
-
-def _refuse_other_job(host: str, port: int, prefix: str) -> None:
-    """End a meeting that has begun at the address of this job: its ranks might join this job's."""
-    distributed = _c10d()
-
-    def refuse() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):
-            other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
-            _decide(distributed.PrefixStore(prefix, other), json.dumps([_twice(0), 0]))
-
-    # In a thread, since it never ends if the program at the port is no store and says nothing.
-    thread = threading.Thread(target=refuse, daemon=True, name="fastdist refusal")
-    thread.start()
-    thread.join(_REFUSAL_PATIENCE.total_seconds())
+        text, *ranks = json.loads(refusal)
+        if not all(isinstance(rank, int) for rank in ranks):
+            raise TypeError("not a rank")
+    except (ValueError, TypeError, RecursionError):
+        text, ranks = "another rank has refused the meeting", []
+    shown = "".join(c if c.isprintable() else " " for c in str(text))
+    return ClusterConfigError(f"rendezvous: {shown}", tuple(ranks))
 
 
 def _twice(rank: int) -> str:
@@ -330,62 +365,3 @@ def _twice(rank: int) -> str:
         f"rank {rank} arrived twice: two processes were given this rank, or two jobs meet at this "
         "address at the same time; give each job a port of its own"
     )
-
-
-def _reason(error: Exception) -> str:
-    if "EADDRINUSE" in str(error):
-        return "another job or program uses the port; give each job a port of its own"
-    return str(error).partition("\n")[0]
-
-
-def _loopback_hint(host: str) -> str:
-    try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return ""
-    if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
-        return ""
-    return f"; {host} is this machine itself here, expected an address that all machines reach"
-
-
-def _listen(host: str, port: int) -> socket.socket | None:
-    """Open a socket that listens at this address only; return None if the address is in use."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ClusterConfigError(f"rendezvous: cannot resolve {host!r}: {error}") from None
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise ClusterConfigError(
-            f"rendezvous: rank 0 cannot listen at {host}:{port}: {error.strerror}; expected an "
-            "address of the machine of rank 0",
-            (0,),
-        ) from None
-    return listener
-
-
-def _c10d() -> Any:
-    """Import the module of torch's stores.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
-    try:
-        import torch.distributed
-    except ImportError:
-        raise ImportError(
-            "ranks on several machines meet in torch's TCPStore: pip install torch, or start them "
-            "by mpiexec and pass fastdist.init(bootstrap=) an mpi4py communicator"
-        ) from None
-    if not torch.distributed.is_available():
-        raise ImportError(
-            "ranks on several machines meet in torch's TCPStore, which this build of torch lacks"
-        )
-    return torch._C._distributed_c10d  # torch.distributed exports only a part of it

@@ -1,0 +1,140 @@
+"""Torch's TCPStore, in which ranks on several machines meet."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fastdist.errors import ClusterConfigError
+
+_REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
+# Stores are kept: a store ends with its last reference, and the next `init` needs it.
+_stores: list[Any] = []
+
+
+def open_store(
+    host: str,
+    port: int,
+    prefix: str,
+    rank: int,
+    timeout_s: float,
+    refuse_other_job: Callable[[Any], None] | None,
+) -> Any:
+    """Open the store, or connect to it.
+
+    Args:
+        host: host of the store.
+        port: port of the store.
+        prefix: prefix of the keys.
+        rank: this rank, for messages.
+        timeout_s: seconds to wait for the store.
+        refuse_other_job: None if another process opens the store. Else called with the store of
+            another job, in a thread, if that job has the port: its ranks might join this job's.
+
+    Raises:
+        ClusterConfigError: the store cannot be opened or reached.
+        ImportError: torch is not installed.
+    """
+    distributed = _c10d()
+    listens = refuse_other_job is not None
+    patience = datetime.timedelta(seconds=max(1.0, timeout_s))
+    options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
+    if listens:
+        options |= {"is_master": True, "multi_tenant": True}
+        listener = _listen(host, port)
+        if listener is not None:  # else torch.distributed has opened a store in this process
+            options["master_listen_fd"] = listener.detach()
+    try:
+        store = distributed.TCPStore(host, port, None, **options)
+    except (RuntimeError, ValueError) as error:
+        if refuse_other_job is not None and "EADDRINUSE" in str(error):
+            _call_with_other_job(host, port, prefix, refuse_other_job)
+        loopback = "" if listens else _loopback_hint(host)
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
+            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}{loopback}",
+            (0,),
+        ) from None
+    _stores.append(store)
+    return distributed.PrefixStore(prefix, store)
+
+
+def _call_with_other_job(
+    host: str, port: int, prefix: str, function: Callable[[Any], None]
+) -> None:
+    distributed = _c10d()
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
+            other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
+            function(distributed.PrefixStore(prefix, other))
+
+    # In a thread, since it never ends if the program at the port is no store and says nothing.
+    thread = threading.Thread(target=call, daemon=True, name="fastdist refusal")
+    thread.start()
+    thread.join(_REFUSAL_PATIENCE.total_seconds())
+
+
+def _reason(error: Exception) -> str:
+    if "EADDRINUSE" in str(error):
+        return "another job or program uses the port; give each job a port of its own"
+    return str(error).partition("\n")[0]
+
+
+def _loopback_hint(host: str) -> str:
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return ""
+    if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
+        return ""
+    return f"; {host} is this machine itself here, expected an address that all machines reach"
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Open a socket that listens at this address only; return None if the address is in use."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ClusterConfigError(f"rendezvous: cannot resolve {host!r}: {error}") from None
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise ClusterConfigError(
+            f"rendezvous: rank 0 cannot listen at {host}:{port}: {error.strerror}; expected an "
+            "address of the machine of rank 0",
+            (0,),
+        ) from None
+    return listener
+
+
+def _c10d() -> Any:
+    """Import the module of torch's stores.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
+    try:
+        import torch.distributed
+    except ImportError:
+        raise ImportError(
+            "ranks on several machines meet in torch's TCPStore: pip install torch, or start them "
+            "by mpiexec and pass fastdist.init(bootstrap=) an mpi4py communicator"
+        ) from None
+    if not torch.distributed.is_available():
+        raise ImportError(
+            "ranks on several machines meet in torch's TCPStore, which this build of torch lacks"
+        )
+    return torch._C._distributed_c10d  # torch.distributed exports only a part of it

@@ -1,0 +1,214 @@
+"""The secret by which the ranks of a job on several machines know each other.
+
+Whoever can reach the store in which ranks meet can read and write it. So ranks seal what they post
+there with the secret, and use nothing that is not sealed. The key of their connections is derived
+from the secret and from random numbers of all ranks. On each connection both ends prove that they
+have the key (csrc/net/hello.h), so that values recorded in another job are of no use. The secret
+itself is never sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from fastdist._config import SECRET_VARIABLE, settings
+from fastdist.errors import ClusterConfigError
+
+_LEAST_BYTES = 16
+_MOST_BYTES = 1 << 16  # of a file, or of a sealed text
+_HOW = (
+    "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same secret on all machines (`openssl rand "
+    "-hex 32` makes one), or FASTDIST_INSECURE=1 on all of them if only trusted programs reach them"
+)
+
+
+class _Warned:
+    """Remembers that this process has warned."""
+
+    once = False
+
+
+class UnsealedError(Exception):
+    """A text was not sealed with this secret."""
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """A secret that all ranks of a job have.
+
+    Attributes:
+        key: the secret; empty if the job goes on without one.
+        origin: where this rank found it, for messages.
+    """
+
+    key: bytes
+    origin: str
+
+    def seal(self, label: str, text: str) -> str:
+        """Return the text with a code that only ranks with the secret can make.
+
+        Args:
+            label: says what the text is; a text sealed for another purpose is not taken for it.
+            text: any text.
+        """
+        return json.dumps([text, self.derive(label, text)])
+
+    def open(self, label: str, sealed: str | bytes) -> str:
+        """Return the text in the output of `seal`.
+
+        Raises:
+            UnsealedError: it was sealed with another secret or for another purpose, or not at all.
+        """
+        try:
+            if len(sealed) > _MOST_BYTES:
+                raise UnsealedError
+            text, code = json.loads(sealed)
+            own = self.derive(label, text)
+            if not hmac.compare_digest(own.encode(), str(code).encode()):
+                raise UnsealedError
+        except (ValueError, TypeError, RecursionError):
+            raise UnsealedError from None
+        return str(text)
+
+    def derive(self, label: str, text: str) -> str:
+        """Return a code for a text that only ranks with the secret can make, 64 hex digits."""
+        message = json.dumps([label, text]).encode()
+        return hmac.new(self.key, message, hashlib.sha256).hexdigest()
+
+    def mismatch(self, rank: int, other: int | None) -> ClusterConfigError:
+        """Make the error of a rank that finds something that was not sealed with its secret.
+
+        Args:
+            rank: this rank.
+            other: the rank that has posted it; None if it may be any.
+        """
+        who = "another rank" if other is None else f"rank {other}"
+        return ClusterConfigError(
+            f"rendezvous: {who} does not prove that it has the secret of rank {rank}, which is "
+            f"{self.origin}: {_HOW}",
+            () if other is None else (other,),
+        )
+
+
+def exchange(
+    allgather: Callable[[str], list[str]], secret: Secret | None, rank: int, label: str, text: str
+) -> list[str]:
+    """Gather a text of each rank, and check that the ranks have the secret. Every rank must call.
+
+    Args:
+        allgather: gathers texts, perhaps those of strangers.
+        secret: of the job; None to believe `allgather`.
+        rank: this rank.
+        label: says what the text is, with random numbers of all ranks.
+        text: this rank's text.
+
+    Raises:
+        ClusterConfigError: a rank does not have this rank's secret.
+    """
+    if secret is None:
+        return allgather(text)
+    found = []
+    for other, sealed in enumerate(allgather(secret.seal(f"{rank}/{label}", text))):
+        try:
+            found.append(secret.open(f"{other}/{label}", sealed))
+        except UnsealedError:
+            raise secret.mismatch(rank, other) from None
+    return found
+
+
+def job_secret() -> Secret:
+    """Find the secret of this process's job.
+
+    It is FASTDIST_SECRET, the content of the file FASTDIST_SECRET_FILE, or the content of a file
+    in the user's configuration folder, which is made if it does not exist. With FASTDIST_INSECURE=1
+    there is none, and the process warns once.
+
+    Raises:
+        ClusterConfigError: the secret is too short, or its file cannot be read or made, or is not
+            the user's alone.
+    """
+    config = settings()
+    if config.insecure:
+        if not _Warned.once:
+            _Warned.once = True
+            warnings.warn(
+                "FASTDIST_INSECURE=1: whoever can reach the ports of this job can join it and run "
+                "code in it",
+                stacklevel=2,
+            )
+        return Secret(b"", "FASTDIST_INSECURE=1")
+    if config.secret is not None:
+        return _checked(config.secret.encode(), SECRET_VARIABLE)
+    if config.secret_file is not None:
+        path = Path(config.secret_file)
+        return _checked(_read(path), f"in FASTDIST_SECRET_FILE={config.secret_file}")
+    path = Path(config.config_folder) / "fastdist" / "secret"
+    with contextlib.suppress(FileExistsError):
+        if not os.path.exists(path):  # False also where this user may not look
+            _make(path)
+    return _checked(_read(path, must_be_private=True), f"in the file {path}")
+
+
+def _checked(key: bytes, origin: str) -> Secret:
+    key = key.strip()
+    if len(key) < _LEAST_BYTES:
+        raise ClusterConfigError(
+            f"the secret {origin} has {len(key)} bytes, expected at least {_LEAST_BYTES}: {_HOW}"
+        )
+    return Secret(key, origin)
+
+
+def _read(path: Path, must_be_private: bool = False) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if must_be_private and (
+                found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077
+            ):
+                raise ClusterConfigError(
+                    f"the secret in {path} may be known to other users: delete the file, so that "
+                    "a new one is made"
+                )
+            return file.read(_MOST_BYTES)
+    except OSError as error:
+        raise ClusterConfigError(
+            f"cannot read the secret of this job in {path}: {error.strerror}: {_HOW}"
+        ) from None
+
+
+def _make(path: Path) -> None:
+    """Write a new secret; ranks of other machines may do so at the same time.
+
+    Raises:
+        FileExistsError: another rank was first.
+        ClusterConfigError: the file cannot be made.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)  # only this user can read it
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(32) + "\n")
+            os.link(name, path)  # the name appears with the whole content
+        finally:
+            os.unlink(name)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise ClusterConfigError(
+            f"this job on several machines needs a secret, and {path} cannot be made "
+            f"({error.strerror}): {_HOW}"
+        ) from None

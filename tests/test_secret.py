@@ -1,0 +1,254 @@
+"""The secret of a job on several machines: where it comes from, and what it keeps out."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fastdist._core as _core
+import pytest
+from fastdist.collectives import secret as secret_module
+from fastdist.collectives.engines import machine_rendezvous as meeting_module
+from fastdist.collectives.secret import Secret, UnsealedError, exchange, job_secret
+from fastdist.errors import ClusterConfigError
+
+OURS = Secret(b"0123456789abcdef", "FASTDIST_SECRET")
+OTHER = Secret(b"0123456789abcdeF", "in a file")
+GARBAGE = [
+    "",
+    "{",
+    "[]",
+    "[1, 2, 3]",
+    '["text"]',
+    '["text", "äöü"]',
+    '["text", null]',
+    "[" * 100_000,
+    '["' + "x" * 70_000 + '", "0"]',
+    b"\xff\xfe",
+    "1e99",
+    "9" * 5_000,
+]
+
+
+def test_only_the_secret_opens_a_text() -> None:
+    sealed = OURS.seal("rank/1", "text")
+    assert OURS.open("rank/1", sealed) == OURS.open("rank/1", sealed.encode()) == "text"
+    for secret, label in ((OTHER, "rank/1"), (OURS, "rank/2")):
+        with pytest.raises(UnsealedError):
+            secret.open(label, sealed)
+    with pytest.raises(UnsealedError):
+        OURS.open("rank/1", sealed.replace("text", "test"))
+    assert "0123" not in repr(OURS)
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_not_sealed(text: str | bytes) -> None:
+    with pytest.raises(UnsealedError):
+        OURS.open("rank/1", text)
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An environment without a secret, and an empty configuration folder."""
+    for name in ("FASTDIST_SECRET", "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return monkeypatch
+
+
+def test_a_secret_is_made_once(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[Secret] = []
+    threads = [threading.Thread(target=lambda: found.append(job_secret())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    path = tmp_path / "config" / "fastdist" / "secret"
+    assert list(path.parent.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes().strip() == found[0].key
+    assert len(found[0].key) == 64
+    assert str(path) in found[0].origin
+
+    path.chmod(0o640)
+    with pytest.raises(ClusterConfigError, match="may be known to other users"):
+        job_secret()
+
+
+def test_variables_come_first(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "job.secret"
+    file.write_text("of a mounted file\n")
+    environ.setenv("FASTDIST_SECRET_FILE", str(file))
+    assert job_secret().key == b"of a mounted file"
+    environ.setenv("FASTDIST_SECRET", "of the environment")
+    assert job_secret().key == b"of the environment"
+    assert not (tmp_path / "config").exists()
+
+
+def test_secrets_that_cannot_be_used(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environ.setenv("FASTDIST_SECRET", "short")
+    with pytest.raises(ClusterConfigError, match="FASTDIST_SECRET has 5 bytes, expected at least"):
+        job_secret()
+    environ.delenv("FASTDIST_SECRET")
+    environ.setenv("FASTDIST_SECRET_FILE", str(tmp_path / "missing"))
+    with pytest.raises(ClusterConfigError, match="missing: No such file"):
+        job_secret()
+    environ.delenv("FASTDIST_SECRET_FILE")
+    (tmp_path / "config").write_text("not a folder")
+    with pytest.raises(ClusterConfigError, match=r"cannot be made .*: set FASTDIST_SECRET or"):
+        job_secret()
+
+
+def test_going_on_without_a_secret_warns_once(environ: pytest.MonkeyPatch) -> None:
+    environ.setenv("FASTDIST_INSECURE", "1")
+    environ.setattr(secret_module._Warned, "once", False)
+    with pytest.warns(UserWarning, match="FASTDIST_INSECURE=1: whoever can reach"):
+        job_secret()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert job_secret().key == b""
+
+
+class Store:
+    """The part of torch's stores that a meeting uses."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, number: int) -> int:
+        with self.lock:
+            total = int(self.values.get(key, b"0")) + number
+            self.values[key] = str(total).encode()
+            return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self.lock:
+            return self.values.setdefault(key, desired.encode())
+
+
+def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[Any]:
+    """Meet as one rank for each secret; return each rank's meeting, or its error."""
+    results: list[Any] = [None] * len(secrets)
+
+    def meet(rank: int) -> None:
+        listener = _core.Listener("127.0.0.1")
+        arrival = meeting_module.Arrival(
+            len(secrets), f"machine {rank}", "10.0.0.1", listener.port, f"nonce {rank}"
+        )
+        table = meeting_module._Table(store, secrets[rank], rank)
+        deadline = time.monotonic() + limit_s
+        try:
+            results[rank] = meeting_module._meet(table, arrival, listener, deadline, limit_s)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(len(secrets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_key_that_is_not_in_the_store() -> None:
+    store = Store()
+    keys = {meeting.key for meeting in meet_all([OURS] * 3, store)}
+    assert len(keys) == 1
+    assert not any(key.encode() in value for key in keys for value in store.values.values())
+
+
+def test_ranks_with_another_secret() -> None:
+    """Every rank says at once what to set."""
+    begin = time.monotonic()
+    errors = meet_all([OURS, OTHER], Store(), limit_s=600)
+    assert time.monotonic() - begin < 60
+    for error in errors:
+        assert isinstance(error, ClusterConfigError)
+        assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in str(error)
+    assert "rank 1 does not prove" in str(errors[0])
+    assert "rank 0 does not prove that it has the secret of rank 1, which is in a file" in str(
+        errors[1]
+    )
+
+
+@pytest.mark.parametrize("text", GARBAGE[:6], ids=range(6))
+def test_strangers_in_the_store(text: str) -> None:
+    store = Store()
+    store.set("rank/1", text)
+    error = refused(lambda: meeting_module._Table(store, OURS, 0).arrival(1))
+    assert "rank 1 does not prove" in str(error)
+    store.set("decision", text)
+    for error in meet_all([OURS], store):
+        assert isinstance(error, ClusterConfigError)
+        assert "another rank does not prove" in str(error)
+
+
+def refused(call: Callable[[], Any]) -> ClusterConfigError:
+    with pytest.raises(ClusterConfigError) as caught:
+        call()
+    return caught.value
+
+
+NONE = Secret(b"", "FASTDIST_INSECURE=1")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        "[]",
+        "7",
+        '[2, "m", "10.0.0.1", 1]',
+        '[2, "m", "999.1.1.1", 70, "", "0"]',
+        '[2, "m", "10.0.0.1", 70000, "", "0"]',
+        '[2, "m", "10.0.0.1", 0, "", "0"]',
+        '[1e99, "m", "10.0.0.1", 70, "", "0"]',
+        '[2, "m", null, 70, "", "0"]',
+        '[2, {}, "10.0.0.1", 70, "", "0"]',
+        '[2, "m", "10.0.0.1", 70, "", null]',
+    ],
+)
+def test_malformed_arrivals_of_jobs_without_a_secret(packed: str) -> None:
+    with pytest.raises(ClusterConfigError, match="rank 1 has posted a malformed arrival"):
+        meeting_module._check_arrival(packed, 0, 2, 1)
+
+
+@pytest.mark.parametrize("refusal", ["[", "7", "[]", '["why", {}]', '["\\u001b[31mwhy", 1]'])
+def test_malformed_refusals_of_jobs_without_a_secret(refusal: str) -> None:
+    store = Store()
+    store.set("decision", NONE.seal("decision", refusal))
+    for error in meet_all([NONE, NONE], store):
+        assert isinstance(error, ClusterConfigError)
+        assert "\x1b" not in str(error)
+
+
+def test_an_exchange_between_ranks_with_another_secret() -> None:
+    def sealed(secret: Secret, rank: int) -> str:
+        found: list[str] = []
+        with pytest.raises(IndexError):  # no rank has answered
+            exchange(
+                lambda text: found.append(text) or [][0], secret, rank, "label", f"text {rank}"
+            )
+        return found[0]
+
+    ours = [sealed(OURS, 0), sealed(OURS, 1)]
+    assert exchange(lambda _: ours, OURS, 0, "label", "text 0") == ["text 0", "text 1"]
+    for replies in ([sealed(OURS, 0), sealed(OTHER, 1)], ours[::-1], [ours[0], "text 1"]):
+        error = refused(lambda r=replies: exchange(lambda _: r, OURS, 0, "label", "text 0"))  # type: ignore[misc]
+        assert "does not prove that it has the secret of rank 0" in str(error)
+    with pytest.raises(ClusterConfigError):
+        exchange(lambda _: ours, OURS, 0, "other", "text 0")

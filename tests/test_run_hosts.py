@@ -22,6 +22,7 @@ SSH = """\
 # Takes ssh's options, and runs the command here, or in the network namespace called like the host.
 while [ "${1#-}" != "$1" ]; do case $1 in -o) shift 2;; *) shift;; esac; done
 host=$1; shift
+echo "$*" >> commands
 case $host in
   fd*) exec ip netns exec "$host" sh -c "$*";;
   here*) exec sh -c "$*";;
@@ -31,6 +32,8 @@ esac
 
 CODE = """
     import os, sys, time, numpy as np, fastdist as fd
+    assert os.environ["FASTDIST_PS_KEYS"].endswith(" of the job")
+    assert len(os.environ["FASTDIST_SECRET"]) == 64  # made for the job
     comm = fd.init(timeout=20)
     total = comm.all_reduce(np.array([comm.rank + 1.0]))[0]
     print(total, os.environ["GREETING"], os.getcwd(), type(comm.engine).__name__, flush=True)
@@ -54,6 +57,8 @@ def start(folder: Path, hosts: str, host: str, *arguments: str) -> subprocess.Po
     ssh.write_text(SSH)
     ssh.chmod(0o755)
     env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    env["FASTDIST_PS_KEYS"] = "the keys of the job"
+    env.pop("FASTDIST_SECRET", None)
     options = ["--hosts", hosts, "--rdzv", f"{host}:{free_port()}", "-n", "1"]
     run = [sys.executable, "-m", "fastdist", "run", *options, "--env", "GREETING=good day"]
     program = [sys.executable, "-c", textwrap.dedent(CODE), *arguments]
@@ -68,6 +73,10 @@ def test_ranks_by_ssh(tmp_path: Path) -> None:
     out, err = job.communicate(timeout=60)
     line = f"3.0 good day {tmp_path} HostEngine"
     assert (sorted(out.splitlines()), job.returncode) == ([f"[0] {line}", f"[1] {line}"], 0), err
+    commands = (tmp_path / "commands").read_text()
+    assert commands.count("fastdist run") == 2
+    for hidden in ("the keys", "FASTDIST_PS_KEYS=", "FASTDIST_SECRET=", "good day"):
+        assert hidden not in commands  # every user of the machine sees command lines
 
 
 @pytest.mark.slow

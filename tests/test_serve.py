@@ -35,7 +35,16 @@ class TestServer:
         process, _ = servers.start_json()
         assert end(process, number) == (0, b"")
 
-    def test_is_used_by_the_address_in_tf_config(self, servers: Servers) -> None:
+    def test_only_its_user_can_connect(self, servers: Servers) -> None:
+        """Without keys it listens in a folder of its own, which it removes."""
+        process, first = servers.start_json()
+        folder = Path(first["address"].removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.stat().st_uid == os.getuid()
+        assert end(process, signal.SIGTERM) == (0, b"")
+        assert not folder.exists()
+
+    def test_is_used_by_the_address_in_tf_config(self, servers: Servers, tmp_path: Path) -> None:
         cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
         cluster["ps"] = [f"127.0.0.1:{free_port()}"]
         config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
@@ -44,10 +53,14 @@ class TestServer:
             .cluster_spec()
             .task_address("ps", 0)
         )
+        keys = Keys.make()
+        (tmp_path / "job.keys").write_text(keys.to_json())
         for _ in range(2):  # once more after a kill, at the same address
-            process, first = servers.start_json("--address", address)
+            process, first = servers.start_json(
+                "--address", address, "--keys", tmp_path / "job.keys"
+            )
             assert first["address"] == f"tcp://{address}"
-            fill(f"tcp://{address}")
+            fill(f"tcp://{address}", keys)
             process.kill()
             process.wait()
 
@@ -152,9 +165,13 @@ class TestBadInput:
             (["--address", "udp://127.0.0.1:7000"], "expected tcp://IP:PORT"),
             (["--address", "127.0.0.1:70000"], "expected tcp://IP:PORT"),
             (["--address", "127.0.0.1:x"], "expected tcp://IP:PORT"),
-            (["--address", "0.0.0.0:*"], "0.0.0.0:* can be reached from other machines and needs"),
+            (
+                ["--address", "0.0.0.0:*"],
+                "0.0.0.0:* can be reached by other users, here or on other",
+            ),
+            (["--address", "127.0.0.1:*"], "127.0.0.1:* can be reached by other users, here or"),
             (["--address", "192.0.2.7:7000", "--keys", "KEYS"], "cannot listen at tcp://192.0.2.7"),
-            (["--address", "USED"], "Address already in use"),
+            (["--address", "USED", "--keys", "KEYS"], "Address already in use"),
             (["--keys", "none"], "cannot read the keys in none: No such file or directory"),
             (["--keys", "EMPTY"], "not the keys of a job"),
             (["--metrics-port", "USED"], "cannot serve metrics at 127.0.0.1:"),

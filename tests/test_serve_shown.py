@@ -16,7 +16,7 @@ from fastdist.cli.serve.lines import as_text
 from fastdist.cli.serve.metrics import metrics_of
 from fastdist.cli.serve.page import draw
 from fastdist.cli.serve.reading import Reading
-from fastdist.ps import Client
+from fastdist.ps import Client, Keys
 from launched import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -139,13 +139,15 @@ class TestWhatIsShown:
         assert [cell.strip() for cell in words.split("│")[2:6]] == ["table", "9", "3 MiB", "600"]
 
     def test_page_on_a_terminal(self, servers: Servers) -> None:
+        keys = Keys.make()
+        servers.environ["FASTDIST_PS_KEYS"] = keys.to_json()
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         address = f"127.0.0.1:{free_port()}"
         process = servers.start("--address", address, "--interval", 0.1, stdout=theirs)
         os.close(theirs)
         shown = read_terminal(ours, until=address.encode())
-        fill(f"tcp://{address}")
+        fill(f"tcp://{address}", keys)
         shown += read_terminal(ours, until=b"words")
         process.send_signal(signal.SIGINT)
         shown += read_terminal(ours)
@@ -159,7 +161,7 @@ class TestWhatIsShown:
         process = servers.start("--interval", 0.1, "--metrics-port", 0)
         assert process.stdout is not None
         lines = [process.stdout.readline().decode() for _ in range(4)]
-        assert lines[0].startswith("address: tcp://127.0.0.1:")
+        assert lines[0].startswith("address: ipc:///")
         assert lines[1].startswith("metrics: http://127.0.0.1:")
         up = "0 objects, 0 rows, 0 B, 0 steps, 0.0 requests/s\n"
         assert [line.partition(", ")[2] for line in lines[2:]] == [up, up]

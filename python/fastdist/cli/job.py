@@ -34,8 +34,9 @@ class Task:
         label: the task in brackets at the beginning of each line of its output.
         environment: the complete environment of the process.
         ending: the effect of the process's end.
-        command: its program and arguments, if they are not the job's. Its stdin stays open and
-            empty until the launcher ends.
+        command: its program and arguments, if they are not the job's. Its stdin stays open until
+            the launcher ends.
+        stdin: bytes that its own command finds in stdin.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Task:
     environment: Mapping[str, str]
     ending: Ending = Ending.ONE_OF_ALL
     command: Sequence[str] | None = None
+    stdin: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,4 +164,7 @@ def start(
         raise StartError(f"cannot start {task.name}: {command[0]}: {reason}") from error
     assert popen.stdout is not None
     assert popen.stderr is not None
+    if popen.stdin is not None:
+        with suppress(BrokenPipeError):  # it has ended already, and says why
+            popen.stdin.write(task.stdin)
     return popen, popen.stdout.fileno(), popen.stderr.fileno()

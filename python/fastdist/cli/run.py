@@ -15,7 +15,14 @@ from fastdist._config import KEYS_VARIABLE
 from fastdist.cli.job import GRACE_S, Job, StartError, Task
 from fastdist.cli.program import ProgramError, find_program
 from fastdist.cli.supervisor import Outcome, supervise
-from fastdist.cli.tasks import Machines, VariableError, host_tasks, rank_tasks, role_tasks
+from fastdist.cli.tasks import (
+    Machines,
+    VariableError,
+    host_tasks,
+    rank_tasks,
+    role_tasks,
+    take_variables,
+)
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
 
@@ -236,8 +243,6 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     hosts = arguments.hosts
     there = ["-n", str(arguments.ranks)]
-    for name, value in arguments.env:
-        there += ["--env", f"{name}={value}"]
     there += ["--grace-s", str(arguments.grace_s)]
     there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
     if not arguments.command:
@@ -245,7 +250,8 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     host = hosts[0].rpartition("@")[2]
     # A port that other jobs on these machines hardly have; nobody can look there beforehand.
     rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
-    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0])
+    variables = dict(arguments.env)
+    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0], variables)
     # The launchers on the machines begin each line with its rank.
     grace_s = arguments.grace_s + _ANSWER_S
     job = Job((), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
@@ -320,7 +326,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 @contextmanager
 def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
     """Yields the tasks of the job; reserves their ports until the context is closed."""
-    user = dict(arguments.env)
+    user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
         _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)

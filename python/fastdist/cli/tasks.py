@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastdist._config import VARIABLE_PREFIX
+from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cli.job import Ending, Task
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
@@ -27,7 +27,7 @@ _SSH_OPTIONS = (
 
 
 class VariableError(Exception):
-    """A variable that the launcher sets itself was given with --env."""
+    """A variable that the launcher sets itself was given with --env, or variables are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +82,56 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     ]
 
 
-def host_tasks(hosts: Sequence[str], arguments: Sequence[str], port: int, rdzv: str) -> list[Task]:
+def host_tasks(
+    hosts: Sequence[str],
+    arguments: Sequence[str],
+    port: int,
+    rdzv: str,
+    user: Mapping[str, str],
+) -> list[Task]:
     """Returns a task for each machine of a job, which starts its ranks by ssh.
+
+    Variables go over the standard input: every user of a machine can see command lines.
 
     Args:
         hosts: names of the machines for ssh; rank 0 is on the first one.
         arguments: of `fastdist run` there, but for those that name the machines.
         port: port of rank 0.
         rdzv: host of rank 0 for the other machines.
+        user: variables that override inherited ones.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
-    carried |= {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
-    settings = [f"{name}={value}" for name, value in sorted(carried.items())]
+    if not carried.keys() & set(SECRET_VARIABLES):
+        carried[SECRET_VARIABLE] = secrets.token_hex(32)
+    stdin = json.dumps([carried, dict(user)]).encode() + b"\n"
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     tasks = []
     for number, host in enumerate(hosts):
         place = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
         place += ["--rdzv", join_address(rdzv, str(port)), "--ends-with-stdin"]
-        run = ["env", *settings, sys.executable, "-m", "fastdist", "run", *place, *arguments]
+        run = ["env", *path, sys.executable, "-m", "fastdist", "run", *place, *arguments]
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(run)}"
         command = ["ssh", "-T", *_SSH_OPTIONS, host, remote]
-        tasks.append(Task(f"machine {host}", host, dict(os.environ), command=command))
+        task = Task(f"machine {host}", host, dict(os.environ), command=command, stdin=stdin)
+        tasks.append(task)
     return tasks
+
+
+def take_variables() -> dict[str, str]:
+    """Reads from stdin what `host_tasks` sends: sets variables, and returns those of the user.
+
+    Raises:
+        VariableError: stdin has ended before.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):  # one by one: the rest of stdin is the supervisor's
+        byte = os.read(0, 1)
+        if not byte:
+            raise VariableError("the launcher of this job has ended")
+        line += byte
+    carried, user = json.loads(line)
+    os.environ.update(carried)
+    return dict(user)
 
 
 def role_tasks(

@@ -12,14 +12,14 @@ job uses the server if its TF_CONFIG lists the address under "ps". The server se
 time; each job starts with an empty server.
 """
 _EPILOG = """\
-A server without keys can be reached only from this machine, and only by fastdist.ps.Client:
+A server without keys can be reached only by fastdist.ps.Client of the same user on this machine:
 ParameterServerStrategy always uses keys.
 
 exit code:
   0 if a signal ended the server; 2 if the server could not start
 
 examples:
-  fastdist serve --address tcp://127.0.0.1:7000
+  fastdist serve
   (umask 077; fastdist keys > job.keys)
   fastdist serve --address tcp://10.0.0.5:7000 --keys job.keys --metrics-port 9100
   fastdist serve --json --interval 60 >> server.jsonl
@@ -40,9 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--address",
         metavar="A",
         type=_address,
-        default="tcp://127.0.0.1:*",
-        help="where to listen: tcp://IP:PORT, or IP:PORT as in TF_CONFIG; * is a free port "
-        "(default: %(default)s)",
+        help="where to listen: tcp://IP:PORT, or IP:PORT as in TF_CONFIG; * is a free port; needs "
+        "keys (default: tcp://127.0.0.1:* with keys, else a socket that only this user can open)",
     )
     parser.add_argument(
         "--keys",

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,7 +34,7 @@ class _Stopped(BaseException):
 
 
 def serve(
-    address: str,
+    address: str | None,
     *,
     key_file: str | None,
     metrics: tuple[str, int] | None,
@@ -43,7 +44,8 @@ def serve(
     """Serve until a signal arrives.
 
     Args:
-        address: where to listen, as ZeroMQ names it.
+        address: where to listen, as ZeroMQ names it; None: any port of this machine, and without
+            keys a socket that only this user can open.
         key_file: a file of keys; None uses the setting's keys, if any.
         metrics: IP address and port for Prometheus.
         interval_s: seconds between readings; None: 10 for lines, 1 for the page.
@@ -54,7 +56,7 @@ def serve(
     """
     try:
         with (
-            _open_server(address, key_file) as server,
+            _opened_server(address, key_file) as server,
             _metrics(server, metrics) as url,
             suppress(_Stopped),
             _signals_raise(),
@@ -80,21 +82,28 @@ def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: 
             raise server.failure
 
 
-def _open_server(address: str, key_file: str | None) -> Server:
+@contextmanager
+def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server]:
     keys = _keys(key_file)  # first: raises an ImportError with a hint if pyzmq is missing
     from zmq import ZMQError
 
     from fastdist.ps import Server
 
-    try:
-        return Server(address, keys=keys)
-    except ValueError:
+    if keys is None and address is not None:
         raise _StartError(
-            f"{address} can be reached from other machines and needs keys: pass --keys FILE with "
-            "a file that `fastdist keys` has written"
-        ) from None
-    except ZMQError as error:
-        raise _StartError(f"cannot listen at {address}: {error.strerror}") from None
+            f"{address} can be reached by other users, here or on other machines, and needs keys: "
+            "pass --keys FILE with a file that `fastdist keys` has written"
+        )
+    with ExitStack() as stack:
+        if keys is None:
+            folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-serve-"))  # mode 0700
+            address = f"ipc://{folder}/server"
+        place = address or "tcp://127.0.0.1:*"
+        try:
+            server = stack.enter_context(Server(place, keys=keys))
+        except ZMQError as error:
+            raise _StartError(f"cannot listen at {place}: {error.strerror}") from None
+        yield server
 
 
 def _keys(key_file: str | None) -> Keys | None:

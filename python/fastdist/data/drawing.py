@@ -117,7 +117,11 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _with_generator(op: Any) -> Any:
-    """Return the overload of an operation that takes a generator; None if there is none."""
+    """Return the overload of an operation that takes a generator; None if there is none.
+
+    Operations that draw and have none still draw from the default generator: dropout and attention
+    of one kernel on GPUs, and `rand_like`, `randn_like`, `randint_like` before torch 2.10.
+    """
     names = _arguments(op)
     if "generator" in names:
         return op

@@ -74,7 +74,7 @@ def messages_that_differ(comm: Any, path: Path) -> str:
     if comm.rank < 2:
         move = dist.send if comm.rank == 0 else dist.recv
         with pytest.raises(dist.DistBackendError) as told:
-            move(torch.ones(3 + comm.rank), 1 - comm.rank, tag=5)
+            move(torch.ones(4 - comm.rank), 1 - comm.rank, tag=5)
         text = str(told.value)
     dist.barrier()
     dist.destroy_process_group()
@@ -84,8 +84,8 @@ def messages_that_differ(comm: Any, path: Path) -> str:
 def test_messages_that_differ_are_told_on_both_ranks(ranks: ProcessRanks, tmp_path: Path) -> None:
     sender, receiver, _ = ranks.run(messages_that_differ, tmp_path / "store")
     for text in (sender, receiver):
-        assert "send(float32 × 3, dst=1)" in text
-        assert "recv(float32 × 4, src=0)" in text
+        assert "send(float32 × 4, dst=1)" in text
+        assert "recv(float32 × 3, src=0)" in text
 
 
 def a_late_rank(comm: Any, path: Path) -> str:
@@ -191,6 +191,36 @@ def groups_that_are_left(comm: Any, path: Path) -> None:
 
 def test_groups_that_are_left_say_so(ranks: ProcessRanks, tmp_path: Path) -> None:
     ranks.run(groups_that_are_left, tmp_path / "store")
+
+
+class Stop(Exception):
+    pass
+
+
+def handler_that_raises(comm: Any, path: Path) -> None:
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    begin(comm, path)
+    x = torch.ones(2)
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Stop):
+            dist.all_reduce(x)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        assert x[0] == comm.world_size
+    else:
+        time.sleep(0.5)
+        dist.all_reduce(x)
+    y = torch.ones(2)
+    dist.all_reduce(y)
+    assert y[0] == comm.world_size
+    dist.destroy_process_group()
+
+
+def test_a_signal_handler_that_raises_ends_no_group(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(handler_that_raises, tmp_path / "store")
 
 
 def another_backend(comm: Any, path: Path) -> str:

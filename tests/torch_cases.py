@@ -7,6 +7,7 @@ on Gloo; those in `MORE_THAN_GLOO` do what Gloo refuses, and check their results
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,8 @@ gather_functionally: Any = (
 scatter_functionally: Any = (
     getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 )
+
+warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
 
 Case = Callable[[], Any]
 LIKE_GLOO: dict[str, Case] = {}
@@ -236,6 +239,64 @@ def tensors_that_are_not_contiguous() -> Any:
     parts = [torch.zeros(3, 2).T for _ in range(size)]
     dist.all_gather(parts, own(2, 3))
     return [y, parts]
+
+
+@like_gloo
+def several_tensors_in_one_call() -> Any:
+    group: Any = dist.group.WORLD
+    size = dist.get_world_size()
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        reduced = [own(2, 3), own(2, 3) + 1]
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        group.allreduce(reduced, options).wait()
+        results.append(reduced)
+    shared = [own(2, 2).t(), own(2, 2) + 5]
+    to_all = dist.BroadcastOptions()
+    to_all.rootRank, to_all.rootTensor = size - 1, 1
+    group.broadcast(shared, to_all).wait()
+    parts = [[torch.zeros(3) for _ in range(2 * size)] for _ in range(2)]
+    group.allgather(parts, [own(3), own(3) + 1]).wait()
+    return [results, shared, parts]
+
+
+@like_gloo
+def the_same_tensor_twice() -> Any:
+    x, y = own(3), own(2, 3)
+    group: Any = dist.group.WORLD
+    group.allreduce_coalesced([x, y, x]).wait()
+    return [x, y]
+
+
+@like_gloo
+def complex_numbers_of_half_precision() -> Any:
+    size = dist.get_world_size()
+    x = torch.complex(own(2, size).half(), own(2, size).half())
+    strided = x.clone().t()
+    scalar = x[0, 0].clone()
+    for each in (x, strided, scalar):
+        dist.all_reduce(each)
+    out = torch.zeros(2, dtype=torch.complex32)
+    reduce_scatter_single(out, x.reshape(-1)[: 2 * size].clone())
+    parts = [torch.zeros(2, dtype=torch.complex32) for _ in range(size)]
+    dist.all_gather(parts, out)
+    return [x, strided, scalar, out, parts]
+
+
+@like_gloo
+def messages_that_are_shorter_or_of_another_dtype() -> Any:
+    rank = dist.get_rank()
+    large, small = torch.zeros(5), torch.zeros(8, dtype=torch.uint8)
+    if rank == 0:
+        works = [dist.isend(own(2) + tag, 1, tag=tag) for tag in range(3)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        dist.recv(small, 0, tag=1)  # the one before is kept
+        dist.recv(large, 0)
+        dist.recv(large[3:].view(torch.uint8), 0, tag=2)
+    return [large, small]
 
 
 @like_gloo
@@ -546,6 +607,32 @@ def profilers_that_stop_before_calls_end() -> None:
         (work or dist.all_reduce(own(64), async_op=True)).wait()
         events = [e for e in profile.events() or [] if e.name == "fastdist:all_reduce"]
         assert [e.is_async for e in events] == [False] * (rank != 1)
+
+
+@more_than_gloo
+def what_groups_tell() -> None:
+    group: Any = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60)
+    number = group._get_sequence_number_for_group()
+    dist.all_reduce(own(2))
+    dist.all_reduce(own(2), async_op=True).wait()
+    assert group._get_sequence_number_for_group() == number + 2
+    means = [own(2) + k for k in range(3)]
+    wholes = [torch.tensor([3 * k, -3 * k - 1]) for k in range(2)]
+    for several in (means, wholes):
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        group.allreduce(several, options).wait()
+    middle = own(2) + 1
+    dist.all_reduce(middle, dist.ReduceOp.AVG)
+    assert all(torch.allclose(mean, middle) for mean in means)
+    assert [whole.tolist() for whole in wholes] == [[1, -2]] * 2
+    with pytest.raises(TypeError, match="complex32 can be added up and averaged only, got max"):
+        dist.reduce_scatter(
+            torch.zeros(2, dtype=torch.complex32),
+            [torch.zeros(2, dtype=torch.complex32)] * group.size(),
+            dist.ReduceOp.MAX,
+        )
 
 
 @more_than_gloo

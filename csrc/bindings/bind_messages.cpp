@@ -128,7 +128,11 @@ class Messages {
   }
   bool read_here(WorkQueue& queue, Receive& receive, int src, Timeout timeout) {
     const PythonCaller caller;
-    return queue.try_run([&] { read(receive, src, {.timeout = timeout, .caller = &caller}); });
+    bool is_done = false;
+    caller.run([&] {
+      is_done = queue.try_run([&] { read(receive, src, {.timeout = timeout, .caller = &caller}); });
+    });
+    return is_done;
   }
   // Reads messages until the receive has ended. What ends the communicator ends the receive.
   void read(Receive& receive, int src, const CallOptions& options) noexcept {

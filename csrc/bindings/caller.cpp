@@ -109,7 +109,10 @@ std::string PythonCaller::location() const {
 void PythonCaller::check_interrupt() const {
   if (is_finalizing()) return;
   const py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  if (PyErr_CheckSignals() == 0) return;
+  const py::error_already_set error;
+  if (!defers_ || !error.matches(PyExc_Exception)) throw error;
+  if (!raised_) raised_ = error;
 }
 
 }  // namespace fastdist::bindings

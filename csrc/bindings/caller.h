@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/communicator.h"
+#include "core/error.h"
 
 namespace fastdist::bindings {
 
@@ -52,9 +53,24 @@ class PythonCaller final : public Caller {
   void may_block() const override {
     if (released_ == nullptr) released_ = PyEval_SaveThread();
   }
+  // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
+  // call that ends early ends the communicator; but Ctrl-C and other exceptions that are to end the
+  // program (those that are no `Exception`) end the call.
+  template <class Call>
+  void run(Call&& call) const {
+    defers_ = true;
+    try {
+      call();
+    } catch (const Error&) {
+      if (!raised_) throw;
+    }
+    if (raised_) throw *raised_;
+  }
 
  private:
   std::optional<std::string> location_;
+  mutable bool defers_ = false;
+  mutable std::optional<pybind11::error_already_set> raised_;
   mutable PyThreadState* released_ = nullptr;
 };
 

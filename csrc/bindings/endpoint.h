@@ -212,7 +212,9 @@ class Endpoint {
   bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     const CallOptions options{timeout, &caller};
-    return queue.try_run([&] { make(queue, call, options); });
+    bool is_done = false;
+    caller.run([&] { is_done = queue.try_run([&] { make(queue, call, options); }); });
+    return is_done;
   }
   template <class Call>
   py::object run_in(WorkQueue& queue, Call call, py::handle kept, py::handle result,

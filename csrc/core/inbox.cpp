@@ -79,7 +79,11 @@ void Inbox::read(const Message& next, const CallOptions& options) {
   }
   std::exception_ptr error;
   try {
-    communicator_.recv(receive->out(), source_, options);
+    const bool fits = next.count * size_of(next.dtype) <= receive->out().bytes();
+    // Where the message does not fit, the engine tells both ranks.
+    communicator_.recv(
+        fits ? TensorView{receive->out().data, next.count, next.dtype, 0} : receive->out(), source_,
+        options);
   } catch (...) {
     error = std::current_exception();
   }
@@ -103,7 +107,7 @@ void Inbox::put(Kept kept) {
 void Inbox::fill(Receive& receive, const Kept& kept) const noexcept {
   const TensorView out = receive.out();
   std::exception_ptr error;
-  if (out.dtype == kept.message.dtype && out.count == kept.message.count) {
+  if (kept.data.size() <= out.bytes()) {
     if (!kept.data.empty()) std::memcpy(out.data, kept.data.data(), kept.data.size());
   } else {
     const auto text = [](DType dtype, std::uint64_t count) {

@@ -17,7 +17,8 @@
 
 namespace fastdist {
 
-// A receive of one array, which ends once: with a message, or with an error.
+// A receive of one array, which ends once: with a message, or with an error. The message may have
+// fewer bytes than the array, and another dtype.
 class Receive {
  public:
   Receive(TensorView out, std::uint64_t tag) : out_(out), tag_(tag) {}

@@ -21,11 +21,19 @@ from fastdist.collectives.communicator import Communicator, Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, usual
-from fastdist.integrations.torch_backend.reductions import reduction_of, scale_in_place, scaled
+from fastdist.integrations.torch_backend.reductions import (
+    combined,
+    reduction_of,
+    scale_in_place,
+    scaled,
+)
 from fastdist.integrations.torch_backend.sparse import all_reduce_sparse
 from fastdist.integrations.torch_backend.tensors import (
     Finish,
+    all_of,
+    all_to_write,
     check_reducible,
+    copying,
     joined,
     joined_to_write,
     numel,
@@ -154,6 +162,7 @@ class Calls(_ProcessGroup):
         super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]
         self._comm: Any = comm  # or `Left`
         self._timeout_s = timeout_s
+        self._made = 0  # collectives
         self._completers: dict[tuple[Any, ...], Completer] = {}
         assert comm.engine.compiled is not None
         self._messages: Any = _core.Messages(comm.engine.compiled).calls()
@@ -183,6 +192,7 @@ class Calls(_ProcessGroup):
             call: the communicator's method, with its arguments.
         """
         seconds = opts.timeout.total_seconds() if type(opts) in TIMED else self._timeout_s
+        self._made += 1
         try:
             if opts.asyncOp and self._may_wait(written):
                 work = call(*args, **kwargs, timeout=seconds, async_op=True)
@@ -200,10 +210,13 @@ class Calls(_ProcessGroup):
         given: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
         finish: Finish,
+        per_rank: int = 1,
     ) -> tuple[Any, Any, Finish]:
+        size = self._comm.world_size * per_rank
+        op, factor, finish = reduction_of(opts.reduceOp, written, finish, size)
         for tensor in given:
-            check_reducible(tensor)
-        return reduction_of(opts.reduceOp, written, finish, self._comm.world_size)
+            check_reducible(tensor, op)
+        return op, factor, finish
 
     @staticmethod
     def _may_wait(written: Sequence[torch.Tensor]) -> bool:
@@ -218,7 +231,9 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
-        """Reduce a tensor in place over all ranks."""
+        """Reduce a tensor in place over all ranks; several as if each had a rank of its own."""
+        if len(tensors) > 1:
+            return self._all_reduce_several(tensors, opts)
         tensor = _one(tensors)
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, opts.reduceOp)
@@ -226,6 +241,15 @@ class Calls(_ProcessGroup):
         op, factor, finish = self._reduction(opts, tensors, [plain], finish)
         scale_in_place([plain], factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
+
+    def _all_reduce_several(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        given, count = [to_read(t.detach()) for t in tensors], len(tensors)
+        total = torch.empty_like(given[0])
+        op, factor, finish = self._reduction(opts, tensors, [total], None, count)
+        total.copy_(combined(given, op))
+        scale_in_place([total], 1 / count if op == "mean" else factor)
+        finish = all_of([finish, *(copying(total, tensor) for tensor in tensors)])
+        return self._make(opts, tensors, finish, self._comm.all_reduce, total, op)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> Done:
         try:
@@ -239,7 +263,7 @@ class Calls(_ProcessGroup):
         self, tensors: list[torch.Tensor], opts: Any = _AllreduceCoalescedOptions
     ) -> Any:
         """Reduce tensors in place over all ranks."""
-        plain, finish = _all_to_write(tensors)
+        plain, finish = all_to_write(tensors)
         op, factor, finish = self._reduction(opts, tensors, plain, finish)
         scale_in_place(plain, factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
@@ -260,8 +284,12 @@ class Calls(_ProcessGroup):
 
     @_collective
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = _BroadcastOptions) -> Any:
-        """Copy the root's tensor to all ranks."""
-        plain, finish = to_write(_one(tensors))
+        """Copy the root's tensor, one of several, to all tensors of all ranks."""
+        plain, finish = to_write(tensors[opts.rootTensor])
+        if len(tensors) > 1:
+            source = tensors[opts.rootTensor]
+            others = (copying(source, tensor) for tensor in tensors if tensor is not source)
+            finish = all_of([finish, *others])
         return self._make(opts, tensors, finish, self._comm.broadcast, plain, opts.rootRank)
 
     @_collective
@@ -272,6 +300,8 @@ class Calls(_ProcessGroup):
         opts: Any = _AllgatherOptions,
     ) -> Any:
         """Copy the tensors of all ranks, which may differ in size, into a list on each."""
+        if len(inputs) > 1:
+            return self._all_gather_several(outputs, inputs, opts)
         given, received = _one(inputs), self._one_each(_one(outputs), "outputs")
         flat, finish = joined_to_write(received)
         sizes = [numel(t) for t in received]
@@ -279,6 +309,29 @@ class Calls(_ProcessGroup):
         plain = to_read(given).reshape(-1)
         return self._make(
             opts, received, finish, self._comm.all_gather, plain, out=flat, splits=splits
+        )
+
+    def _all_gather_several(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Any:
+        """Copy several tensors of each rank into each of as many lists."""
+        size, first = self._comm.world_size, outputs[0]
+        lengths = {len(received) for received in outputs}
+        if len(outputs) != len(inputs) or lengths != {size * len(inputs)}:
+            raise ValueError(
+                f"outputs must be {len(inputs)} lists of {size * len(inputs)} tensors, got "
+                f"{len(outputs)} of {sorted(lengths)} on rank {self._comm.rank}"
+            )
+        flat, finish = joined_to_write(first)
+        others = [copying(*pair) for more in outputs[1:] for pair in zip(first, more, strict=True)]
+        received = [tensor for each in outputs for tensor in each]
+        return self._make(
+            opts,
+            received,
+            all_of([finish, *others]),
+            self._comm.all_gather,
+            joined(inputs),
+            out=flat,
         )
 
     @_collective
@@ -292,7 +345,7 @@ class Calls(_ProcessGroup):
         pairs = [joined_to_write([of_rank[i] for of_rank in outputs]) for i in range(len(inputs))]
         given = [to_read(t).reshape(-1) for t in inputs]
         received = [t for of_rank in outputs for t in of_rank]
-        flat, finish = [flat for flat, _ in pairs], _all_of([finish for _, finish in pairs])
+        flat, finish = [flat for flat, _ in pairs], all_of([finish for _, finish in pairs])
         return self._make(opts, received, finish, self._comm.all_gather, given, out=flat)
 
     @_collective
@@ -313,7 +366,7 @@ class Calls(_ProcessGroup):
         opts: Any = _AllgatherOptions,
     ) -> Any:
         """Do `all_gather_single` for several tensors."""
-        plain, finish = _all_to_write(outputs)
+        plain, finish = all_to_write(outputs)
         given = [to_read(t) for t in inputs]
         return self._make(opts, outputs, finish, self._comm.all_gather, given, out=plain)
 
@@ -408,7 +461,7 @@ class Calls(_ProcessGroup):
         opts: Any = _ReduceScatterOptions,
     ) -> Any:
         """Do `reduce_scatter_single` for several tensors."""
-        plain, finish = _all_to_write(outputs)
+        plain, finish = all_to_write(outputs)
         return self._reduce_scatter(opts, outputs, plain, finish, [to_read(t) for t in inputs])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -568,19 +621,3 @@ def _one(items: list[T]) -> T:
     if len(items) != 1:
         raise ValueError(f"expected one tensor or list of tensors, got {len(items)}")
     return items[0]
-
-
-def _all_to_write(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Finish]:
-    pairs = [to_write(t) for t in tensors]
-    return [plain for plain, _ in pairs], _all_of([finish for _, finish in pairs])
-
-
-def _all_of(finishes: Sequence[Finish]) -> Finish:
-    """Return what does all of these, if any do something."""
-    some = [finish for finish in finishes if finish is not None]
-
-    def finish_all() -> None:
-        for finish in some:
-            finish()
-
-    return finish_all if some else None

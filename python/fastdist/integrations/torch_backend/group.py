@@ -112,7 +112,11 @@ class ProcessGroupFastdist(Calls):
         return self._others[kind]
 
     supports_splitting = True
-    options = None
+
+    @property
+    def options(self) -> Any:
+        """The options that the group was made with, as torch's own backends tell them."""
+        return c10d.Backend.Options(NAME, timedelta(seconds=self._timeout_s))
 
     def split_group(
         self,
@@ -153,7 +157,11 @@ class ProcessGroupFastdist(Calls):
         return made
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the engines number their calls."""
+        """Do nothing: the numbers begin at 0 on every rank."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has called."""
+        return self._made
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,25 @@ _NAMES = {
         (ReduceOp.BXOR, "xor"),
     )
 }
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+
+
+def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Reduce tensors of this rank, and return a new one; their mean is left undivided."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        _COMBINE[op](total, tensor, out=total)
+    return total
 
 
 def reduction_of(

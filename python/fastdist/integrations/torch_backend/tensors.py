@@ -24,9 +24,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def check_reducible(tensor: torch.Tensor) -> None:
-    """Raise TypeError if the engines know the tensor's elements as bytes only."""
-    if tensor.dtype not in _DTYPES:
+def check_reducible(tensor: torch.Tensor, op: str) -> None:
+    """Raise TypeError if the engines cannot apply a reduction to the tensor's elements."""
+    if tensor.dtype is torch.complex32 and op not in ("sum", "mean"):
+        raise TypeError(f"torch.complex32 can be added up and averaged only, got {op}")
+    if tensor.dtype not in _DTYPES and tensor.dtype is not torch.complex32:
         raise TypeError(
             f"{tensor.dtype} can be sent, but not reduced; cast to one of {', '.join(DTYPES)}"
         )
@@ -36,13 +38,12 @@ def to_read(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy that the engines can use."""
     if is_plain(tensor):
         return tensor
-    plain = tensor.detach().contiguous().resolve_conj().resolve_neg()
-    return plain if plain.dtype in _DTYPES else plain.reshape(-1).view(torch.uint8)
+    return _known(tensor.detach().contiguous().resolve_conj().resolve_neg())
 
 
-def to_write(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+def to_write(tensor: torch.Tensor, always_copy: bool = False) -> tuple[torch.Tensor, Finish]:
     """Return the tensor, or one that the engines can write and what copies it back."""
-    if is_plain(tensor):
+    if is_plain(tensor) and not always_copy:
         return tensor, None
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(
@@ -53,9 +54,43 @@ def to_write(tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
     copy = own.contiguous().resolve_conj().resolve_neg()
     if copy.data_ptr() == own.data_ptr():
         copy = copy.clone()
-    if copy.dtype in _DTYPES:
-        return copy, lambda: _copy(tensor, copy)
-    return copy.reshape(-1).view(torch.uint8), lambda: _copy(tensor, copy)
+    return _known(copy), lambda: _copy(tensor, copy)
+
+
+def copying(source: torch.Tensor, target: torch.Tensor) -> Finish:
+    """Return what copies to the target the elements of a tensor that `to_read` has returned."""
+    return lambda: _copy(target, source.view(target.dtype).view(target.shape))
+
+
+def all_to_write(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Finish]:
+    """Do `to_write` for several tensors, of which some may be the same."""
+    pairs: list[tuple[torch.Tensor, Finish]] = []
+    places = set()
+    for tensor in tensors:
+        pairs.append(to_write(tensor, always_copy=tensor.data_ptr() in places))
+        if tensor.numel() > 0:
+            places.add(tensor.data_ptr())
+    return [plain for plain, _ in pairs], all_of([finish for _, finish in pairs])
+
+
+def all_of(finishes: Sequence[Finish]) -> Finish:
+    """Return what does all of these, if any do something."""
+    some = [finish for finish in finishes if finish is not None]
+
+    def finish_all() -> None:
+        for finish in some:
+            finish()
+
+    return finish_all if some else None
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a contiguous tensor, of a dtype that the engines know."""
+    if tensor.dtype in _DTYPES:
+        return tensor
+    if tensor.dtype is torch.complex32:
+        return torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -83,7 +118,7 @@ def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Fini
     flat = torch.empty(sum(sizes), dtype=dtype_of(tensors[0]), device=tensors[0].device)
 
     def copy() -> None:
-        for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+        for part, tensor in zip(torch.split(flat, sizes), tensors, strict=True):
             _copy(tensor, part.view(tensor.dtype).view(tensor.shape))
 
     return flat, copy
@@ -91,13 +126,16 @@ def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Fini
 
 def numel(tensor: torch.Tensor) -> int:
     """Return the number of elements that `to_read` of the tensor has."""
-    items = 1 if tensor.dtype in _DTYPES else tensor.element_size()
-    return tensor.numel() * items
+    if tensor.dtype in _DTYPES:
+        return tensor.numel()
+    return tensor.numel() * tensor.element_size() // dtype_of(tensor).itemsize
 
 
 def dtype_of(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype that `to_read` of the tensor has."""
-    return tensor.dtype if tensor.dtype in _DTYPES else torch.uint8
+    if tensor.dtype in _DTYPES:
+        return tensor.dtype
+    return torch.float16 if tensor.dtype is torch.complex32 else torch.uint8
 
 
 def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

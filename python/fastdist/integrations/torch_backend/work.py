@@ -88,7 +88,7 @@ class Pending(TorchWork):
         self._outcome: Any = None
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._gpu = next((t.device for t in tensors if t.is_cuda), None)
+        self._gpu = tensors[0].device if tensors and tensors[0].is_cuda else None
         self._finished: torch.cuda.Event | None = None  # on the stream that `finish` ran on
         if finish is not None:
             self.get_future()  # so that it is called also if nobody waits

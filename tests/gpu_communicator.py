@@ -434,7 +434,10 @@ def bad_arrays(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="device must be a GPU"):
         comm.empty(3, device="cpu")
     empty = arrays.full(0, 1)
-    comm.all_reduce([x, empty])
+    items = [x, empty]
+    work = comm.all_reduce(items, async_op=True)
+    items.clear()
+    work.wait()
     assert arrays.is_full(x, comm.world_size)
 
 
@@ -537,6 +540,14 @@ def between_two(comm: Communicator) -> None:
     refusal = "a call with stream or bucket_bytes cannot be in a group"
     with pytest.raises(ValueError, match=refusal), comm.group():
         comm.all_reduce(z, stream=arrays.current_stream())
+
+    def with_gaps() -> None:
+        with comm.group():
+            comm.send(z, after)
+            comm.recv(arrays.full(10, 1)[::2], before)
+
+    with pytest.raises(ValueError, match="gaps"):
+        with_gaps()
     comm.barrier()
 
 
@@ -557,6 +568,26 @@ def a_late_rank(comm: Communicator) -> None:
         time.sleep(2)
         with pytest.raises((CollectiveTimeoutError, PeerFailureError)):
             call_again_and_again(comm)
+
+
+def a_group_that_raises(comm: Communicator) -> None:
+    """NCCL launches its calls before the exception; they are watched like all others."""
+    comm.all_reduce(arrays.full(4, 1))
+    if comm.rank == 0:
+        gpus: Any = comm._gpus
+        x, stream = arrays.full(5_000_000, 1), arrays.current_stream()
+
+        def calls() -> None:
+            gpus._on_gpus["send"](x, 1, stream, 1.0, False)
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            gpus._gpu.run_group(calls, stream, 1.0)
+        time.sleep(1.5)
+        with pytest.raises(CollectiveTimeoutError):
+            comm.all_reduce(arrays.full(4, 1))
+    else:
+        time.sleep(3)
 
 
 def an_error_that_was_caught(comm: Communicator) -> None:

@@ -39,6 +39,7 @@ TOGETHER = [
 ]
 LOSING = [
     "a_late_rank",
+    "a_group_that_raises",
     "an_error_that_was_caught",
     "a_killed_rank",
     "a_silent_peer",

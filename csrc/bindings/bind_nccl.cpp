@@ -221,7 +221,10 @@ void bind_nccl(py::module_& m) {
       .def("calls", &routed_calls);
   m.def("check_arrays", [](const py::object& arrays) {
     const ForgetDescription forget;
-    if (gpu_of(arrays) == kOnHost) (void)Arrays(arrays, Access::kRead, "array");
+    const int gpu = gpu_of(arrays);
+    if (gpu == kSomeGpu) return;
+    const Placement place = gpu == kOnHost ? Placement{} : Placement{gpu};
+    (void)Arrays(arrays, Access::kRead, "array", place);
   });
   m.def("current_stream", [](const py::object& arrays, int gpu) -> py::object {
     const auto stream = current_stream(arrays, gpu);

@@ -1,6 +1,7 @@
 #include "nccl/communicator.h"
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -120,24 +121,36 @@ void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options
                               const std::function<void(const CallOptions&)>& calls) {
   Call call(*this, whole, options);
   Group group(*this, options);
-  calls(options);
-  group.end();
-  call.end();
+  end_after(call, group, [&] { calls(options); });
 }
 
 void NcclCommunicator::as_group(const CallOptions& options, const std::function<void()>& calls) {
   Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNever);
   Group group(*this, options);
   is_group_ = true;
+  end_after(call, group, [&] {
+    const struct Leave {
+      bool& is_group;
+      ~Leave() { is_group = false; }
+    } leave{is_group_};
+    calls();
+  });
+}
+
+void NcclCommunicator::end_after(Call& call, Group& group, const std::function<void()>& calls) {
+  std::exception_ptr error;
   try {
     calls();
   } catch (...) {
-    is_group_ = false;
-    throw;
+    error = std::current_exception();
   }
-  is_group_ = false;
-  group.end();
-  call.end();
+  try {
+    group.end();
+    call.end();
+  } catch (...) {
+    if (!error) throw;
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 Signature NcclCommunicator::announced_signature(const Signature& signature,

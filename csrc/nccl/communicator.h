@@ -88,6 +88,9 @@ class NcclCommunicator final : public GpuCommunicator {
   class Use;
   class Call;
   class Group;
+  // Makes calls and ends their group. NCCL launches those before an exception too, hence they are
+  // watched like all others.
+  static void end_after(Call& call, Group& group, const std::function<void()>& calls);
   class ScratchUse;
   class OutsideGroups;
 

@@ -1,9 +1,9 @@
 // Messages with tags, received in other orders than they were sent in, by several threads.
 
-#include <cstring>
-#include <array>
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <random>
 #include <string>

@@ -327,7 +327,7 @@ class StreamWork:
 
     def __init__(self, work: _core.GpuWork, array: Any, device: int) -> None:
         self._work = work
-        self._array = array
+        self._array = array[0] if isinstance(array, list) else array  # a list may change
         self._device = device
 
     def is_done(self) -> bool:

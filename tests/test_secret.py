@@ -148,7 +148,7 @@ def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[A
     def meet(rank: int) -> None:
         listener = _core.Listener("127.0.0.1")
         arrival = meeting_module.Arrival(
-            len(secrets), f"machine {rank}", "10.0.0.1", listener.port, f"nonce {rank}"
+            len(secrets), f"machine {rank}", "10.0.0.1", listener.port, "1.0"
         )
         table = meeting_module._Table(store, secrets[rank], rank)
         deadline = time.monotonic() + limit_s

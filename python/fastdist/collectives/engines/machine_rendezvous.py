@@ -62,16 +62,16 @@ class Arrival:
         machine: see `machine_id`.
         ip: IP address of its listener.
         port: port of its listener.
-        nonce: a random number.
         version: of fastdist.
+        nonce: a random number.
     """
 
     world_size: int
     machine: str
     ip: str
     port: int
-    nonce: str
-    version: str = __version__
+    version: str
+    nonce: str = ""
 
     def pack(self) -> str:
         """Encode as JSON."""
@@ -104,7 +104,8 @@ def arrive(
         listener = _core.Listener(ip)
     except (OSError, ValueError) as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
-    return Arrival(world_size, machine_id(), ip, listener.port, secrets.token_hex(16)), listener
+    nonce = secrets.token_hex(16)
+    return Arrival(world_size, machine_id(), ip, listener.port, __version__, nonce), listener
 
 
 def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Meeting:

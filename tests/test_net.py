@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import contract
@@ -15,7 +16,7 @@ from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.net import NetEngine
-from fastdist.errors import CollectiveMismatchError
+from fastdist.errors import ClusterConfigError, CollectiveMismatchError
 from ranks import run_in_threads
 from reference import SMALL_FLOATS, reduced
 
@@ -216,3 +217,22 @@ def gather_more_than_links_hold(comm: Communicator) -> None:
 
 def test_arrays_that_fill_the_links() -> None:
     MachineThreads(((0, 1), (2, 3))).run(gather_more_than_links_hold)
+
+
+def test_ranks_that_cannot_connect() -> None:
+    """Whatever keeps ranks from the first communicator is an error of the cluster."""
+    layout = Layout(((0,), (1,)))
+    listeners = [_core.Listener(LOCAL) for _ in range(2)]
+    addresses = [(LOCAL, listener.port) for listener in listeners]
+
+    def connect(rank: int) -> str:
+        (inner,) = HostEngine.of_threads(1)
+        with pytest.raises(ClusterConfigError) as error:
+            NetEngine(layout, rank, inner, listeners[rank], addresses, f"key {rank}", 0.5)
+        assert error.value.ranks == (1 - rank,)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        late, other = pool.map(connect, range(2))
+    assert "could not connect in time to rank 1" in late
+    assert "rank 1 found another program than rank 0 of its job" in other

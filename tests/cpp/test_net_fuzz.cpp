@@ -27,7 +27,7 @@ using net::NetCommunicator;
 using Bytes = std::vector<std::byte>;
 
 constexpr int kGreetings = kSanitized ? 20'000 : 1000;
-constexpr int kCalls = kSanitized ? 30'000 : 3000;
+constexpr int kCalls = kSanitized ? 15'000 : 3000;
 constexpr int kWaits = 32;  // calls that take more than a second, all at once
 
 class Random {

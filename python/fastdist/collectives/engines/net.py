@@ -12,7 +12,12 @@ import fastdist._core as _core
 from fastdist.collectives.engines.engine import Bytes, Calls, Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
-from fastdist.errors import ClusterConfigError, CollectiveTimeoutError, UnsupportedError
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveTimeoutError,
+    PeerFailureError,
+    UnsupportedError,
+)
 
 
 @final
@@ -31,6 +36,7 @@ class NetEngine(Engine):
 
     Raises:
         ClusterConfigError: ranks cannot connect.
+        PeerFailureError: a rank of `parent` has failed meanwhile.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class NetEngine(Engine):
             self._compiled = _core.connect_machines(
                 inner.compiled, listener, rank, places, token, parent, timeout_s
             )
-        except (CollectiveTimeoutError, OSError) as error:
+        except (CollectiveTimeoutError, PeerFailureError, OSError) as error:
+            if isinstance(error, PeerFailureError) and parent is not None:
+                raise  # a rank of a communicator that worked has failed
             raise ClusterConfigError(
                 f"rendezvous: {error}", getattr(error, "ranks", (rank,))
             ) from None

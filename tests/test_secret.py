@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
@@ -252,3 +253,5 @@ def test_an_exchange_between_ranks_with_another_secret() -> None:
         assert "does not prove that it has the secret of rank 0" in str(error)
     with pytest.raises(ClusterConfigError):
         exchange(lambda _: ours, OURS, 0, "other", "text 0")
+    error = refused(lambda: exchange(lambda _: list(json.loads("{")), OURS, 0, "label", "text 0"))
+    assert "another rank does not prove" in str(error)

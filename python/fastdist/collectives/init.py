@@ -319,8 +319,8 @@ def _from_bootstrap(
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
     deadline = time.monotonic() + timeout_s
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
-    everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
     try:
+        everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
         machines, key = [machine for machine, _ in everyone], str(everyone[0][1])
     except (TypeError, ValueError):
         raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None

@@ -120,8 +120,12 @@ def exchange(
     """
     if secret is None:
         return allgather(text)
+    try:
+        everyone = allgather(secret.seal(f"{rank}/{label}", text))
+    except ValueError:  # not even JSON
+        raise secret.mismatch(rank, None) from None
     found = []
-    for other, sealed in enumerate(allgather(secret.seal(f"{rank}/{label}", text))):
+    for other, sealed in enumerate(everyone):
         try:
             found.append(secret.open(f"{other}/{label}", sealed))
         except UnsealedError:

@@ -127,8 +127,9 @@ CASE(a_receive_takes_fewer_bytes_of_another_dtype) {
       return c.send(a.view(), 1, patient());
     }
     Inbox inbox(c, 0);
-    for (const std::uint64_t tag : {0, 7}) {  // the second message was kept
-      const Array a(DType::kUint8, 12);
+    for (const std::uint64_t tag :
+         {std::uint64_t{0}, std::uint64_t{7}}) {  // the second message was kept
+      const Array a(DType::kUInt8, 12);
       std::memset(a.view().data, 0, 12);
       const auto receive = std::make_shared<Receive>(a.view(), tag);
       inbox.add(receive);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import PeerFailureError, UnsupportedError
-from keras_cases import Batches, compiled, dense, regression
+from keras_cases import Batches, Subclassed, compiled, dense, regression
 from ranks import ProcessRanks
 from test_keras import in_float64
 from test_strategies import own_devices
@@ -351,3 +354,135 @@ def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         fd.OneDeviceStrategy("cpu").scope(),
     ):
         keras.layers.Dense(1)
+
+
+# --- programs that do it in other ways ----------------------------------------------------------
+
+
+class OwnLogs(Subclassed):
+    """Logs that are named like a metric without being its result, and the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="tracker")
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_weights
+        grads = torch.autograd.grad(loss, [w.value for w in weights])  # not by backward
+        self.optimizer.apply(list(grads), weights)
+        self.tracker.update_state(loss, sample_weight=len(x))
+        return {"loss": loss.detach(), "mean_loss": self.tracker.result()}
+
+
+def own_logs(comm: fd.Communicator) -> Any:
+    strategy = mirrored()
+    keras.utils.set_random_seed(6)
+    with strategy.scope():
+        model = compiled(OwnLogs(), "adam")
+    history = fit(model)
+    strategy.check_in_sync()
+    keras.utils.set_random_seed(6)
+    alone = fit(compiled(OwnLogs(), "adam"))
+    return [[*history["loss"], *history["mean_loss"]], [*alone["loss"], *alone["mean_loss"]]]
+
+
+def test_logs_and_gradients_of_a_train_step(replicas: ProcessRanks) -> None:
+    for got, expected in replicas.run(own_logs):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
+def rows(comm: fd.Communicator) -> tuple[Any, Any]:
+    strategy = mirrored()
+    with strategy.scope():  # not compiled
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6)])
+        model.add(keras.layers.Lambda(lambda x: torch.reshape(x, (-1, 2)), output_shape=(2,)))
+    x = np.arange(36.0).reshape(9, 4)
+    expected = x @ model.layers[0].kernel.numpy()
+    return model.predict(x, batch_size=4, verbose=0), expected.reshape(-1, 2)
+
+
+def test_predict_keeps_rows_and_needs_no_compilation(replicas: ProcessRanks) -> None:
+    for got, expected in replicas.run(rows):
+        np.testing.assert_allclose(got, expected, rtol=1e-9)
+
+
+def save_one_path(comm: fd.Communicator, path: Path) -> None:
+    model = made(mirrored())
+    fit(model, epochs=1)
+    for _ in range(5):
+        model.save(path)
+        model.save_weights(path.with_suffix(".weights.h5"))
+        loaded = keras.models.load_model(path)
+        np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+
+
+def test_replicas_save_to_one_path(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(save_one_path, tmp_path / "model.keras")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.keras", "model.weights.h5"]
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = regression()
+        return iter(zip(data["x"], data["y"], strict=True))
+
+
+class Rate(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.25
+
+
+def several(comm: fd.Communicator) -> None:
+    strategy = mirrored()
+    model = made(strategy)
+    loader = torch.utils.data.DataLoader(Streamed(), 8)
+    with pytest.warns(UserWarning, match="ran out of data"):  # Keras does not know the length
+        model.fit(loader, verbose=0, shuffle=False)
+    fit(model, [fd.keras.chief_only(Rate())], epochs=2)
+    assert float(model.optimizer.learning_rate.numpy()) == 0.25
+    strategy.check_in_sync()
+
+    class OwnFit(Subclassed):
+        def fit(self, data: Any) -> Any:
+            return super().fit(*data)
+
+    with strategy.scope():
+        own, dice = compiled(OwnFit()), compiled(dense(), loss=keras.losses.Dice())
+    with pytest.raises(UnsupportedError, match="OwnFit overrides fit"):
+        own.fit((1, 2))
+    with pytest.raises(UnsupportedError, match="Dice without axis"):
+        fit(dice)
+    with strategy.scope():
+        summed = compiled(dense(), loss=lambda y, p: keras.ops.sum((y - p) ** 2))
+    with pytest.warns(UserWarning, match="returns one number for a batch"):
+        fit(summed, epochs=1)
+
+
+def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:
+    replicas.run(several)
+
+
+IMPORTED_IN_SCOPE = """
+import fastdist as fd, numpy as np
+strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+with strategy.scope():
+    import keras
+    model = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+print(type(model.fit.__self__).__name__)
+strategy.check_in_sync()
+"""
+
+
+@pytest.mark.slow
+def test_keras_imported_in_the_scope(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IMPORTED_IN_SCOPE)
+    env = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    run = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (0, "ReplicatedTrainer\n"), run.stderr

@@ -96,7 +96,7 @@ class Strategy(ABC):
     def mirror(self, module: M) -> M:
         """Adopt a module made outside the scope, and return it. Every worker must call."""
         for extension in extensions:
-            extension.attach(self, module)
+            extension.adopt(self, [module])
         self._adopt([module], [])
         return module
 

@@ -29,8 +29,8 @@ class ScopeExtension(Protocol):
     def watch(self, scope: Scope) -> AbstractContextManager[None]:
         """Return a context manager that is active while a scope is open."""
 
-    def attach(self, strategy: Strategy, module: nn.Module) -> None:
-        """Adapt a module that was made outside a scope; called by `Strategy.mirror`."""
+    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> None:
+        """Adapt modules that the strategy is about to adopt, perhaps not for the first time."""
 
 
 extensions: list[ScopeExtension] = []
@@ -94,7 +94,10 @@ class Scope:
         """
         if self._recorder is not None:
             made, self._made = self._made, []
-            self._adopt(self._recorder.roots(), made)
+            roots = self._recorder.roots()
+            for extension in extensions:
+                extension.adopt(self._strategy, roots)
+            self._adopt(roots, made)
 
     def _note(self, thing: Any) -> None:
         if not any(thing is known for known in self._made):  # a subclass calls its base's __init__

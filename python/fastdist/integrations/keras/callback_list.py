@@ -21,6 +21,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         any_replica: tells of each condition whether it holds on any replica; a collective.
         agree: makes the attributes `stop_*` of the model equal on all replicas; a collective.
         share: gives all replicas what the chief's callbacks have restored; a collective.
+        share_rate: gives all replicas the chief's learning rate; a collective.
         add_progbar: show a progress bar on the chief.
         options: the other arguments of Keras' CallbackList.
     """
@@ -34,6 +35,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         any_replica: Callable[[list[bool]], list[bool]],
         agree: Callable[[], None],
         share: Callable[[], None],
+        share_rate: Callable[[], None],
         add_progbar: bool,
         **options: Any,
     ) -> None:
@@ -51,6 +53,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             ]
         )
         self._share = share if shares else None
+        self._share_rate = share_rate if shares else None
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(own, add_progbar=add_progbar and is_chief, **options)
 
@@ -76,8 +79,10 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._agree()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks."""
+        """Call the callbacks; the chief's may have changed the learning rate."""
         super().on_epoch_end(epoch, logs)
+        if self._share_rate is not None:
+            self._share_rate()
         self._agree()
 
 

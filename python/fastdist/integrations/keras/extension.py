@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,8 @@ class KerasExtension:
         keras: Any = sys.modules.get("keras")
         if keras is None:
             yield
+            if "keras" in sys.modules:
+                _note_all(scope)
             return
         layer_class = keras.layers.Layer
         original = layer_class.__dict__["__new__"]
@@ -59,11 +62,27 @@ class KerasExtension:
         finally:
             layer_class.__new__ = original
 
-    def attach(self, strategy: Strategy, module: nn.Module) -> None:
-        """Attach a trainer to a Keras model that was made outside a scope."""
+    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> None:
+        """Attach trainers to Keras models that have none, and adapt random layers."""
         keras: Any = sys.modules.get("keras")
-        if keras is not None and isinstance(module, keras.Model):
-            _attach(strategy, module, lambda: None)
+        layers = [] if keras is None else [r for r in roots if isinstance(r, keras.layers.Layer)]
+        if not layers:
+            return
+        from fastdist.integrations.keras.layers import separate_random_numbers
+
+        for layer in layers:
+            separate_random_numbers(layer)
+            if isinstance(layer, keras.Model) and "fit" not in vars(layer):
+                _attach(strategy, layer, lambda: None)
+
+
+def _note_all(scope: Scope) -> None:
+    """Record the models that were made in a scope in which Keras was imported first."""
+    keras: Any = sys.modules["keras"]
+    for thing in gc.get_objects():
+        if isinstance(thing, keras.Model):
+            _require_torch(keras)
+            scope.note_module(thing)
 
 
 def _require_torch(keras: Any) -> None:

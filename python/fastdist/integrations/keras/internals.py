@@ -2,7 +2,8 @@
 
 On instances, trainers replace `_get_metrics_result_or_logs` of a model, `next` of a SeedGenerator
 and `_moments` of a BatchNormalization. They read `_flatten_layers`, `_non_trainable_variables`,
-`_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes` and `_initial_epoch`.
+`_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`, `_num_samples`,
+`_learning_rate` and `_initial_epoch`.
 """
 
 from __future__ import annotations

@@ -6,55 +6,75 @@ unmasked values, or by the sum of the sample weights; or not at all.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
 import torch
 
+from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.internals import apply_mask, get_keras_mask
 from fastdist.replicas.context import state
 
 
 def share_losses(model: Any) -> None:
     """Adapt the losses that a model was compiled with, once they are built."""
-    compiled = model._compile_loss
+    compiled = getattr(model, "_compile_loss", None)
     if compiled is None or not compiled.built:
         return
     compiled._flat_losses = [
         entry
         if isinstance(entry.loss, _SharedLoss)
-        else entry._replace(loss=_SharedLoss(entry.loss))
+        else entry._replace(loss=_SharedLoss(_checked(entry.loss)))
         for entry in compiled._flat_losses
     ]
+
+
+def _checked(loss: Any) -> Any:
+    """Return a loss, unless replicas cannot compute it apart.
+
+    Raises:
+        UnsupportedError: it is a fraction of two sums over the batch.
+    """
+    is_fraction = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky))
+    if is_fraction and loss.axis is None:
+        raise UnsupportedError(
+            f"{type(loss).__name__} without axis is one fraction over the whole batch, which "
+            "replicas cannot compute apart; give axis the axes of one example, such as (1, 2, 3)"
+        )
+    return loss
 
 
 class _SharedLoss:
     """A compiled loss, scaled by this replica's part in the divisor of all replicas.
 
     Args:
-        loss: the loss; its method `call` is replaced, to see the mask of its result.
+        loss: the loss.
     """
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
-        self._mask: Any = None
-        call = loss.call
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            values = call(*args, **kwargs)
-            self._mask = get_keras_mask(values)
-            return values
-
-        loss.call = noted
+        self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         mask = get_keras_mask(y_pred)
-        value = self._loss(y_true, y_pred, sample_weight)
-        if self._mask is not None:
-            mask = self._mask if mask is None else mask & self._mask
+        if mask is not None and isinstance(sample_weight, torch.Tensor):
+            sample_weight = sample_weight.clone()  # Keras multiplies it by this part's mask
+        value, result = self._call(y_true, y_pred, sample_weight)
+        own_mask = get_keras_mask(result)
+        if own_mask is not None:
+            mask = own_mask if mask is None else mask & own_mask
+        if tuple(result.shape) == () and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loss {self._loss.name!r} returns one number for a batch. Replicas average "
+                "it, weighted by their examples, which is the loss of the global batch if it is a "
+                "mean over examples. A loss that returns a value for each example is always right",
+                stacklevel=2,
+            )
         reduction = self._loss.reduction
         if reduction == "sum":
             return value * _batch_share()
@@ -66,6 +86,25 @@ class _SharedLoss:
             weights = apply_mask(sample_weight, mask, dtype=value.dtype, reduction=reduction)
             return value if weights is None else value * _part_in(weights.sum())
         return value
+
+    def _call(self, *args: Any) -> tuple[Any, Any]:
+        """Call the loss; return its value, and the result of its method `call` with its mask."""
+        results: list[Any] = []
+        loss, call = self._loss, self._loss.call
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            results.append(call(*args, **kwargs))
+            return results[-1]
+
+        before = vars(loss).get("call")
+        loss.call = noted
+        try:
+            return loss(*args), results[0]
+        finally:
+            if before is None:
+                del loss.call
+            else:
+                loss.call = before
 
 
 def _batch_share() -> float:

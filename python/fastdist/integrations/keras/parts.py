@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset, InputLayout
@@ -135,9 +135,13 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         self._begin()
         loader = self._whole.get_torch_dataloader()
-        is_indexed = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        is_indexed = (
+            isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not isinstance(loader.dataset, IterableDataset)
+        )
         if self._is_arrays:
-            _require_same_arrays(self._workers(), loader)
+            _require_same_arrays(self._workers(), loader.dataset, self._whole._num_samples)
         parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
         return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
 
@@ -153,6 +157,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
             loader.dataset,
             batch_sampler=sampler,
             num_workers=loader.num_workers,
+            prefetch_factor=loader.prefetch_factor,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
@@ -252,15 +257,14 @@ def share_random_state(workers: Communicator) -> None:
         np.random.set_state(numpy_state)
 
 
-def _require_same_arrays(workers: Communicator, loader: Any) -> None:
-    """Check a sample of the arrays' rows. Every replica must call.
+def _require_same_arrays(workers: Communicator, dataset: Any, count: int) -> None:
+    """Check a sample of the rows of arrays. Every replica must call.
 
     Raises:
         ValueError: the arrays differ between replicas.
     """
-    count = len(loader.batch_sampler.sampler)
     rows = sorted({i * (count - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)})
-    own = np.array([count, _checksum(loader.dataset.__getitems__(rows)) if count else 0])
+    own = np.array([count, _checksum(dataset.__getitems__(rows)) if count else 0])
     table = workers.all_gather(own[None]).tolist()
     differing = [replica for replica, row in enumerate(table) if row != table[0]]
     if differing:

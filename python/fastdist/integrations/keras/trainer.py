@@ -7,17 +7,18 @@ methods run on every replica, with the replica's part of each global batch, in `
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import torch
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
+from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
 from fastdist.integrations.keras.internals import (
     DataAdapter,
@@ -26,20 +27,20 @@ from fastdist.integrations.keras.internals import (
     train_validation_split,
     unpack_x_y_sample_weight,
 )
-from fastdist.integrations.keras.layers import separate_random_numbers
-from fastdist.integrations.keras.losses import share_losses
-from fastdist.integrations.keras.metrics import combined, unchanged
+from fastdist.integrations.keras.logs import global_logs
+from fastdist.integrations.keras.metrics import combined
 from fastdist.integrations.keras.parts import (
     Cutter,
     DistributedAdapter,
     PartAdapter,
     share_random_state,
 )
+from fastdist.integrations.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state
-from fastdist.replicas.per_replica import PerReplica
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.modules import broadcast_state
 
+_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
 
 
@@ -58,26 +59,22 @@ class ReplicatedTrainer:
         self._adopt = adopt
         self._layout = strategy._input_layout()
         self._cut = Cutter(self._layout)
-        self._examples: tuple[int, ...] | None = None  # of the batch that the next step gets
-        self._result: Any = None  # of the last step
-        self._last_examples: tuple[int, ...] | None = None  # of the last step
+        self._steps = ReplicaSteps(self._ref, strategy)
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
-        self._seeds = torch.Generator()  # of the steps
-        self._seeded_from = -1
         for name in (
-            "fit",
-            "evaluate",
-            "predict",
-            "train_on_batch",
-            "test_on_batch",
-            "predict_on_batch",
+            *_CALLS,
             "make_train_function",
             "make_test_function",
             "make_predict_function",
             "get_metrics_result",
             "_get_metrics_result_or_logs",
+            "save",
+            "save_weights",
         ):
             object.__setattr__(model, name, getattr(self, name))
+        for name in _CALLS:
+            if getattr(type(model), name) is not getattr(keras.Model, name):
+                object.__setattr__(model, name, _refusal(type(model).__name__, name))
 
     @property
     def _model(self) -> Any:
@@ -220,11 +217,11 @@ class ReplicatedTrainer:
             self._reads_logs = True
             try:
                 self._begin_pass()
-                part, self._examples = self._cut.batch(batch)
+                part, self._steps.examples = self._cut.batch(batch)
                 return self._plain(call)(*part, **options)
             finally:
                 self._reads_logs = False
-                self._examples = None
+                self._steps.examples = None
 
     @contextlib.contextmanager
     def _all_replicas(self) -> Iterator[None]:
@@ -238,10 +235,7 @@ class ReplicatedTrainer:
     def _begin_pass(self) -> None:
         """Give all replicas the chief's random state, and derive the seeds of steps from it."""
         share_random_state(self._workers())
-        found = zlib.crc32(torch.get_rng_state().numpy().data)
-        if found != self._seeded_from:
-            self._seeded_from = found
-            self._seeds.manual_seed(found)
+        self._steps.seed()
 
     def _parts(
         self,
@@ -281,7 +275,7 @@ class ReplicatedTrainer:
         return PartAdapter(whole, self._layout, self._workers, self._begin_pass, self._note)
 
     def _note(self, examples: tuple[int, ...]) -> None:
-        self._examples = examples
+        self._steps.examples = examples
 
     def _callbacks(
         self,
@@ -301,6 +295,7 @@ class ReplicatedTrainer:
             any_replica=self._any_replica,
             agree=self._agree_to_stop,
             share=self._share_chief,
+            share_rate=self._share_learning_rate,
             add_progbar=verbose != 0,
             add_history=add_history,
             verbose=verbose,
@@ -321,77 +316,20 @@ class ReplicatedTrainer:
 
     def make_predict_function(self, force: bool = False) -> Any:
         """Make the function that predicts for one batch."""
-        return self._make("predict", self._predict, force)
+        return self._make("predict", self._steps.predict, force)
 
     def _make(self, kind: str, run: Callable[..., Any], force: bool) -> Any:
         self._plain(f"make_{kind}_function")(force)
-        self._prepare()
+        self._steps.prepare()
         function = getattr(self._model, f"{kind}_function")
-        if not isinstance(function, _Step):
-            function = _Step(function, run)
+        if not isinstance(function, Step):
+            function = Step(function, run)
             setattr(self._model, f"{kind}_function", function)
         return function
 
-    def _prepare(self) -> None:
-        """Adapt what the model has built by now. Every replica must call."""
-        model = self._model
-        separate_random_numbers(model)
-        share_losses(model)
-        self._strategy.refresh()
-        central, optimizer = self._strategy.central, model.optimizer
-        if central is not None and optimizer is not None and "apply" not in optimizer.__dict__:
-            apply, workers = optimizer.apply, self._workers
-            if not optimizer.built:
-                optimizer.build(model.trainable_variables)
-            central.take_parameters(workers(), [v.value for v in optimizer.variables])
-
-            def apply_once(grads: Any, trainable_variables: Any = None) -> None:
-                central.step_once(workers(), lambda: apply(grads, trainable_variables))
-
-            optimizer.apply = apply_once
-
     def _train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
-        examples, self._examples = self._examples, None
-        self._last_examples = examples
-        if examples is not None and not examples[self._workers().rank]:
-            with unchanged(self._model.metrics):
-                logs = self._run(function, data, examples)
-        else:
-            logs = self._run(function, data, examples)
-        if self._reads_logs:
-            return self._global_logs(logs)
-        return logs
-
-    def _predict(self, function: Callable[..., Any], data: Any) -> Any:
-        examples, self._examples = self._examples, None
-        outputs = self._run(function, data, examples)
-        rank = self._workers().rank
-        rows = slice(None) if examples is None else slice(examples[rank])
-        return keras.tree.map_structure(
-            lambda output: self._strategy.gather(output[rows], 0), outputs
-        )
-
-    def _run(
-        self, function: Callable[..., Any], data: Any, examples: tuple[int, ...] | None
-    ) -> Any:
-        """Call a function in `strategy.run`; the process's random state stays as it was.
-
-        So all replicas, and one device, shuffle alike after any number of steps.
-        """
-        generator = torch.default_generator
-        before = generator.get_state()
-        seed = torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
-        generator.manual_seed(int(seed))
-        try:
-            self._strategy.run(self._call, (PerReplica(((function, data),), examples),))
-        finally:
-            generator.set_state(before)
-        result, self._result = self._result, None
-        return result
-
-    def _call(self, step: tuple[Callable[..., Any], Any]) -> None:
-        function, data = step
-        self._result = function(data)
+        logs = self._steps.train_or_test(function, data)
+        return self._global_logs(logs) if self._reads_logs else logs
 
     # --- what all replicas agree on -------------------------------------------------------------
 
@@ -413,27 +351,13 @@ class ReplicatedTrainer:
         return self._plain("_get_metrics_result_or_logs")(self._global_logs(logs))
 
     def _global_logs(self, logs: Any) -> Any:
-        """Return the logs of a step, of all replicas. Every replica must call.
-
-        Results of the model's metrics are those of all replicas; other numbers become means,
-        weighted by the examples of the last step.
-        """
+        """Return the logs of a step, of all replicas. Every replica must call."""
         if not isinstance(logs, dict) or not logs:
             return logs
-        logs = dict(_flattened(logs))
-        names = [name for name in sorted(logs) if _is_number(logs[name])]
+        plain = self._plain("get_metrics_result")
         with self._strategy.talking() as workers:
             assert workers is not None
-            examples = self._last_examples
-            share = 1 / workers.world_size
-            if examples is not None:
-                share = examples[workers.rank] / max(1, sum(examples))
-            numbers = [share * float(logs[name]) if share else 0.0 for name in names]
-            means = torch.tensor(numbers, dtype=torch.float64)
-            with combined(self._model.metrics, workers, [means]):
-                results = self._plain("get_metrics_result")()
-        logs |= zip(names, means.tolist(), strict=True)
-        return {name: results.get(name, value) for name, value in logs.items()}
+            return global_logs(logs, self._model.metrics, plain, workers, self._steps.last_examples)
 
     def _any_replica(self, conditions: list[bool]) -> list[bool]:
         """Tell of each condition whether it holds on any replica. Every replica must call."""
@@ -457,33 +381,48 @@ class ReplicatedTrainer:
         with self._strategy.talking() as workers:
             assert workers is not None
             model._initial_epoch = workers.broadcast_object(model._initial_epoch)
-            variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+            optimizer = getattr(model, "optimizer", None)
+            variables = [*model.variables, *(optimizer.variables if optimizer else [])]
             broadcast_state(workers, [variable.value for variable in variables])
 
+    def _share_learning_rate(self) -> None:
+        """Give all replicas the chief's learning rate. Every replica must call."""
+        rate = getattr(getattr(self._model, "optimizer", None), "_learning_rate", None)
+        if isinstance(rate, keras.Variable):
+            with self._strategy.talking() as workers:
+                assert workers is not None
+                broadcast_state(workers, [rate.value])
 
-class _Step:
-    """A function that Keras calls with a list of one batch."""
+    # --- saving ---------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        run: Callable[[Callable[..., Any], Any], Any],
-    ) -> None:
-        self._function = function
-        self._run = run
+    def save(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
+        """Save the model as Keras does; replicas may save to one path at the same time."""
+        return self._save("save", filepath, overwrite, **options)
 
-    def __call__(self, data: Any) -> Any:
-        return self._run(self._function, data)
+    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
+        """Save the weights as Keras does; replicas may save to one path at the same time."""
+        return self._save("save_weights", filepath, overwrite, **options)
+
+    def _save(self, call: str, filepath: Any, overwrite: bool, **options: Any) -> Any:
+        plain = self._plain(call)
+        is_file = isinstance(filepath, (str, Path)) and not options.get("max_shard_size")
+        if not is_file or not overwrite or not os.path.isdir(Path(filepath).parent):
+            return plain(filepath, overwrite=overwrite, **options)
+        path = Path(filepath)
+        own = path.with_name(f".{os.getpid()}-{path.name}")
+        try:
+            result = plain(own, overwrite=True, **options)
+            os.replace(own, path)
+        finally:
+            own.unlink(missing_ok=True)
+        return result
 
 
-def _flattened(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of logs; the results of metrics may be dicts, as Keras takes them."""
-    for name, value in logs.items():
-        if isinstance(value, dict):
-            yield from _flattened(value)
-        else:
-            yield name, value
+def _refusal(kind: str, call: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            f"{kind} overrides {call}, which a strategy calls with data that is divided among the "
+            "replicas; override train_step, test_step, predict_step or compute_loss instead"
+        )
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
+    return refuse

@@ -1,0 +1,77 @@
+"""Keras optimizers on replicas: gradients that backward has not reduced, and steps of one copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from fastdist.replicas.context import state
+from fastdist.strategies.central import CentralParameters
+
+
+def share_steps(model: Any, central: CentralParameters | None) -> None:
+    """Adapt the optimizers of a model: the one it was compiled with, and other attributes.
+
+    Args:
+        model: the model.
+        central: holds the only copy of all parameters; None if every replica has its own copy.
+    """
+    for value in list(vars(model).values()):
+        if isinstance(value, keras.optimizers.Optimizer) and "apply" not in vars(value):
+            value.apply = _SharedApply(value, central)
+
+
+class _SharedApply:
+    """The method `apply` of an optimizer, for all replicas together.
+
+    Args:
+        optimizer: the optimizer.
+        central: as for `share_steps`.
+    """
+
+    def __init__(self, optimizer: Any, central: CentralParameters | None) -> None:
+        self._apply = optimizer.apply
+        self._optimizer = optimizer
+        self._central = central
+        self._is_central = False  # True once the optimizer's variables are in the one copy
+
+    def __call__(self, grads: Any, trainable_variables: Any = None) -> None:
+        context = state.replica
+        if context is None or context.communicator is None:
+            self._apply(grads, trainable_variables)
+            return
+        workers, optimizer, central = context.communicator, self._optimizer, self._central
+        grads = list(grads)
+        if trainable_variables is not None:
+            _reduce_missing(grads, list(trainable_variables), context)
+        if central is None:
+            self._apply(grads, trainable_variables)
+            return
+        if not self._is_central:
+            if not optimizer.built:
+                optimizer.build(trainable_variables)
+            central.take_parameters(workers, [v.value for v in optimizer.variables])
+            self._is_central = True
+        central.step_once(workers, lambda: self._apply(grads, trainable_variables))
+
+
+def _reduce_missing(grads: list[Any], variables: list[Any], context: Any) -> None:
+    """Average gradients that did not come from `backward`, such as those of torch.autograd.grad.
+
+    The gradients of backward are those of the global batch already, and stay in `.grad` until the
+    next step. If they were removed before, averaging equal gradients changes nothing.
+    """
+    missing = [
+        i
+        for i, (grad, variable) in enumerate(zip(grads, variables, strict=True))
+        if grad is not None and getattr(variable, "value", variable).grad is None
+    ]
+    if not missing:
+        return
+    share = context.weight / context.num_replicas_in_sync
+    parts = [grads[i] * share if share else torch.zeros_like(grads[i]) for i in missing]
+    context.communicator.all_reduce(parts)
+    for i, part in zip(missing, parts, strict=True):
+        grads[i] = part

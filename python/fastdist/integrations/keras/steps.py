@@ -1,0 +1,119 @@
+"""The steps of a Keras model on one replica: training, evaluating or predicting for one batch."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import torch
+
+from fastdist.integrations.keras.layers import separate_random_numbers
+from fastdist.integrations.keras.losses import share_losses
+from fastdist.integrations.keras.metrics import unchanged
+from fastdist.integrations.keras.optimizers import share_steps
+from fastdist.replicas.per_replica import PerReplica
+from fastdist.strategies.replicated import ReplicatedStrategy
+
+
+class ReplicaSteps:
+    """Runs the steps of a model in `strategy.run`.
+
+    Args:
+        model: a weak reference to the model.
+        strategy: its strategy.
+
+    Attributes:
+        examples: examples of each replica in the batch that the next step gets; None if unknown.
+        last_examples: the same of the last step.
+    """
+
+    def __init__(self, model: weakref.ref[Any], strategy: ReplicatedStrategy) -> None:
+        self.examples: tuple[int, ...] | None = None
+        self.last_examples: tuple[int, ...] | None = None
+        self._model = model
+        self._strategy = strategy
+        (self._replica,) = strategy.local_replica_ids
+        self._result: Any = None  # of the last step
+        self._seeds = torch.Generator()  # of the steps
+        self._seeded_from = -1
+
+    def seed(self) -> None:
+        """Derive the seeds of the coming steps from the random state, unless it is as before."""
+        found = zlib.crc32(torch.get_rng_state().numpy().data)
+        if found != self._seeded_from:
+            self._seeded_from = found
+            self._seeds.manual_seed(found)
+
+    def prepare(self) -> None:
+        """Adapt what the model has built by now. Every replica must call."""
+        model = self._model()
+        separate_random_numbers(model)
+        share_losses(model)
+        share_steps(model, self._strategy.central)
+        self._strategy.refresh()
+
+    def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
+        """Call a function that updates the metrics; return its logs, those of this replica."""
+        examples = self._take_examples()
+        if examples is None or examples[self._replica]:
+            return self._run(function, data, examples)
+        model: Any = self._model()
+        with unchanged(model.metrics):
+            return self._run(function, data, examples)
+
+    def predict(self, function: Callable[..., Any], data: Any) -> Any:
+        """Call a function; return the outputs for the examples of all replicas, in order."""
+        examples = self._take_examples()
+        outputs = self._run(function, data, examples)
+        is_borrowed = examples is not None and not examples[self._replica]
+        return keras.tree.map_structure(
+            lambda output: self._strategy.gather(output[:0] if is_borrowed else output, 0), outputs
+        )
+
+    def _take_examples(self) -> tuple[int, ...] | None:
+        self.last_examples, self.examples = self.examples, None
+        return self.last_examples
+
+    def _run(
+        self, function: Callable[..., Any], data: Any, examples: tuple[int, ...] | None
+    ) -> Any:
+        """Call a function in `strategy.run`; the process's random state stays as it was.
+
+        So all replicas, and one device, shuffle alike after any number of steps.
+        """
+        generator = torch.default_generator
+        before = generator.get_state()
+        seed = torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
+        generator.manual_seed(int(seed))
+        try:
+            self._strategy.run(self._call, (PerReplica(((function, data),), examples),))
+        finally:
+            generator.set_state(before)
+        result, self._result = self._result, None
+        return result
+
+    def _call(self, step: tuple[Callable[..., Any], Any]) -> None:
+        function, data = step
+        self._result = function(data)
+
+
+class Step:
+    """A function that Keras calls with a list of one batch.
+
+    Args:
+        function: Keras' own function.
+        run: calls it on this replica.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], run: Callable[[Callable[..., Any], Any], Any]
+    ) -> None:
+        self._function = function
+        self._run = run
+
+    def __call__(self, data: Any) -> Any:
+        """Return the logs or outputs for a list of one batch."""
+        return self._run(self._function, data)

@@ -68,7 +68,7 @@ class CheckpointManager:
         if kind is None:
             self.close()
         else:  # other replicas may have come elsewhere
-            self._release()
+            self.release()
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -152,7 +152,29 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._release()
+            self.release()
+
+    def release(self) -> None:
+        """Let other jobs use the directory, when what is being written is on the disk.
+
+        For one replica alone, after a failure: the others may not call anything together with it.
+        """
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing])
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        self._staged.clear()
+
+    def remove_all(self) -> None:
+        """Remove all checkpoints, oldest first. Every replica must call, after a save or restore.
+
+        Raises:
+            OSError: another job uses the directory.
+        """
+        assert self._ranks is not None
+        with self._ranks.talking() as workers:
+            from_first(workers, self._remove_all)
 
     # --- on rank 0 ------------------------------------------------------------------------------
 
@@ -164,13 +186,11 @@ class CheckpointManager:
                 _failed.remove(error)
                 raise error
 
-    def _release(self) -> None:
-        if self._writing is not None:
-            concurrent.futures.wait([self._writing])
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-        self._staged.clear()
+    def _remove_all(self) -> None:
+        self._own_directory()
+        self._finish()
+        for path in self.checkpoints:
+            files.delete(files.set_aside(path))
 
     def _own_directory(self) -> None:
         if self._lock is None:

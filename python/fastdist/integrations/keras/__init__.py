@@ -4,10 +4,31 @@
 docs/keras.md. Keras itself is loaded by its users only.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from fastdist.integrations.keras.callbacks import chief_only
 from fastdist.integrations.keras.extension import KerasExtension
 from fastdist.strategies.scope import extensions
 
-__all__ = ["chief_only"]
+if TYPE_CHECKING:
+    from fastdist.integrations.keras.backup import BackupAndRestore
+
+__all__ = ["BackupAndRestore", "chief_only"]
+
+_LAZY = {"BackupAndRestore": "backup"}  # these load Keras
 
 extensions.append(KerasExtension())
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

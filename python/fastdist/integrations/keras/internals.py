@@ -3,13 +3,22 @@
 On instances, trainers replace `_get_metrics_result_or_logs` of a model, `next` of a SeedGenerator
 and `_moments` of a BatchNormalization. They read `_flatten_layers`, `_non_trainable_variables`,
 `_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`, `_num_samples`,
-`_learning_rate` and `_initial_epoch`.
+`_learning_rate` and `_initial_epoch`. Backups read the variables `epoch_iterator` and
+`callbacks` of a running `fit` and the iterator's `_steps_seen`, and replace its methods
+`_get_iterator` and `_enumerate_iterator`.
 """
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+import keras
 from keras.src.backend import get_keras_mask
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.losses.loss import apply_mask
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
@@ -20,14 +29,40 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 )
 from keras.src.utils import is_default
 
+from fastdist.errors import UnsupportedError
+
 __all__ = [
     "ArrayDataAdapter",
     "DataAdapter",
+    "MonitorCallback",
     "apply_mask",
     "class_weight_to_sample_weights",
     "get_data_adapter",
+    "get_global_attribute",
     "get_keras_mask",
+    "global_seed_generator",
     "is_default",
+    "running_fit",
     "train_validation_split",
     "unpack_x_y_sample_weight",
 ]
+
+
+def running_fit(model: Any) -> tuple[Any, list[Any]]:
+    """Return the iterator over batches and the callbacks of the `fit` that has called us.
+
+    Keras tells a callback neither of them; they are variables of its `fit`.
+
+    Raises:
+        UnsupportedError: this release of Keras has another `fit`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals
+        if found.get("self") is model and {"epoch_iterator", "callbacks"} <= found.keys():
+            return found["epoch_iterator"], found["callbacks"].callbacks
+        frame = frame.f_back
+    raise UnsupportedError(
+        f"fastdist.keras.BackupAndRestore does not know the fit of Keras {keras.__version__}; use "
+        "Keras 3.15, or keras.callbacks.BackupAndRestore"
+    )

@@ -47,6 +47,15 @@ class ReplicaSteps:
             self._seeded_from = found
             self._seeds.manual_seed(found)
 
+    def random_state(self) -> tuple[int, torch.Tensor]:
+        """Return the state of the generator of the steps' seeds, for backups."""
+        return self._seeded_from, self._seeds.get_state()
+
+    def set_random_state(self, state: tuple[int, torch.Tensor]) -> None:
+        """Set what `random_state` has returned."""
+        self._seeded_from, seeds = state
+        self._seeds.set_state(seeds)
+
     def prepare(self) -> None:
         """Adapt what the model has built by now. Every replica must call."""
         model = self._model()

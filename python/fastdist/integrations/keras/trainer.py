@@ -51,6 +51,9 @@ class ReplicatedTrainer:
         model: the model; it keeps this trainer alive, not the other way round.
         strategy: a strategy of several replicas, in whose scope the model was made.
         adopt: makes the strategy adopt what was made in its scope so far, if the scope is open.
+
+    Attributes:
+        steps: runs the model's steps.
     """
 
     def __init__(self, model: Any, strategy: ReplicatedStrategy, adopt: Callable[[], None]) -> None:
@@ -59,7 +62,7 @@ class ReplicatedTrainer:
         self._adopt = adopt
         self._layout = strategy._input_layout()
         self._cut = Cutter(self._layout)
-        self._steps = ReplicaSteps(self._ref, strategy)
+        self.steps = ReplicaSteps(self._ref, strategy)
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
         for name in (
             *_CALLS,
@@ -217,11 +220,11 @@ class ReplicatedTrainer:
             self._reads_logs = True
             try:
                 self._begin_pass()
-                part, self._steps.examples = self._cut.batch(batch)
+                part, self.steps.examples = self._cut.batch(batch)
                 return self._plain(call)(*part, **options)
             finally:
                 self._reads_logs = False
-                self._steps.examples = None
+                self.steps.examples = None
 
     @contextlib.contextmanager
     def _all_replicas(self) -> Iterator[None]:
@@ -235,7 +238,7 @@ class ReplicatedTrainer:
     def _begin_pass(self) -> None:
         """Give all replicas the chief's random state, and derive the seeds of steps from it."""
         share_random_state(self._workers())
-        self._steps.seed()
+        self.steps.seed()
 
     def _parts(
         self,
@@ -275,7 +278,7 @@ class ReplicatedTrainer:
         return PartAdapter(whole, self._layout, self._workers, self._begin_pass, self._note)
 
     def _note(self, examples: tuple[int, ...]) -> None:
-        self._steps.examples = examples
+        self.steps.examples = examples
 
     def _callbacks(
         self,
@@ -316,11 +319,11 @@ class ReplicatedTrainer:
 
     def make_predict_function(self, force: bool = False) -> Any:
         """Make the function that predicts for one batch."""
-        return self._make("predict", self._steps.predict, force)
+        return self._make("predict", self.steps.predict, force)
 
     def _make(self, kind: str, run: Callable[..., Any], force: bool) -> Any:
         self._plain(f"make_{kind}_function")(force)
-        self._steps.prepare()
+        self.steps.prepare()
         function = getattr(self._model, f"{kind}_function")
         if not isinstance(function, Step):
             function = Step(function, run)
@@ -328,7 +331,7 @@ class ReplicatedTrainer:
         return function
 
     def _train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
-        logs = self._steps.train_or_test(function, data)
+        logs = self.steps.train_or_test(function, data)
         return self._global_logs(logs) if self._reads_logs else logs
 
     # --- what all replicas agree on -------------------------------------------------------------
@@ -357,7 +360,7 @@ class ReplicatedTrainer:
         plain = self._plain("get_metrics_result")
         with self._strategy.talking() as workers:
             assert workers is not None
-            return global_logs(logs, self._model.metrics, plain, workers, self._steps.last_examples)
+            return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
 
     def _any_replica(self, conditions: list[bool]) -> list[bool]:
         """Tell of each condition whether it holds on any replica. Every replica must call."""
@@ -416,6 +419,12 @@ class ReplicatedTrainer:
         finally:
             own.unlink(missing_ok=True)
         return result
+
+
+def trainer_of(model: Any) -> ReplicatedTrainer | None:
+    """Return the trainer of a model; None under one replica."""
+    trainer = getattr(vars(model).get("fit"), "__self__", None)
+    return trainer if isinstance(trainer, ReplicatedTrainer) else None
 
 
 def _refusal(kind: str, call: str) -> Callable[..., Any]:

@@ -1,0 +1,138 @@
+"""Backs up a running `fit`, and goes on from the backup with the next step.
+
+A backup is a checkpoint that is taken between two steps: when Keras tells the callbacks that a
+step begins. The restored `fit` makes the order of the interrupted epoch again, reads past the
+batches of the steps that are done, and restores everything at the same moment.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+
+from fastdist.checkpoints import CheckpointManager, PreemptionCheckpointHandler
+from fastdist.integrations.keras.fit_state import FitState
+from fastdist.integrations.keras.internals import running_fit
+from fastdist.integrations.keras.saved import KerasCheckpoint
+
+_TO_KEEP = 2  # if the newest is damaged, the one before is used
+_open: dict[Path, BackupAndRestore] = {}
+
+
+class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
+    """Backs up `fit`, and lets `fit` go on when the program is started again.
+
+    Every replica has one, among the callbacks of `fit`:
+
+        model.fit(x, y, epochs=10, callbacks=[fd.keras.BackupAndRestore("backup", save_freq=100)])
+
+    The model, the optimizer, metrics, the position in the data, the states of the other callbacks
+    and the random generators are restored, so that a job that was killed ends with the same bits as
+    one that was not (tf.keras.callbacks.BackupAndRestore).
+
+    Args:
+        directory: of the backups; each program has its own. At the end of `fit` they are removed.
+        save_freq: "epoch", or a number of steps between two backups.
+        delete_checkpoint: False to keep the backups; the last then holds the trained model, and
+            `fit` with the same directory and no more epochs does nothing.
+        save_before_preemption: also back up and exit, as `fd.PreemptionCheckpointHandler` does, if
+            a replica is told to end.
+
+    Raises:
+        ValueError: save_freq is another string, or less than 1.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        save_freq: Literal["epoch"] | int = "epoch",
+        *,
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = False,
+    ) -> None:
+        super().__init__()
+        if save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
+            raise ValueError(f"save_freq must be 'epoch' or a number of steps, got {save_freq!r}")
+        self._directory = Path(directory).absolute()
+        self._save_freq = save_freq
+        self._deletes = delete_checkpoint
+        self._handles_preemption = save_before_preemption
+        self._manager = CheckpointManager(self._directory, max_to_keep=_TO_KEEP)
+        self._handler: PreemptionCheckpointHandler | None = None
+        self._fit: FitState | None = None
+        self._checkpoint: KerasCheckpoint
+        self._resumes = False  # True from the beginning of a restored fit to its first step
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore the newest backup, if there is one."""
+        if (before := _open.get(self._directory)) is not None:  # its fit has failed
+            before.close()
+        _open[self._directory] = self
+        model = self.model
+        iterator, callbacks = running_fit(model)
+        self._fit = FitState(model, iterator, [c for c in callbacks if c is not self])
+        self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
+        model._initial_epoch = None
+        self._resumes = self._manager.restore(self._checkpoint) is not None
+        if self._resumes:
+            self._fit.position.resume()
+            model._initial_epoch = self._fit.position.epoch
+        if self._handles_preemption:
+            self._handler = PreemptionCheckpointHandler(self._manager, self._checkpoint)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        assert self._fit is not None
+        self._fit.position.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Back up, if it is time; in a restored fit, first restore what has changed since."""
+        assert self._fit is not None
+        if self._resumes:
+            # Keras has reset metrics and called callbacks as if an epoch began.
+            self._resumes = False
+            self._manager.restore(self._checkpoint)
+        else:
+            self._fit.position.note_step(batch)
+            if self._is_due(batch, self._checkpoint.step):
+                self._manager.save(self._checkpoint, async_op=True)
+        if self._handler is not None:
+            self._handler.save_if_preempted()
+        self._checkpoint.step += 1  # this step is not in the backup of this moment
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Remove the backups, or keep one of the end."""
+        assert self._fit is not None
+        if self._resumes:  # nothing was left to do
+            self._manager.restore(self._checkpoint)
+        elif not self._deletes:
+            self._fit.position.note_end(self.params["epochs"])
+            self._manager.save(self._checkpoint)
+        self.model._initial_epoch = None
+        if self._deletes:
+            self._manager.remove_all()
+        self._manager.close()
+        self.close()
+
+    def close(self) -> None:
+        """Let other jobs use the directory, and signals do again what they did before.
+
+        The end of `fit` does so too; after a `fit` that has failed, the next one with this
+        directory.
+        """
+        if _open.get(self._directory) is self:
+            del _open[self._directory]
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        if self._fit is not None:
+            self._fit.position.release()
+            self._fit = None
+        self._manager.release()
+
+    def _is_due(self, batch: int, steps: int) -> bool:
+        if self._save_freq == "epoch":
+            return batch == 0 and steps > 0
+        return steps > 0 and steps % self._save_freq == 0

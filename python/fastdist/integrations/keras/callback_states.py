@@ -1,0 +1,110 @@
+"""The states of Keras callbacks: their plain attributes, or what their `state_dict` returns."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import inspect
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.integrations.keras.internals import MonitorCallback
+
+_OF_KERAS = ("params", "_model")
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+State = dict[str, Any]
+
+
+class CallbackStates:
+    """The states of a list of callbacks.
+
+    Numbers, strings, arrays, tensors and structures of them are saved. What a callback's
+    constructor was given is saved only if it has changed since: it is the program's.
+
+    Args:
+        callbacks: those of one replica.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks: dict[str, Any] = {}
+        counts: collections.Counter[str] = collections.Counter()
+        for callback in callbacks:
+            kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            self._callbacks[f"{kind}#{counts[kind]}"] = callback
+            counts[kind] += 1
+        self._given = {name: _given(callback) for name, callback in self._callbacks.items()}
+
+    def collect(self, workers: Communicator | None) -> list[dict[str, State]]:
+        """Return the states of replica 0, and of the others those that differ from its.
+
+        Every replica must call.
+        """
+        own = {name: self._state(name) for name in self._callbacks}
+        if workers is None:
+            return [own]
+        digests = {name: _digest(state) for name, state in own.items()}
+        chief = workers.broadcast_object(digests)
+        differing = {name: own[name] for name in own if digests[name] != chief.get(name)}
+        return [own, *workers.all_gather_object(differing)[1:]]
+
+    def restore(self, saved: Sequence[dict[str, State]], replica: int) -> None:
+        """Restore the states of a replica's callbacks."""
+        states = saved[0] | (saved[replica] if replica < len(saved) else {})
+        for name, callback in self._callbacks.items():
+            state = states.get(name)
+            if state is None:
+                continue
+            if _has_state_dict(callback):
+                callback.load_state_dict(state)
+            else:
+                if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
+                    callback._set_monitor_op()  # changes the sign of min_delta, once
+                vars(callback).update(state)
+
+    def _state(self, name: str) -> State:
+        callback, given = self._callbacks[name], self._given[name]
+        if _has_state_dict(callback):
+            state: State = callback.state_dict()
+            return state
+        return {
+            key: value
+            for key, value in vars(callback).items()
+            if key not in _OF_KERAS
+            and _is_plain(value)
+            and (key not in given or given[key] != _digest(value))
+        }
+
+
+def _has_state_dict(callback: Any) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _given(callback: Any) -> dict[str, bytes]:
+    """Return the digests of attributes that have the name of an argument of the constructor."""
+    names = inspect.signature(type(callback)).parameters
+    return {
+        name: _digest(value)
+        for name, value in vars(callback).items()
+        if name in names and _is_plain(value)
+    }
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(pickle.dumps(value)).digest()
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a value that a checkpoint returns as the same type."""
+    kind = type(value)
+    if kind in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if kind in (dict, collections.Counter):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return value.dtype.kind in "biufc" and value.dtype.isnative
+    return kind in _ATOMS or (kind is torch.Tensor and value.layout is torch.strided)

@@ -1,0 +1,151 @@
+"""The position of a running `fit` in its data, and the way back to it.
+
+Keras draws batches from passes over the data; an epoch is one pass, or with `steps_per_epoch` the
+next part of one. The order of a pass follows from the random state at its beginning. So a position
+is that state, and the number of batches that were drawn since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastdist.data import DistributedDataset
+from fastdist.integrations.keras.parts import DistributedAdapter, PartAdapter
+from fastdist.integrations.keras.random_state import random_state, set_random_state
+
+
+class FitPosition:
+    """Notes where a `fit` is, and lets another begin there.
+
+    Args:
+        iterator: Keras' iterator over batches, whose methods are replaced until `release`.
+        model: the model that is trained.
+
+    Attributes:
+        epoch: the epoch.
+    """
+
+    def __init__(self, iterator: Any, model: Any) -> None:
+        self._iterator = iterator
+        self._model = model
+        self._make_pass = iterator._get_iterator
+        self._make_epoch = iterator._enumerate_iterator
+        self._source = _source(iterator.data_adapter)
+        self._pass: dict[str, Any] | None = None  # the state at the beginning of this pass
+        self._step = 0
+        self._drawn = 0  # batches of this pass before this step's
+        self._epoch_began: dict[str, Any] | None = None  # the state then, until its first step
+        self._is_behind = False  # True until the first pass of a restored fit has begun
+        self.epoch = 0
+        iterator._get_iterator = self._begin_pass
+        iterator._enumerate_iterator = self._enumerate
+
+    def note_step(self, step: int) -> None:
+        """Note that a step of this epoch begins, whose batch is drawn already."""
+        self._step = step
+        self._drawn = self._iterator._steps_seen - 1
+        if isinstance(self._source, DistributedDataset):  # which goes on inside a pass by itself
+            assert self._pass is not None
+            state = self._source.state_dict()
+            self._pass["source"] = {**state, "step": state["step"] - 1}
+
+    def note_end(self, epochs: int) -> None:
+        """Note that training has ended after so many epochs, or was stopped."""
+        is_stopped = self._model.stop_training
+        self.epoch = _NEVER if is_stopped else epochs
+        self._step = self._drawn = 0
+        if self._iterator.steps_per_epoch is None:
+            self._pass = self._state_now()
+        else:
+            self._drawn = self._iterator._steps_seen
+
+    def state(self) -> dict[str, Any]:
+        """Return the position."""
+        return {
+            "epoch": self.epoch,
+            "step": self._step,
+            "drawn": self._drawn,
+            "pass": self._pass,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Set the position."""
+        self.epoch, self._step = state["epoch"], state["step"]
+        self._drawn, self._pass = state["drawn"], state["pass"]
+
+    def resume(self) -> None:
+        """Let the first epoch begin at this position."""
+        self._is_behind = self._pass is not None
+
+    def release(self) -> None:
+        """Give the iterator its own methods again."""
+        for name in ("_get_iterator", "_enumerate_iterator"):
+            vars(self._iterator).pop(name, None)
+
+    def _enumerate(self) -> Iterator[Any]:
+        """Enumerate the steps of an epoch, or those that are left of it, as Keras does."""
+        if not self._is_behind:
+            self._epoch_began = self._state_now()
+            for step in self._make_epoch():
+                self._epoch_began = None
+                yield step
+            return
+        first, drawn = self._step, self._drawn
+        assert self._pass is not None
+        set_random_state(self._model, self._pass["random"])
+        for begin, end, batches in self._make_epoch():
+            if begin == first:
+                self._iterator._steps_seen = drawn + 1
+            if begin >= first:
+                yield begin, end, batches
+
+    def _begin_pass(self) -> Any:
+        """Make the iterable of a pass over the data."""
+        if not self._is_behind:
+            self._pass = self._epoch_began or self._state_now()
+            return self._make_pass()
+        self._is_behind = False
+        assert self._pass is not None
+        if self._source is not None:
+            self._source.load_state_dict(self._pass["source"])
+        batches = iter(self._make_pass())
+        if not isinstance(self._source, DistributedDataset):
+            for _ in range(self._drawn):
+                next(batches)
+        return batches
+
+    def _state_now(self) -> dict[str, Any]:
+        source = self._source
+        return {
+            "random": random_state(self._model),
+            "source": None if source is None else source.state_dict(),
+        }
+
+
+_NEVER = 1 << 62  # an epoch that no fit reaches
+
+
+class _GeneratorState:
+    """The random generator of a user's DataLoader."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+
+
+def _source(adapter: Any) -> Any:
+    """Return what of the data has a state of its own; None if nothing has."""
+    if isinstance(adapter, DistributedAdapter):
+        return adapter._dataset
+    whole = adapter._whole if isinstance(adapter, PartAdapter) else adapter
+    dataset = getattr(whole, "py_dataset", None)
+    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        return dataset
+    generator = getattr(getattr(whole, "_dataloader", None), "generator", None)
+    return None if generator is None else _GeneratorState(generator)

@@ -163,6 +163,8 @@ _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
 
 
 register_with_torch()
+if not {"lightning", "pytorch_lightning", "lightning_fabric"}.isdisjoint(sys.modules):
+    import fastdist.integrations.lightning  # noqa: F401
 
 
 def __getattr__(name: str) -> object:

@@ -59,6 +59,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "checkpoints_iterator",
     "cluster",
     "data",
     "default_communicator",
@@ -85,7 +86,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fastdist import data, nn, ps
-    from fastdist.checkpoints import Checkpoint, CheckpointManager, PreemptionCheckpointHandler
+    from fastdist.checkpoints import (
+        Checkpoint,
+        CheckpointManager,
+        PreemptionCheckpointHandler,
+        checkpoints_iterator,
+    )
     from fastdist.integrations import keras
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
@@ -117,6 +123,7 @@ _LAZY = {
     "Checkpoint": "fastdist.checkpoints",
     "CheckpointManager": "fastdist.checkpoints",
     "PreemptionCheckpointHandler": "fastdist.checkpoints",
+    "checkpoints_iterator": "fastdist.checkpoints",
     "ClusterCoordinator": "fastdist.ps.coordinator",
     "ParameterServerStrategy": "fastdist.ps.strategy",
     "PerWorkerValues": "fastdist.ps.coordinator",

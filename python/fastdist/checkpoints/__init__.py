@@ -5,5 +5,11 @@ from __future__ import annotations
 from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.checkpoints.preemption import PreemptionCheckpointHandler
+from fastdist.checkpoints.watching import checkpoints_iterator
 
-__all__ = ["Checkpoint", "CheckpointManager", "PreemptionCheckpointHandler"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "PreemptionCheckpointHandler",
+    "checkpoints_iterator",
+]

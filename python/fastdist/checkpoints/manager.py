@@ -25,6 +25,7 @@ from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_ENDED = ".ended"
 _COPY_THREADS = 4  # one alone does not use the memory's bandwidth
 
 
@@ -176,6 +177,20 @@ class CheckpointManager:
         with self._ranks.talking() as workers:
             from_first(workers, self._remove_all)
 
+    def end(self) -> None:
+        """Tell those that wait for checkpoints that the job has ended. Every replica must call.
+
+        For evaluators (`fd.checkpoints_iterator`); after the last save. A job that uses the
+        directory again takes it back.
+
+        Raises:
+            OSError: another job uses the directory, or it cannot be written.
+        """
+        self.wait()
+        assert self._ranks is not None
+        with self._ranks.talking() as workers:
+            from_first(workers, self._end)
+
     # --- on rank 0 ------------------------------------------------------------------------------
 
     def _finish(self) -> None:
@@ -185,6 +200,10 @@ class CheckpointManager:
             if error is not None:
                 _failed.remove(error)
                 raise error
+
+    def _end(self) -> None:
+        self._own_directory()
+        (self.directory / _ENDED).touch()
 
     def _remove_all(self) -> None:
         self._own_directory()
@@ -196,6 +215,7 @@ class CheckpointManager:
         if self._lock is None:
             self._lock = DirectoryLock(self.directory)
             files.tidy(self.directory)
+            (self.directory / _ENDED).unlink(missing_ok=True)
 
     def _place(self, number: int | None) -> Path:
         self._own_directory()
@@ -277,6 +297,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(found, key=number_of)
+
+
+def has_ended(directory: Path) -> bool:
+    """True if the job that saves into a directory has said that it has ended."""
+    return (directory / _ENDED).exists()
 
 
 def number_of(path: Path) -> int:

@@ -14,10 +14,11 @@ from fastdist.strategies.scope import extensions
 
 if TYPE_CHECKING:
     from fastdist.integrations.keras.backup import BackupAndRestore
+    from fastdist.integrations.keras.sidecar import SidecarEvaluator
 
-__all__ = ["BackupAndRestore", "chief_only"]
+__all__ = ["BackupAndRestore", "SidecarEvaluator", "chief_only"]
 
-_LAZY = {"BackupAndRestore": "backup"}  # these load Keras
+_LAZY = {"BackupAndRestore": "backup", "SidecarEvaluator": "sidecar"}  # these load Keras
 
 extensions.append(KerasExtension())
 

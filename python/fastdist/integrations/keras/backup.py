@@ -113,6 +113,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.model._initial_epoch = None
         if self._deletes:
             self._manager.remove_all()
+        self._manager.end()
         self._manager.close()
         self.close()
 

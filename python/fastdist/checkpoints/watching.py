@@ -1,0 +1,67 @@
+"""Waits for the checkpoints of a job that runs elsewhere, for evaluators."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastdist.checkpoints.manager import has_ended, list_checkpoints, number_of
+
+POLL_S = 0.5
+
+
+def checkpoints_iterator(
+    directory: str | Path, *, timeout_s: float | None = None
+) -> Iterator[Path]:
+    """Yield each whole checkpoint of a `CheckpointManager`, as soon as it is there, oldest first.
+
+    The directory is read without its lock, and may not exist yet. The iterator begins with the
+    checkpoints that are there, and ends when no new one has come for `timeout_s`, or when the job
+    has ended (`CheckpointManager.end`) and all were yielded. A checkpoint may be removed while it
+    is used: use a greater `max_to_keep` then (tf.train.checkpoints_iterator).
+
+    Args:
+        directory: that of the manager.
+        timeout_s: seconds to wait for a new checkpoint; None: for ever.
+
+    Raises:
+        ValueError: timeout_s is negative.
+    """
+    if timeout_s is not None and timeout_s < 0:
+        raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
+    return _wait(Path(directory).absolute(), timeout_s)
+
+
+def _wait(directory: Path, timeout_s: float | None) -> Iterator[Path]:
+    last = -1
+    since = time.monotonic()
+    while True:
+        path, is_over = next_checkpoint(directory, last, since, timeout_s)
+        if path is not None:
+            last = number_of(path)
+            yield path
+            since = time.monotonic()
+        elif is_over:
+            return
+        else:
+            time.sleep(POLL_S)
+
+
+def next_checkpoint(
+    directory: Path, last: int, since: float, timeout_s: float | None
+) -> tuple[Path | None, bool]:
+    """Return the first checkpoint after a number, and True if there will be none.
+
+    Args:
+        directory: that of the manager.
+        last: the number.
+        since: `time.monotonic()` when the wait began.
+        timeout_s: seconds to wait since then.
+    """
+    is_over = has_ended(directory)  # before the look: the last checkpoint is there by then
+    newer = (path for path in list_checkpoints(directory) if number_of(path) > last)
+    path = next(newer, None)
+    if timeout_s is not None and time.monotonic() - since >= timeout_s:
+        is_over = True
+    return path, path is None and is_over

@@ -199,6 +199,18 @@ def test_a_kept_backup_holds_the_end(tmp_path: Path) -> None:
     assert again["seen"] == first["seen"]  # no step was done
 
 
+def test_a_fit_that_was_stopped_stays_so(tmp_path: Path) -> None:
+    in_float64()
+    for _ in range(2):
+        model = compiled(dense(), keras.optimizers.SGD(0.0))
+        stops = keras.callbacks.EarlyStopping("loss", patience=1, min_delta=1.0)
+        backup = fd.keras.BackupAndRestore(tmp_path, delete_checkpoint=False)
+        given = regression() | {"epochs": 9, "callbacks": [stops, backup], "verbose": 0}
+        keras.utils.set_random_seed(1)
+        history = model.fit(**given, shuffle=False).history
+        assert len(history["loss"]) == 2
+
+
 def test_the_end_removes_backups(tmp_path: Path) -> None:
     in_float64()
     train(fd.get_strategy(), shuffled, tmp_path, 1, save_freq=4)

@@ -75,7 +75,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._fit = FitState(model, iterator, [c for c in callbacks if c is not self])
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
         model._initial_epoch = None
-        self._resumes = self._manager.restore(self._checkpoint) is not None
+        try:
+            self._resumes = self._manager.restore(self._checkpoint) is not None
+        except BaseException:
+            self.close()
+            raise
         if self._resumes:
             self._fit.position.resume()
             model._initial_epoch = self._fit.position.epoch

@@ -12,6 +12,7 @@ from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "torch"
 
+import fastdist as fd
 import keras
 from digits import load, make_strategy, parser
 from keras import layers
@@ -48,7 +49,7 @@ def main() -> None:
     train, held = [(x.reshape(-1, 8, 8, 1).numpy(), y.numpy()) for x, y in load()]
     callbacks = [keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True)]
     if options.resume:
-        callbacks.append(keras.callbacks.BackupAndRestore(options.resume, delete_checkpoint=False))
+        callbacks.append(fd.keras.BackupAndRestore(options.resume, delete_checkpoint=False))
     model.fit(
         *train,
         batch_size=options.global_batch_size,  # of all replicas together

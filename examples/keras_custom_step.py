@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
 
+import fastdist as fd
 import keras
 import torch
 from digits import load, make_strategy, parser
@@ -60,7 +61,7 @@ def main() -> None:
     (train, _), (held, _) = load()
     callbacks = []
     if options.resume:
-        callbacks.append(keras.callbacks.BackupAndRestore(options.resume, delete_checkpoint=False))
+        callbacks.append(fd.keras.BackupAndRestore(options.resume, delete_checkpoint=False))
     model.fit(
         train.numpy(),
         batch_size=options.global_batch_size,

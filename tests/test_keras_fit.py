@@ -18,7 +18,7 @@ from fastdist.errors import PeerFailureError, UnsupportedError
 from keras_cases import Batches, Subclassed, compiled, dense, regression
 from ranks import ProcessRanks
 from test_keras import in_float64
-from test_strategies import own_devices
+from test_strategies import KINDS, own_devices
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,10 @@ def test_callbacks_get_the_logs_of_all_replicas(replicas: ProcessRanks) -> None:
     assert chief[-1][1] == {name: values[0] for name, values in history.items()}
 
 
-def decide(comm: fd.Communicator) -> tuple[dict[str, Any], float]:
-    strategy = mirrored()
+def decide(comm: fd.Communicator, kind: str) -> tuple[dict[str, Any], float]:
+    in_float64()
+    keras.utils.set_random_seed(8)
+    strategy = KINDS[kind](fd.CommunicationOptions())
     model = made(strategy, optimizer=keras.optimizers.SGD(0.5))
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1, factor=0.5)
     early = keras.callbacks.EarlyStopping(monitor="loss", patience=3, restore_best_weights=True)
@@ -111,9 +113,12 @@ def decide(comm: fd.Communicator) -> tuple[dict[str, Any], float]:
 
 
 def test_callbacks_decide_alike(replicas: ProcessRanks) -> None:
-    (history, rate), other = replicas.run(decide)
+    (history, rate), other = replicas.run(decide, "mirrored")
     assert other == (history, rate)
     assert len(history["loss"]) < 30
+    for got, got_rate in replicas.run(decide, "central"):
+        assert got_rate == rate
+        assert got["loss"] == pytest.approx(history["loss"], rel=1e-6)
 
 
 class Stops(keras.callbacks.Callback):  # type: ignore[misc]

@@ -52,9 +52,16 @@ class _SharedApply:
         if not self._is_central:
             if not optimizer.built:
                 optimizer.build(trainable_variables)
-            central.take_parameters(workers, [v.value for v in optimizer.variables])
+            central.take_parameters(workers, [v.value for v in _changed_by_steps(optimizer)])
             self._is_central = True
         central.step_once(workers, lambda: self._apply(grads, trainable_variables))
+
+
+def _changed_by_steps(optimizer: Any) -> list[Any]:
+    """Return the variables without learning rates, which callbacks set on each replica."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    rates = [getattr(each, "_learning_rate", None) for each in (optimizer, inner)]
+    return [v for v in optimizer.variables if not any(v is rate for rate in rates)]
 
 
 def _reduce_missing(grads: list[Any], variables: list[Any], context: Any) -> None:

@@ -169,6 +169,7 @@ DATA = [in_parts, *(pytest.param(d, marks=pytest.mark.slow) for d in (generated,
 DATA += [pytest.param(d, marks=pytest.mark.slow) for d in (py_dataset, validated)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 def test_finds_its_place_in_the_data(data: Data, tmp_path: Path) -> None:
     compare(fd.OneDeviceStrategy("cpu"), data, 3, tmp_path)

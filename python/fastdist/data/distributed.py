@@ -125,6 +125,10 @@ class DistributedDataset:
         iterator yields another batch before.
         """
         self._position.saved = True
+        return self.position()
+
+    def position(self) -> dict[str, Any]:
+        """Return what `state_dict` returns, and let the next `iter()` begin where it would."""
         return {
             "epoch": self._position.epoch,
             "step": self._position.step,

@@ -47,7 +47,7 @@ class FitPosition:
         self._drawn = self._iterator._steps_seen - 1
         if isinstance(self._source, DistributedDataset):  # which goes on inside a pass by itself
             assert self._pass is not None
-            state = self._source.state_dict()
+            state = self._source.position()
             self._pass["source"] = {**state, "step": state["step"] - 1}
 
     def note_end(self, epochs: int) -> None:
@@ -119,7 +119,7 @@ class FitPosition:
         source = self._source
         return {
             "random": random_state(self._model),
-            "source": None if source is None else source.state_dict(),
+            "source": _state_of(source),
         }
 
 
@@ -137,6 +137,12 @@ class _GeneratorState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+
+
+def _state_of(source: Any) -> Any:
+    if source is None:
+        return None
+    return source.position() if isinstance(source, DistributedDataset) else source.state_dict()
 
 
 def _source(adapter: Any) -> Any:

@@ -15,14 +15,7 @@ from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
 
-_CALLS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
+CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 class KerasExtension:
@@ -96,8 +89,13 @@ def _require_torch(keras: Any) -> None:
 
 def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
     if not isinstance(strategy, ReplicatedStrategy) or strategy.has_servers:
-        for name in _CALLS:
-            object.__setattr__(model, name, _refusal(strategy, name))
+        for name in CALLS:
+            message = (
+                f"a Keras model that was made in the scope of {type(strategy).__name__} has no "
+                f"{name} yet; write the training loop with strategy.run, or use MirroredStrategy, "
+                "MultiWorkerMirroredStrategy or CentralStorageStrategy"
+            )
+            object.__setattr__(model, name, refusal(message))
     elif strategy.num_replicas_in_sync > 1:
         if strategy.options.gradient_reduction == "sum":
             raise UnsupportedError(
@@ -108,14 +106,10 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
         ReplicatedTrainer(model, strategy, adopt)
 
 
-def _refusal(strategy: Strategy, call: str) -> Callable[..., Any]:
-    name = type(strategy).__name__
+def refusal(message: str) -> Callable[..., Any]:
+    """Return a method that raises UnsupportedError."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"a Keras model that was made in the scope of {name} has no {call} yet; write the "
-            "training loop with strategy.run, or use MirroredStrategy, MultiWorkerMirroredStrategy "
-            "or CentralStorageStrategy"
-        )
+        raise UnsupportedError(message)
 
     return refuse

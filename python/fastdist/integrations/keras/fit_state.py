@@ -1,4 +1,4 @@
-"""What a running `fit` consists of besides the model's weights."""
+"""The state of a running `fit`, besides the model's weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastdist.checkpoints.agreement import Ranks
 from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.callback_states import CallbackStates
 from fastdist.integrations.keras.fit_position import FitPosition
+from fastdist.integrations.keras.metrics import variables_of
 from fastdist.integrations.keras.random_state import random_state, set_random_state
 from fastdist.integrations.keras.saved import put_values, require_same_shapes, values_of
 
@@ -69,8 +70,7 @@ class FitState:
         return [] if optimizer is None else list(optimizer.variables)
 
     def _metric_variables(self) -> list[Any]:
-        variables = {id(v): v for metric in self._model.metrics for v in metric.variables}
-        return list(variables.values())
+        return variables_of(self._model.metrics)
 
 
 def _own_metrics(

@@ -1,4 +1,4 @@
-"""What strategies must know of Keras layers: inner layers, state and random numbers."""
+"""Describes Keras layers to strategies: inner layers, state and random numbers."""
 
 from __future__ import annotations
 

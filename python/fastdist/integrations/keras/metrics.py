@@ -11,10 +11,15 @@ import torch
 from fastdist.collectives.communicator import Communicator
 
 
+def variables_of(metrics: Sequence[Any]) -> list[Any]:
+    """Return the variables of metrics, each once."""
+    return list({id(v): v for metric in metrics for v in metric.variables}.values())
+
+
 @contextlib.contextmanager
 def unchanged(metrics: Sequence[Any]) -> Iterator[None]:
     """A context manager that undoes changes of the metrics' variables at its end."""
-    variables = [variable.value for metric in metrics for variable in metric.variables]
+    variables = [variable.value for variable in variables_of(metrics)]
     before = [tensor.detach().clone() for tensor in variables]
     try:
         yield
@@ -38,13 +43,13 @@ def combined(
         workers: connects all replicas.
         others: tensors that are summed over replicas in the same call, in place.
     """
-    variables = {id(v): v for metric in metrics for v in metric.variables}
-    parts = [_part(variable, workers) for variable in variables.values()]
+    variables = variables_of(metrics)
+    parts = [_part(variable, workers) for variable in variables]
     if parts or others:
         workers.all_reduce([*parts, *others])
     with unchanged(metrics):
         with torch.no_grad():
-            for variable, part in zip(variables.values(), parts, strict=True):
+            for variable, part in zip(variables, parts, strict=True):
                 variable.value.copy_(part)
         yield
 

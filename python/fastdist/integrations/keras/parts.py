@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset, InputLayout
 from fastdist.data.agreement import Agreement, SameData
+from fastdist.data.batches import count_examples
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
 from fastdist.data.sharding import split_sizes
@@ -55,22 +56,10 @@ class Cutter:
 
     def batch(self, batch: Any) -> tuple[Any, tuple[int, ...]]:
         """Return this replica's part of a batch in memory, and every replica's examples."""
-        rows, examples = self(count_rows(batch))
+        rows, examples = self(count_examples(batch))
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch), (
             examples
         )
-
-
-def count_rows(batch: Any) -> int:
-    """Return the number of examples of a batch.
-
-    Raises:
-        ValueError: the batch has no array.
-    """
-    for leaf in keras.tree.flatten(batch):
-        if getattr(leaf, "shape", ()):
-            return int(leaf.shape[0])
-    raise ValueError(f"expected a batch with an array of examples, got {type(batch).__name__}")
 
 
 class PartAdapter(DataAdapter):  # type: ignore[misc]

@@ -18,8 +18,8 @@ import numpy as np
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
-from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
+from fastdist.integrations.keras.extension import CALLS, refusal
 from fastdist.integrations.keras.internals import (
     DataAdapter,
     class_weight_to_sample_weights,
@@ -40,7 +40,6 @@ from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.modules import broadcast_state
 
-_CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
 
 
@@ -65,7 +64,7 @@ class ReplicatedTrainer:
         self.steps = ReplicaSteps(self._ref, strategy)
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
         for name in (
-            *_CALLS,
+            *CALLS,
             "make_train_function",
             "make_test_function",
             "make_predict_function",
@@ -75,9 +74,14 @@ class ReplicatedTrainer:
             "save_weights",
         ):
             object.__setattr__(model, name, getattr(self, name))
-        for name in _CALLS:
+        for name in CALLS:
             if getattr(type(model), name) is not getattr(keras.Model, name):
-                object.__setattr__(model, name, _refusal(type(model).__name__, name))
+                message = (
+                    f"{type(model).__name__} overrides {name}, which a strategy calls with data "
+                    "that is divided among the replicas; override train_step, test_step, "
+                    "predict_step or compute_loss instead"
+                )
+                object.__setattr__(model, name, refusal(message))
 
     @property
     def _model(self) -> Any:
@@ -425,13 +429,3 @@ def trainer_of(model: Any) -> ReplicatedTrainer | None:
     """Return the trainer of a model; None under one replica."""
     trainer = getattr(vars(model).get("fit"), "__self__", None)
     return trainer if isinstance(trainer, ReplicatedTrainer) else None
-
-
-def _refusal(kind: str, call: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{kind} overrides {call}, which a strategy calls with data that is divided among the "
-            "replicas; override train_step, test_step, predict_step or compute_loss instead"
-        )
-
-    return refuse

@@ -39,7 +39,7 @@ def make_model() -> keras.Model:
 def main() -> None:
     """Train, and evaluate on digits that were held out."""
     arguments = parser(__doc__ or "", "mirrored")
-    arguments.set_defaults(epochs=5)
+    arguments.set_defaults(epochs=12)
     arguments.add_argument("--resume", type=Path, help="folder of the state; made when missing")
     options = arguments.parse_args()
     strategy = make_strategy(options)

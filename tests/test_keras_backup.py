@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -198,6 +199,17 @@ def test_a_kept_backup_holds_the_end(tmp_path: Path) -> None:
         first[name] for name in ("history", "epochs", "weights")
     ]
     assert again["seen"] == first["seen"]  # no step was done
+
+
+def test_more_epochs_than_the_fit_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_float64()
+    for epochs in (2, 3):
+        data = regression() | {"epochs": epochs, "verbose": 2}
+        train(fd.get_strategy(), lambda _: data, tmp_path, 1, delete_checkpoint=False)  # noqa: B023
+    printed = re.findall(r"Epoch \d/\d", capsys.readouterr().out)
+    assert printed == ["Epoch 1/2", "Epoch 2/2", "Epoch 3/3"]
 
 
 def test_a_fit_that_was_stopped_stays_so(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         _open[self._directory] = self
         model = self.model
         iterator, callbacks = running_fit(model)
-        self._fit = FitState(model, iterator, [c for c in callbacks if c is not self])
+        others = [c for c in callbacks if c is not self]
+        self._fit = FitState(model, iterator, others, self.params)
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
         model._initial_epoch = None
         try:

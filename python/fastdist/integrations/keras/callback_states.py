@@ -28,9 +28,11 @@ class CallbackStates:
 
     Args:
         callbacks: those of one replica.
+        params: what this `fit` gives to their `set_params`; again, after states were restored.
     """
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
+    def __init__(self, callbacks: Sequence[Any], params: Any) -> None:
+        self._params = params
         self._callbacks: dict[str, Any] = {}
         counts: collections.Counter[str] = collections.Counter()
         for callback in callbacks:
@@ -65,6 +67,7 @@ class CallbackStates:
                 if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
                     callback._set_monitor_op()  # changes the sign of min_delta, once
                 vars(callback).update(state)
+                callback.set_params(self._params)  # a progress bar's epochs, for one
 
     def _state(self, name: str) -> State:
         callback, given = self._callbacks[name], self._given[name]

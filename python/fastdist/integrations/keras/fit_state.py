@@ -25,15 +25,18 @@ class FitState:
         model: the model that is trained.
         iterator: Keras' iterator over its batches.
         callbacks: those of this replica whose states are saved.
+        params: what `fit` gives to the callbacks' `set_params`.
 
     Attributes:
         position: the position in the data.
     """
 
-    def __init__(self, model: Any, iterator: Any, callbacks: Sequence[Any]) -> None:
+    def __init__(
+        self, model: Any, iterator: Any, callbacks: Sequence[Any], params: dict[str, Any]
+    ) -> None:
         self._model = model
         self._ranks = Ranks([model])
-        self._callbacks = CallbackStates(callbacks)
+        self._callbacks = CallbackStates(callbacks, params)
         self.position = FitPosition(iterator, model)
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ namespace {
 constexpr std::chrono::milliseconds kPollInterval{20};
 constexpr std::chrono::seconds kBeforeLivenessCheck{1};
 constexpr std::chrono::seconds kUntilCompared{1};
+constexpr int kPollsUntilBlamed = 5;
 
 }  // namespace
 
@@ -85,23 +86,40 @@ Error Watcher::timeout_error(const Call& call) const {
                                    "communicator was aborted"};
 }
 
-std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
+void Watcher::drop_done(std::unique_lock<std::mutex>& lock) {
   auto& calls = state_->calls;
-  const auto is_done = [](const Call& call) { return call.mark && call.mark->is_done(); };
-  while (!calls.empty() && is_done(calls.front())) calls.pop_front();
-  if (calls.empty()) {
-    state_->drained.notify_all();
+  while (!calls.empty()) {
+    const auto mark = calls.front().mark;
+    if (!mark) break;
+    lock.unlock();  // callers need not wait for queries of the device
+    const bool is_done = mark->is_done();
+    lock.lock();
+    if (!is_done) break;
+    calls.pop_front();
+  }
+  if (calls.empty()) state_->drained.notify_all();
+}
+
+std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
+  drop_done(lock);
+  if (state_->calls.empty()) {
+    polls_with_error_ = 0;
     return std::nullopt;
   }
-  const Call& oldest = calls.front();
+  const Call& oldest = state_->calls.front();
   const auto age = Clock::now() - oldest.start;
   if (age > oldest.timeout) return timeout_error(oldest);
   lock.unlock();
   auto error = handle_->background_error();
   // Calls that do not match may be its cause, and are told instead.
   if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
+  const bool is_of_nccl = error.has_value();
   if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) error = checker_->find_lost();
   lock.lock();
+  // Peers that have seen a mismatch abort, perhaps before this rank has made the call that does not
+  // match, while its last one is ending.
+  polls_with_error_ = is_of_nccl ? polls_with_error_ + 1 : 0;
+  if (is_of_nccl && polls_with_error_ < kPollsUntilBlamed) return std::nullopt;
   return error;
 }
 

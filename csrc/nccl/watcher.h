@@ -89,6 +89,8 @@ class Watcher {
   };
 
   void loop();
+  // Removes the calls at the front that have finished.
+  void drop_done(std::unique_lock<std::mutex>& lock);
   // Removes finished calls; returns the error if something failed.
   [[nodiscard]] std::optional<Error> poll(std::unique_lock<std::mutex>& lock);
   [[nodiscard]] Error timeout_error(const Call& call) const;
@@ -97,6 +99,7 @@ class Watcher {
   int rank_;
   Checker* checker_;
   int generation_ = process_generation();
+  int polls_with_error_ = 0;  // successive ones; of the thread
   std::unique_ptr<State> state_ = std::make_unique<State>();
 };
 

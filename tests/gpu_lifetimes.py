@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import fastdist
@@ -135,6 +136,27 @@ def graphs(r: Rank) -> None:
         assert all(a.is_full(part, value * r.size) for part in parts)
         assert all(np.allclose(a.numpy(y, "float32"), value * r.size, 0.1) for y in many)
         assert a.is_full(shorts, value * r.size, "int16")
+    del graph
+
+
+def captured_temporaries(r: Rank) -> None:
+    """A captured call keeps its arrays until the stream that made it waits."""
+    a = r.arrays
+    given, out, x = a.full(1000, 1), a.full(1000, 0), a.full(9, 1)
+    r.call("all_reduce", x, "sum", None, None, 0)
+    a.synchronize()
+    r.host.barrier()
+    kept = weakref.ref(given)
+    graph = a.graph()
+    with graph.capture():
+        work = r.call_async("all_reduce", given, "sum", out, None, 0)
+        del given
+        later = r.call_async("all_reduce", x, "sum", None, None, 0)
+        assert kept() is not None
+        work.wait(a.current_stream())
+        assert kept() is None
+        later.wait(a.current_stream())
+    r.host.barrier()
     del graph
 
 
@@ -346,6 +368,7 @@ PARTS: tuple[Any, ...] = (
     alternating,
     memory,
     graphs,
+    captured_temporaries,
     graphs_on_two_streams,
     outlived,
     meanwhile,

@@ -166,9 +166,18 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void release_finished() {
     std::vector<py::object> dropped;
     const std::lock_guard lock(kept_mutex_);
-    while (!kept_.empty() && is_over(*kept_.front().first)) {
+    while (!kept_.empty() && !uses_arrays(*kept_.front().first)) {
       dropped.push_back(std::move(kept_.front().second));
       kept_.pop_front();
+    }
+  }
+
+  // Returns true unless the arrays' memory may be used for others.
+  [[nodiscard]] static bool uses_arrays(const nccl::Mark& mark) {
+    try {
+      return mark.uses_arrays();
+    } catch (const Error&) {
+      return false;
     }
   }
 

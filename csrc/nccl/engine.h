@@ -34,6 +34,10 @@ class Mark {
 
   // Does not block. Returns true for calls in a captured graph, which have no end to wait for.
   [[nodiscard]] virtual bool is_done() const = 0;
+  // Whether the memory of the call's arrays must not be used for others yet. In a capture, memory
+  // that is free may be used by another branch of the graph, so this is true until the capture
+  // ends.
+  [[nodiscard]] virtual bool uses_arrays() const = 0;
   virtual void make_wait(StreamHandle stream) const = 0;
 };
 

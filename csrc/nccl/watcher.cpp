@@ -31,8 +31,15 @@ void EventPool::give_back(cuda::Event event) noexcept {
 }
 
 EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool captured)
-    : pool_(std::move(pool)), event_(pool_->take()), captured_(captured) {
+    : pool_(std::move(pool)), event_(pool_->take()), stream_(stream), captured_(captured) {
   event_.record(stream);
+  if (captured) capture_ = cuda::capture_of(stream);
+}
+
+bool EventMark::uses_arrays() const {
+  if (!captured_) return !event_.is_done();
+  const auto now = cuda::capture_of(stream_);
+  return now && capture_ && now->id == capture_->id;
 }
 
 Watcher::Watcher(std::shared_ptr<Handle> handle, int rank, Checker* checker)

@@ -11,12 +11,14 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "core/communicator.h"
 #include "core/signature.h"
+#include "cuda/driver.h"
 #include "cuda/stream.h"
 #include "nccl/engine.h"
 #include "nccl/handle.h"
@@ -43,6 +45,7 @@ class EventMark final : public Mark {
   EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool captured);
   ~EventMark() override { pool_->give_back(std::move(event_)); }
   [[nodiscard]] bool is_done() const override { return captured_ || event_.is_done(); }
+  [[nodiscard]] bool uses_arrays() const override;
   void make_wait(StreamHandle stream) const override {
     const cuda::DeviceGuard device(pool_->device());  // `stream` may be its default stream
     event_.make_wait(stream);
@@ -51,7 +54,9 @@ class EventMark final : public Mark {
  private:
   std::shared_ptr<EventPool> pool_;
   cuda::Event event_;
+  StreamHandle stream_;
   bool captured_;
+  std::optional<cuda::Capture> capture_;  // that the stream was in
 };
 
 class Watcher {

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import contract
@@ -16,7 +21,12 @@ from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.net import NetEngine
-from fastdist.errors import ClusterConfigError, CollectiveMismatchError
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerFailureError,
+)
 from ranks import run_in_threads
 from reference import SMALL_FLOATS, reduced
 
@@ -217,6 +227,72 @@ def gather_more_than_links_hold(comm: Communicator) -> None:
 
 def test_arrays_that_fill_the_links() -> None:
     MachineThreads(((0, 1), (2, 3))).run(gather_more_than_links_hold)
+
+
+def connections() -> dict[int, int]:
+    """Return the descriptor of each of this process's TCP connections, by inode."""
+    found = {}
+    for path in Path("/proc/self/fd").iterdir():
+        if not path.is_socket():
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as its_socket:
+            if its_socket.family == socket.AF_INET and its_socket.getpeername():
+                found[os.fstat(its_socket.fileno()).st_ino] = int(path.name)
+    return found
+
+
+def use_all_connections(comm: Communicator) -> None:
+    x = np.ones(1)
+    while True:
+        comm.all_reduce(x)
+        for first, second in itertools.combinations(range(comm.world_size), 2):
+            if comm.rank == first:
+                comm.send(x, second)
+                comm.recv(x, second)
+            elif comm.rank == second:
+                comm.recv(x, first)
+                comm.send(x, first)
+
+
+def lose_connection(comm: Communicator, known: dict[int, int], which: int) -> str:
+    comm.barrier()
+    if comm.rank == 0:
+        lost = [fd for inode, fd in sorted(connections().items()) if inode not in known][which]
+        with socket.socket(fileno=os.dup(lost)) as its_socket:
+            its_socket.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerFailureError) as error:
+        use_all_connections(comm)
+    assert comm.rank not in error.value.ranks
+    return str(error.value).partition("; last collective")[0]
+
+
+@pytest.mark.parametrize("which", range(0, 18, 4))
+def test_a_lost_connection_is_no_death(which: int) -> None:
+    """No rank is told that it has died itself."""
+    texts = MachineThreads(((0,), (1,), (2,))).run(lose_connection, connections(), which)
+    for rank, text in enumerate(texts):
+        assert "connection" in text
+        assert f"rank {rank} has died" not in text
+
+
+def wait_for_the_last(comm: Communicator) -> str:
+    comm.all_reduce(np.ones(1))
+    if comm.rank == 2:
+        time.sleep(3)
+        with pytest.raises(CollectiveTimeoutError, match="gave up waiting for rank 2"):
+            comm.barrier()
+        return ""
+    with pytest.raises(CollectiveTimeoutError) as error:
+        comm.all_reduce(np.ones(1), timeout=1.5)
+    assert error.value.ranks == (2,)
+    return str(error.value)
+
+
+def test_the_last_calls_are_up_to_date() -> None:
+    texts = MachineThreads(((0,), (1,), (2,))).run(wait_for_the_last)
+    for text in texts[:2]:
+        for rank, call in enumerate((2, 2, 1)):
+            assert f"rank {rank}: call {call}, all_reduce" in text
 
 
 def test_ranks_that_cannot_connect() -> None:

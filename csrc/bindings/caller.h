@@ -25,6 +25,9 @@ void begin_exit() noexcept;
 // until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
 
+// Writes to the log of Python's package `fastdist`. Takes the GIL.
+void log_warning(const std::string& text) noexcept;
+
 // Releases the GIL for its lifetime.
 class GilRelease {
  public:
@@ -53,6 +56,7 @@ class PythonCaller final : public Caller {
   void may_block() const override {
     if (released_ == nullptr) released_ = PyEval_SaveThread();
   }
+  void warn(const std::string& text) const override { log_warning(text); }
   // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
   // call that ends early ends the communicator; but Ctrl-C and other exceptions that are to end the
   // program (those that are no `Exception`) end the call.
@@ -80,6 +84,7 @@ class RecordedCaller final : public Caller {
   explicit RecordedCaller(std::string location) : location_(std::move(location)) {}
   [[nodiscard]] std::string location() const override { return location_; }
   void check_interrupt() const override {}
+  void warn(const std::string& text) const override { log_warning(text); }
 
  private:
   std::string location_;

@@ -15,7 +15,7 @@
 
 namespace fastdist {
 
-// The caller of a collective. Queried only when a call fails or blocks.
+// The caller of a collective. Used only when a call fails or blocks.
 class Caller {
  public:
   Caller() = default;
@@ -30,6 +30,8 @@ class Caller {
   // Called at least once before anything that takes longer than one or two microseconds: the caller
   // releases resources that others may need, such as the GIL.
   virtual void may_block() const {}
+  // Tells the user of something that does not end the call.
+  virtual void warn(const std::string& text) const { (void)text; }
 };
 
 struct CallOptions {

@@ -133,7 +133,7 @@ std::optional<std::uint64_t> AnswerReader::take_question() {
 
 std::optional<std::string> AnswerReader::state(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
-  if (state_number_ != number) return std::nullopt;
+  if (state_number_ < number) return std::nullopt;
   return state_;
 }
 

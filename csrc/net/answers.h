@@ -40,7 +40,7 @@ class AnswerReader {
   [[nodiscard]] std::optional<Error> failure() const;
   // Returns the number of a question for this rank's state, once.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
-  // Returns the peer's answer to question `number`, if it has come.
+  // Returns the peer's answer to question `number` or a later one, if it has come.
   [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
 
  private:

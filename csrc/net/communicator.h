@@ -131,6 +131,7 @@ class NetCommunicator final : public BlockingCommunicator {
     Clock::time_point since = Clock::now();
     Clock::time_point asked_at = Clock::now();
     std::uint64_t question = 0;
+    bool has_warned = false;  // of machines that cannot be reached
 
    private:
     std::atomic<int>& calls_;
@@ -149,6 +150,7 @@ class NetCommunicator final : public BlockingCommunicator {
       if (moves_) communicator_.progress();
     }
     void may_block() const override { wait_.caller->may_block(); }
+    void warn(const std::string& text) const override { wait_.caller->warn(text); }
 
    private:
     NetCommunicator& communicator_;
@@ -207,7 +209,8 @@ class NetCommunicator final : public BlockingCommunicator {
   [[noreturn]] void throw_noticed(const Error& cause, int noticed_by, const Signature& signature);
   [[noreturn]] void fail(const Error& cause, const Signature& signature);
   void abandon(const Error& cause) noexcept;
-  [[nodiscard]] bool is_unreachable(int p) const;
+  void warn_of_silence(Wait& wait);
+  [[nodiscard]] bool is_unreachable(int p, std::chrono::milliseconds silence) const;
   [[nodiscard]] std::string prefix(const Signature& signature) const;
   [[nodiscard]] std::string last_calls() const;
 
@@ -217,6 +220,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::uint64_t ask_all();
   [[nodiscard]] std::vector<int> find_late(const Wait& wait, const std::vector<int>& suspects);
   [[nodiscard]] std::string state_of(const Wait& wait) const;
+  [[nodiscard]] CallHead last_call(int p) const;
 
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,

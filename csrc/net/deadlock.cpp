@@ -21,7 +21,7 @@ namespace fastdist::net {
 namespace {
 
 constexpr std::chrono::seconds kPatience{1};
-constexpr std::chrono::milliseconds kAnswerTime{250};
+constexpr std::chrono::seconds kAnswerTime{1};
 constexpr std::size_t kSiteBytes = 400;
 
 // Precedes, in an answer, the numbers of sends to and receives from each rank, and the caller's
@@ -145,33 +145,51 @@ std::uint64_t NetCommunicator::ask_all() {
   return question;
 }
 
-// Returns the ranks for which all others wait: those that do not answer, as they have not come or
-// have stopped; if there are none, those in an earlier call; else `suspects`.
+// Returns the ranks for which all others wait: those that have not come to this call and do not
+// answer; if there are none, those that are in an earlier call; then those that have come and do
+// not answer any more, as they have stopped; else `suspects`.
 std::vector<int> NetCommunicator::find_late(const Wait& wait, const std::vector<int>& suspects) {
   const std::uint64_t question = ask_all();
-  const auto n = places_.size();
-  std::vector<int> silent, behind;
+  std::vector<int> absent, behind, stopped;
   for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    silent.clear();
+    absent.clear();
     behind.clear();
+    stopped.clear();
     for (int p = 0; p < size(); ++p) {
       if (p == rank_) continue;
-      peer(p).answers.poll();
-      if (const auto cause = peer(p).answers.failure()) throw_noticed(*cause, p, wait.signature);
-      const auto answer = peer(p).answers.state(question);
-      const auto theirs = answer ? parse(*answer, n) : std::nullopt;
-      if (!theirs) {
-        silent.push_back(p);
-      } else if (theirs->state.sequence < sequence_) {
-        behind.push_back(p);
-      }
+      AnswerReader& answers = peer(p).answers;
+      answers.poll();
+      if (const auto cause = answers.failure()) throw_noticed(*cause, p, wait.signature);
+      const bool answers_now = answers.state(question).has_value();
+      // An answer to an earlier question tells as well that the rank has come.
+      const auto state = answers.state(1);
+      const auto theirs = state ? parse(*state, places_.size()) : std::nullopt;
+      const bool has_come = theirs && theirs->state.sequence >= sequence_;
+      if (!has_come) (answers_now ? behind : absent).push_back(p);
+      if (has_come && !answers_now) stopped.push_back(p);
     }
     answer_questions(wait);
-    if (silent.empty()) break;
+    if (absent.empty() && stopped.empty()) break;
   }
   if (wait.number != 0) return suspects;  // a transfer needs one rank alone
-  return !silent.empty() ? silent : !behind.empty() ? behind : suspects;
+  for (const std::vector<int>* late : {&absent, &behind, &stopped}) {
+    if (!late->empty()) return *late;
+  }
+  return suspects;
+}
+
+// Returns the last collective of rank p that is known here: from its record in a crossing, or from
+// its last answer.
+NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
+  const CallHead& known = last_[static_cast<std::size_t>(p)];
+  if (p == rank_) return known;
+  const auto answer = peer(p).answers.state(1);
+  const auto theirs = answer ? parse(*answer, places_.size()) : std::nullopt;
+  if (!theirs || theirs->state.number != 0 || theirs->state.sequence <= known.sequence) {
+    return known;
+  }
+  return {theirs->state.sequence, theirs->state.signature, theirs->state.count, theirs->state.list};
 }
 
 // Called regularly by the thread that waits.

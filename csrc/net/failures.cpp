@@ -16,6 +16,8 @@ namespace {
 // What does not concern the current wait must last so long before it ends the call: a rank that
 // exits may have finished a call that others are about to finish.
 constexpr std::chrono::milliseconds kDoubt{500};
+// A machine that has not answered the kernel for so long when a timeout is reached is to blame.
+constexpr std::chrono::milliseconds kSilence{1500};
 
 std::string seconds(std::chrono::nanoseconds duration) {
   std::string text = std::to_string(std::chrono::duration<double>(duration).count());
@@ -85,7 +87,26 @@ void NetCommunicator::check_failures(Wait& wait) {
     if (is_here(p) || !them.answers.has_ended() || them.answers.has_closed()) continue;
     if (lasts(them.ended_at)) throw_ended(p, signature);
   }
+  warn_of_silence(wait);
   check_deadlock(wait);
+}
+
+// Warns, once in a call, of machines from which nothing has come for long.
+void NetCommunicator::warn_of_silence(Wait& wait) {
+  constexpr std::chrono::seconds kSilence{10};
+  if (wait.has_warned || Clock::now() - wait.since < kSilence) return;
+  for (int machine = 0; machine < machines(); ++machine) {
+    const std::vector<int>& ranks = ranks_of(machine);
+    const bool is_cut =
+        machine != machine_of(rank_) &&
+        std::all_of(ranks.begin(), ranks.end(), [&](int p) { return is_unreachable(p, kSilence); });
+    if (!is_cut) continue;
+    wait.has_warned = true;
+    wait.caller->warn(prefix(wait.signature) + " has heard nothing from the machine " +
+                      places_[static_cast<std::size_t>(ranks.front())].ip + " of rank " +
+                      names(ranks) + " for " + std::to_string(kSilence.count()) +
+                      " s. Its network may be down; the call goes on once it is back.");
+  }
 }
 
 // Throws since rank p has closed the communicator, died or given up.
@@ -101,7 +122,8 @@ void NetCommunicator::throw_ended(int p, const Signature& signature) {
       fail(Error(ErrorCode::kPeerFailure, who + " has closed the communicator", {p}), signature);
     }
     if (answers.has_ended() || Clock::now() - start > kDoubt) {
-      fail(Error(ErrorCode::kPeerFailure, who + " has died", {p}), signature);
+      fail(Error(ErrorCode::kPeerFailure, who + " has died or lost its connection", {p}),
+           signature);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
@@ -115,7 +137,7 @@ void NetCommunicator::throw_malformed(int p, const Signature& signature) {
 
 void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   const Signature& signature = wait.signature;
-  if (is_unreachable(p)) {
+  if (is_unreachable(p, kSilence)) {
     std::vector<int> ranks = ranks_of(machine_of(p));
     const std::string text = "the machine " + places_[static_cast<std::size_t>(p)].ip +
                              " of rank " + names(ranks) + " cannot be reached";
@@ -130,14 +152,13 @@ void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
               late);
 }
 
-// The kernel has asked the machine of rank p, and has not heard from it for a while.
-bool NetCommunicator::is_unreachable(int p) const {
-  constexpr std::uint32_t kSilenceMs = 1500;
+// The kernel has asked the machine of rank p, and has heard nothing from it for `silence`.
+bool NetCommunicator::is_unreachable(int p, std::chrono::milliseconds silence) const {
   tcp_info info{};
   socklen_t length = sizeof(info);
   if (::getsockopt(peer(p).stream.fd(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return false;
   const bool asks = info.tcpi_probes != 0 || info.tcpi_backoff != 0 || info.tcpi_retransmits != 0;
-  return asks && info.tcpi_last_ack_recv > kSilenceMs;
+  return asks && info.tcpi_last_ack_recv > silence.count();
 }
 
 // Throws for an error of a call between the ranks of this machine.
@@ -179,6 +200,16 @@ void NetCommunicator::throw_noticed(const Error& cause, int noticed_by,
                                     const Signature& signature) {
   const auto& ranks = cause.ranks();
   std::string text = cause.what();
+  const bool blames_self = std::find(ranks.begin(), ranks.end(), rank_) != ranks.end();
+  if (blames_self && cause.code() == ErrorCode::kPeerFailure) {
+    // This rank lives: only its connections can be lost.
+    const bool is_known = noticed_by >= 0;
+    fail(Error(cause.code(),
+               (is_known ? "rank " + std::to_string(noticed_by) : std::string("another rank")) +
+                   " has lost the connection to this rank",
+               is_known ? std::vector{noticed_by} : std::vector<int>{}),
+         signature);
+  }
   const bool knows = std::find(ranks.begin(), ranks.end(), noticed_by) != ranks.end();
   if (noticed_by >= 0 && !knows && cause.code() != ErrorCode::kTimeout &&
       text.find("(noticed by") == std::string::npos) {
@@ -212,7 +243,7 @@ std::string NetCommunicator::prefix(const Signature& signature) const {
 std::string NetCommunicator::last_calls() const {
   std::string text = "; last collective of each rank:";
   for (int p = 0; p < size(); ++p) {
-    const CallHead& last = last_[static_cast<std::size_t>(p)];
+    const CallHead last = last_call(p);
     text += "\n  rank " + std::to_string(p) + ": ";
     text += last.sequence == 0
                 ? "none"

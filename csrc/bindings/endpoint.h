@@ -76,7 +76,7 @@ class Endpoint {
   // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
   template <class Call>
   std::shared_ptr<Work> run_soon(Call call, const CallOptions& options) {
-    constexpr int kMostAhead = 64;
+    constexpr std::size_t kMostAhead = 64;
     refuse_nested(collectives_);
     auto work = collectives_.submit_soon(
         [this, count = std::make_shared<Count>(communicator_), call = std::move(call),
@@ -85,7 +85,7 @@ class Endpoint {
           const auto until_end = std::move(count);
           call(communicator_, CallOptions{timeout, caller.get()});
         });
-    if (collectives_.pending() > kMostAhead) wait_without_gil(*work, options);
+    if (const auto oldest = collectives_.before(kMostAhead)) wait_without_gil(*oldest, options);
     return work;
   }
 

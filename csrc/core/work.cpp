@@ -68,6 +68,12 @@ std::shared_ptr<Work> WorkQueue::last() {
   return submit([] {});
 }
 
+std::shared_ptr<Work> WorkQueue::before(std::size_t most) {
+  const std::lock_guard lock(state_->mutex);
+  const auto& queue = state_->queue;
+  return queue.size() > most ? queue[queue.size() - 1 - most] : nullptr;
+}
+
 std::shared_ptr<Work> WorkQueue::add(std::function<void()> task, bool is_urgent) {
   auto work = std::make_shared<Work>(std::move(task));
   pending_.fetch_add(1, std::memory_order_acquire);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -64,6 +65,8 @@ class WorkQueue {
   // A call that ends when all calls before it have ended; null if none is pending. In a forked
   // child, which has none of the parent's calls, always null.
   std::shared_ptr<Work> last();
+  // The call at whose end `most` calls wait; null if no more than that wait already.
+  std::shared_ptr<Work> before(std::size_t most);
 
   // True in a signal handler that has interrupted a call of this thread.
   [[nodiscard]] bool is_running_here() const noexcept {

@@ -68,11 +68,13 @@ Address parse(const std::string& text) {
 }  // namespace
 
 PeerMemory::PeerMemory(int rank) : rank_(rank) {
+  const RelaxedCapture relaxed;  // another thread may capture one of its streams
   FASTDIST_CUDA_CHECK(cudaGetDevice(&device_));
   own_ = take_page(device_);
   load_peer_kernels();
-  FASTDIST_CUDA_CHECK(cudaMemset(own_->data(), 0, sizeof(PeerPage)));
-  FASTDIST_CUDA_CHECK(cudaDeviceSynchronize());
+  const Stream stream;
+  FASTDIST_CUDA_CHECK(cudaMemsetAsync(own_->data(), 0, sizeof(PeerPage), stream.get()));
+  FASTDIST_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
   void* flag = nullptr;
   FASTDIST_CUDA_CHECK(cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped));
   is_given_up_ = static_cast<int*>(flag);

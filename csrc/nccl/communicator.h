@@ -217,6 +217,7 @@ class NcclCommunicator::OutsideGroups {
   int depth_;
 };
 
+// A use of the scratch memory on `stream`. A use that an error ends is over once its work is.
 class NcclCommunicator::ScratchUse {
  public:
   ScratchUse(NcclCommunicator& communicator, StreamHandle stream)
@@ -225,12 +226,36 @@ class NcclCommunicator::ScratchUse {
   }
   ScratchUse(const ScratchUse&) = delete;
   ScratchUse& operator=(const ScratchUse&) = delete;
-  void end() { scratch_.end(stream_); }
+  ~ScratchUse() {
+    if (has_ended_) return;
+    try {
+      end();
+    } catch (const Error&) {
+      return;  // the error that ends the use is thrown
+    }
+  }
+  // Makes the side stream begin after the work of `stream`, which waits for it at the end.
+  [[nodiscard]] Scratch::Lane& fork() {
+    lane_ = &scratch_.lane();
+    lane_->start.record(stream_);
+    lane_->start.make_wait(lane_->side.get());
+    return *lane_;
+  }
+  void end() {
+    has_ended_ = true;
+    if (lane_ != nullptr) {
+      lane_->end.record(lane_->side.get());
+      lane_->end.make_wait(stream_);
+    }
+    scratch_.end(stream_);
+  }
   [[nodiscard]] Scratch* operator->() const noexcept { return &scratch_; }
 
  private:
   Scratch& scratch_;
   StreamHandle stream_;
+  Scratch::Lane* lane_ = nullptr;
+  bool has_ended_ = false;
 };
 
 }  // namespace fastdist::nccl

@@ -42,7 +42,7 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
     memory[i] = scratch->bucket(i, largest, handle_, options, checker_);
   }
 
-  Scratch::Lane* const lane = buckets.size() > 1 ? &scratch->lane() : nullptr;
+  Scratch::Lane* const lane = buckets.size() > 1 ? &scratch.fork() : nullptr;
   const StreamHandle side = lane != nullptr ? lane->side.get() : stream;
   const auto cast_of = [&](const cuda::Bucket& bucket) {
     const float factor = transfer.divides(bucket.dtype) ? 1.0F / static_cast<float>(size_) : 1.0F;
@@ -56,10 +56,6 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
     if (lane != nullptr) lane->packed[k % 2].record(side);
   };
 
-  if (lane != nullptr) {
-    lane->start.record(stream);
-    lane->start.make_wait(side);
-  }
   fill(0);
   for (std::size_t k = 0; k < buckets.size(); ++k) {
     if (k + 1 < buckets.size()) fill(k + 1);
@@ -74,10 +70,6 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
       const cuda::Moves moves = cuda::moves_of(buckets[k], transfer.out);
       cuda::unpack(moves, memory[k % 2], cast_of(buckets[k]), side);
     }
-  }
-  if (lane != nullptr) {
-    lane->end.record(side);
-    lane->end.make_wait(stream);
   }
   scratch.end();
 }

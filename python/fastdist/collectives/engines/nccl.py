@@ -33,7 +33,6 @@ from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane
 from fastdist.errors import FastdistError, UnsupportedError
 
 _PER_THREAD = 2  # cudaStreamPerThread
-_RECORD_BYTES = 1024
 _MOST_PEERS = 8  # of csrc/cuda/peer_memory.h
 _NO_MEMORY = (FastdistError, MemoryError, OSError, ValueError)  # from CUDA, for memory of peers
 
@@ -286,7 +285,7 @@ class NcclEngine:
         try:
             own, failure = gpu.make_peer_memory(), ""
         except _NO_MEMORY as error:
-            own, failure = b"", str(error)[: _RECORD_BYTES // 4]
+            own, failure = b"", str(error)
         records = self._exchange({"address": own.hex(), "error": failure}, timeout_s)
         is_open = not any(record["error"] for record in records)
         try:
@@ -300,10 +299,12 @@ class NcclEngine:
 
     def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         text = json.dumps(record).encode()
-        own = np.frombuffer(text.ljust(_RECORD_BYTES), np.uint8)
-        everyone = np.empty(self._host_engine.size * _RECORD_BYTES, np.uint8)
+        longest = np.array([len(text)])
+        self._on_hosts["all_reduce"](longest, "max", None, None, timeout_s, False)
+        own = np.frombuffer(text.ljust(longest[0]), np.uint8)
+        everyone = np.empty(self._host_engine.size * longest[0], np.uint8)
         self._on_hosts["all_gather"](own, everyone, timeout_s, False)
-        return [json.loads(row.tobytes()) for row in everyone.reshape(-1, _RECORD_BYTES)]
+        return [json.loads(row.tobytes()) for row in everyone.reshape(-1, longest[0])]
 
     def _share_id(self, timeout_s: float) -> bytes:
         """Broadcast the id that NCCL makes on rank 0; zeros mean that it failed there."""
@@ -370,7 +371,7 @@ def _describe(device: int) -> dict[str, Any]:
         gpus = _core.cuda_devices()
         own = gpus[device]
     except (FastdistError, IndexError) as error:
-        return {"error": str(error)[: _RECORD_BYTES // 4]}
+        return {"error": str(error)}
     return {
         "version": version,
         "uuid": own.uuid,

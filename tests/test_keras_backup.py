@@ -326,13 +326,13 @@ def start(
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     """Replicas are killed in steps, evaluations and writes; the end is the same to the bit.
 
-    KILLS: how many, 10 if it is not set.
+    KILLS: how many, 3 if it is not set.
     """
     undisturbed = start(tmp_path / "undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     chance = random.Random(int(os.environ.get("KILLS_SEED", "3")))
     kills = number = 0
-    while kills < int(os.environ.get("KILLS", "10")):
+    while kills < int(os.environ.get("KILLS", "3")):
         number += 1
         while True:
             done = start(tmp_path / f"job{number}", chance.randrange(2), chance.randint(1, MOMENTS))

@@ -319,3 +319,15 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_links_lead_to_files() -> None:
+    """A link to a folder works on GitHub and is dead on the site."""
+    wrong = []
+    for name in tracked_files():
+        if name.endswith(".md"):
+            text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / name).read_text(), flags=re.DOTALL)
+            for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+                if not ((ROOT / name).parent / target).is_file():
+                    wrong.append(f"{name}: {target}")
+    assert wrong == []

@@ -373,7 +373,9 @@ class Client:
             server: its number among `servers`.
             number: of the variable.
             gradient: contiguous float32.
-            lr, round, step: see `submit`.
+            lr: see `submit`.
+            round: see `submit`.
+            step: see `submit`.
             wire: encoding of the variable's gradients; None for float32.
             in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
         """

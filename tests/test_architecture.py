@@ -1,6 +1,7 @@
 """Tests of the layers: imports, includes and the shape of the tree. ARCHITECTURE.md says why."""
 
 import ast
+import html
 import json
 import re
 import shutil
@@ -319,3 +320,26 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_links_lead_to_files() -> None:
+    """A link to a folder works on GitHub and is dead on the site."""
+    wrong = []
+    for name in tracked_files():
+        if name.endswith(".md"):
+            text = re.sub(r"```.*?```|`[^`\n]*`", "", (ROOT / name).read_text(), flags=re.DOTALL)
+            for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+                if not ((ROOT / name).parent / target).is_file():
+                    wrong.append(f"{name}: {target}")
+    assert wrong == []
+
+
+def test_pictures_are_those_of_their_texts() -> None:
+    pictures = sorted((ROOT / "docs" / "images").glob("*.dot"))
+    assert pictures
+    for path in pictures:
+        labels = re.findall(r'label="([^"]+)"', path.read_text(encoding="utf-8"))
+        wanted = sorted({line for label in labels for line in label.split("\\n")})
+        drawn = html.unescape(path.with_suffix(".svg").read_text(encoding="utf-8"))
+        found = {line.replace("\xa0", " ") for line in re.findall(r"<text[^>]*>([^<]*)<", drawn)}
+        assert [line for line in wanted if line not in found] == [], f"draw {path.name} again"

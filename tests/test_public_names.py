@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 MODULES = ("fastdist", "fastdist.cluster", "fastdist.ps")
+API = Path(__file__).resolve().parents[1] / "docs" / "api"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -23,6 +27,25 @@ def test_every_public_name_can_be_imported(name: str) -> None:
     pytest.importorskip("torch")
     module = importlib.import_module(name)
     assert [public for public in dir(module) if not hasattr(module, public)] == []
+
+
+@pytest.mark.parametrize("name", [*MODULES, "fastdist.data", "fastdist.nn"])
+def test_every_public_name_has_an_example_and_a_place_in_the_reference(name: str) -> None:
+    pytest.importorskip("torch")
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md")))
+    programs = "".join(re.findall(r"^```python\n(.*?)^```", pages, re.MULTILINE | re.DOTALL))
+    module = importlib.import_module(name)
+    without_example, without_place = [], []
+    for public in module.__all__:
+        found = getattr(module, public)
+        if inspect.ismodule(found) or public == "__version__":
+            continue
+        if ">>> " not in (inspect.getdoc(found) or "") and public not in programs:
+            without_example.append(public)
+        method = f"](#fastdist.Communicator.{public})"  # the function has a method's docstring
+        if f"\n::: {name}.{public}\n" not in pages and method not in pages:
+            without_place.append(public)
+    assert (without_example, without_place) == ([], [])
 
 
 def test_dir_shows_names_that_are_not_loaded_yet() -> None:

@@ -8,6 +8,11 @@ class FastdistError(RuntimeError):
 
     Attributes:
         ranks: the ranks that caused the error; empty if no rank did.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.errors.FastdistError("rank 1 is gone", ranks=(1,)).ranks
+        (1,)
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -20,31 +25,103 @@ class CollectiveMismatchError(FastdistError):
 
     Raised on every rank. On hosts no data has moved then, and the communicator stays usable. On
     GPUs the calls may have begun, so the communicator's calls on GPUs have ended; its others go on.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import fastdist as fd, numpy as np
+        >>> def call(comm):
+        ...     try:
+        ...         comm.all_reduce(np.zeros(comm.rank + 1))
+        ...     except fd.errors.CollectiveMismatchError:
+        ...         return "mismatch"
+        >>> ranks = fd.local_group(2)
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(call, ranks))
+        ['mismatch', 'mismatch']
     """
 
 
 class PeerFailureError(FastdistError):
-    """A rank died or left while others still needed it. The communicator is no longer usable."""
+    """A rank died or left while others still needed it. The communicator is no longer usable.
+
+    Examples:
+        >>> import fastdist as fd, numpy as np
+        >>> first, second = fd.local_group(2)
+        >>> second.close()
+        >>> try:
+        ...     first.barrier()
+        ... except fd.errors.PeerFailureError as error:
+        ...     error.ranks
+        (1,)
+    """
 
 
 class CollectiveTimeoutError(FastdistError):
     """A rank did not arrive in time.
 
     The communicator is no longer usable, unless only a `Work.wait` timed out.
+
+    Examples:
+        >>> import fastdist as fd, numpy as np
+        >>> first, second = fd.local_group(2)
+        >>> try:
+        ...     first.barrier(timeout=0.1)
+        ... except fd.errors.CollectiveTimeoutError as error:
+        ...     error.ranks
+        (1,)
     """
 
 
 class UnavailableError(FastdistError):
-    """A parameter server or coordinator cannot be reached."""
+    """A parameter server or coordinator cannot be reached.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> client = fd.ps.Client(["tcp://127.0.0.1:1"], timeout_s=0.1)
+        >>> try:
+        ...     client.hello(0)
+        ... except fd.errors.UnavailableError:
+        ...     "no server"
+        'no server'
+        >>> client.close()
+    """
 
 
 class ClusterConfigError(FastdistError):
-    """The launcher's variables or the cluster spec are invalid, or the rendezvous failed."""
+    """The launcher's variables or the cluster spec are invalid, or the rendezvous failed.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> try:
+        ...     fd.cluster.detect_launch({"RANK": "2", "WORLD_SIZE": "2"})
+        ... except fd.errors.ClusterConfigError as error:
+        ...     print(error)
+        RANK='2'; expected an integer from 0 to 1, as WORLD_SIZE='2'
+    """
 
 
 class UnsupportedError(FastdistError):
-    """This build, engine or machine does not support the operation."""
+    """This build, engine or machine does not support the operation.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> try:
+        ...     fd.nn.Embedding(None, 8)
+        ... except fd.errors.UnsupportedError:
+        ...     "only parameter servers have tables without a limit"
+        'only parameter servers have tables without a limit'
+    """
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint."""
+    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint.
+
+    Examples:
+        >>> import fastdist as fd, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     try:
+        ...         fd.Checkpoint(step=0).restore(folder)
+        ...     except fd.errors.DamagedCheckpointError:
+        ...         "no checkpoint"
+        'no checkpoint'
+    """

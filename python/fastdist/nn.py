@@ -31,6 +31,12 @@ def compute_average_loss(
         global_batch_size: examples of all replicas; by default the examples that
             `distribute_dataset` has put into the current batch, or without one this replica's
             examples times the number of replicas.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> losses = torch.tensor([1.0, 2.0, 3.0])
+        >>> fd.nn.compute_average_loss(losses, global_batch_size=6)
+        tensor(1.)
     """
     losses = as_tensor(per_example_loss)
     if sample_weight is not None:
@@ -46,6 +52,11 @@ def scale_regularization_loss(loss: torch.Tensor) -> torch.Tensor:
     """Divide a loss that does not depend on the batch by the number of replicas.
 
     For `gradient_reduction="sum"`, where every replica adds it (tf.nn.scale_regularization_loss).
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> fd.nn.scale_regularization_loss(torch.tensor(0.5))  # one replica
+        tensor(0.5000)
     """
     replica = state.replica
     return loss if replica is None else loss / replica.num_replicas_in_sync
@@ -58,6 +69,11 @@ class SyncBatchNorm(_BatchNorm):
     number of dimensions from 2 on: (examples, channels, …). Replicas may have different numbers of
     examples, or none. Outside of `run`, in evaluation mode and with one replica it equals torch's
     layer.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+        >>> model = fd.nn.SyncBatchNorm.convert(model)
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,18 @@ class Checkpoint:
 
     Raises:
         TypeError: no part was given, or a name is one of a method.
+
+    Examples:
+        >>> import tempfile
+        >>> import fastdist as fd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint = fd.Checkpoint(model=model, step=7)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.save(f"{folder}/seven")
+        ...     checkpoint.step = 8
+        ...     checkpoint.restore(path)
+        >>> checkpoint.step
+        7
     """
 
     _parts: dict[str, Any]

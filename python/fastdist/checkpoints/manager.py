@@ -42,6 +42,18 @@ class CheckpointManager:
 
     Raises:
         ValueError: max_to_keep is less than 1.
+
+    Examples:
+        >>> import tempfile
+        >>> import fastdist as fd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint = fd.Checkpoint(model=model, step=7)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = fd.CheckpointManager(folder, max_to_keep=3)
+        ...     manager.restore(checkpoint)  # None: there is no checkpoint yet
+        ...     manager.save(checkpoint, checkpoint.step).name
+        ...     manager.close()
+        'checkpoint-7'
     """
 
     def __init__(self, directory: str | Path, *, max_to_keep: int | None = 5) -> None:

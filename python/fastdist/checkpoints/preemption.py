@@ -43,6 +43,21 @@ class PreemptionCheckpointHandler:
 
     Raises:
         ValueError: made in another thread than the main one.
+
+    Examples:
+        >>> import tempfile
+        >>> import fastdist as fd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint = fd.Checkpoint(model=model, step=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = fd.CheckpointManager(folder)
+        ...     with fd.PreemptionCheckpointHandler(manager, checkpoint) as handler:
+        ...         for _ in range(3):
+        ...             checkpoint.step += 1
+        ...             handler.save_if_preempted()  # nobody told the job to end
+        ...     manager.close()
+        >>> checkpoint.step
+        3
     """
 
     def __init__(

@@ -27,6 +27,18 @@ def checkpoints_iterator(
 
     Raises:
         ValueError: timeout_s is negative.
+
+    Examples:
+        >>> import tempfile
+        >>> import fastdist as fd, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = fd.CheckpointManager(folder)
+        ...     path = manager.save(fd.Checkpoint(model=model), 1)
+        ...     manager.end()  # the job has ended
+        ...     [path.name for path in fd.checkpoints_iterator(folder)]
+        ...     manager.close()
+        ['checkpoint-1']
     """
     if timeout_s is not None and timeout_s < 0:
         raise ValueError(f"timeout_s must not be negative, got {timeout_s}")

@@ -18,6 +18,11 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ValueError: the address is not "host:port", with an IPv6 host in brackets and a port up to
             65535.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.cluster.split_address("[::1]:80")
+        ('::1', 80)
     """
     host, separator, port = address.rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
@@ -34,6 +39,11 @@ def join_address(host: str, port: int | str) -> str:
 
     Raises:
         ValueError: the host or the port is malformed.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.cluster.join_address("::1", 80)
+        '[::1]:80'
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     split_address(address)

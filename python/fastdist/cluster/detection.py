@@ -24,6 +24,11 @@ def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
 
     Raises:
         ClusterConfigError: variables are incomplete, malformed or contradict each other.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.cluster.detect_resolver({}) is None
+        True
     """
     if TFConfigClusterResolver.is_available(environ):
         return TFConfigClusterResolver(environ)

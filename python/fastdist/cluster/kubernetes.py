@@ -34,6 +34,12 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Follows tf.distribute.cluster_resolver.KubernetesClusterResolver. Differences: this process's
     task is an argument, and addresses belong to the pods, not to their machines.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> resolver = fd.cluster.KubernetesClusterResolver(  # doctest: +SKIP
+        ...     {"worker": ["app=train"]}, task_type="worker", task_id=0
+        ... )
     """
 
     __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec", "_task_id", "_task_type")
@@ -125,6 +131,14 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
 
     Needs no access to Kubernetes' API. The `subdomain` of the Job's pods must be the name of a
     headless service that selects them; pod i then has the host name `<job>-<i>.<subdomain>`.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> resolver = fd.cluster.IndexedJobClusterResolver(
+        ...     "train", "ranks", completions=2, environ={"JOB_COMPLETION_INDEX": "1"}
+        ... )
+        >>> resolver.rank, resolver.coordinator_address
+        (1, 'train-0.ranks:8470')
     """
 
     __slots__ = ()

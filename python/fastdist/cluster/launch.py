@@ -57,6 +57,11 @@ class Launch:
         local_world_size: number of ranks on this machine.
         job_key: a string that all ranks of this job on this machine share, and that differs from
             other jobs running at the same time. Any length, any characters.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.cluster.Launch("torchrun", 1, 4, 1, 4, job_key="example").world_size
+        4
     """
 
     launcher: str
@@ -85,6 +90,11 @@ def detect_launch(environ: Environ = os.environ) -> Launch | None:
 
     Raises:
         ClusterConfigError: a launcher's variables are incomplete, malformed or contradictory.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.cluster.detect_launch({}) is None
+        True
     """
     if environ is os.environ and _Noted.launch is not None:
         return _Noted.launch

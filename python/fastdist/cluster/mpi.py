@@ -13,6 +13,12 @@ class MPIClusterResolver(SimpleClusterResolver):
 
     mpiexec does not publish the addresses of its ranks. For ranks on several machines, pass the
     address of rank 0 here, or set MASTER_ADDR and MASTER_PORT (`mpiexec -x` or `-genv`).
+
+    Examples:
+        >>> import fastdist as fd
+        >>> environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+        >>> fd.cluster.MPIClusterResolver("a:29500", environ=environ).rank
+        1
     """
 
     __slots__ = ()

@@ -14,6 +14,15 @@ class ClusterResolver(ABC):
 
     A subclass defines the cluster spec, the task type and the task id. Follows
     tf.distribute.cluster_resolver.ClusterResolver.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> class Pair(fd.cluster.ClusterResolver):
+        ...     task_type, task_id = "worker", 1
+        ...     def cluster_spec(self):
+        ...         return fd.cluster.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> Pair().rank, Pair().world_size
+        (1, 2)
     """
 
     __slots__ = ()
@@ -75,6 +84,13 @@ class SimpleClusterResolver(ClusterResolver):
     """A cluster and this process's task in it, given as arguments.
 
     Follows tf.distribute.cluster_resolver.SimpleClusterResolver.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> spec = fd.cluster.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> resolver = fd.cluster.SimpleClusterResolver(spec, "worker", 1)
+        >>> resolver.rank, resolver.is_chief
+        (1, False)
     """
 
     __slots__ = ("_spec", "_task_id", "_task_type")

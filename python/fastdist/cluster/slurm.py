@@ -30,6 +30,16 @@ class SlurmClusterResolver(SimpleClusterResolver):
 
     Follows tf.distribute.cluster_resolver.SlurmClusterResolver. Differences: jobs take their tasks
     in the order given, not sorted by name; the strategy assigns the GPUs.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> environ = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        >>> environ |= {"SLURM_STEP_NODELIST": "node[1-2]"}
+        >>> environ |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+        >>> environ |= {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+        >>> resolver = fd.cluster.SlurmClusterResolver({"worker": 2}, environ=environ)
+        >>> resolver.cluster_spec().job_tasks("worker"), resolver.task_id
+        (('node1:8888', 'node2:8888'), 1)
     """
 
     __slots__ = ()

@@ -27,6 +27,12 @@ class ClusterSpec:
     Follows tf.train.ClusterSpec. As there, a job may be sparse: some of its addresses are unknown.
     Unlike there, tasks with unknown addresses count, since launchers publish the number of ranks
     but not their addresses.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> spec = fd.cluster.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> spec.num_tasks("worker"), spec.task_address("worker", 1)
+        (2, 'b:2222')
     """
 
     _jobs: tuple[tuple[str, tuple[str | None, ...]], ...]

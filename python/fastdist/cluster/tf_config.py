@@ -22,6 +22,13 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     "worker", "index": 0}}`. The task may be an evaluator that the cluster does not list.
 
     Follows tf.distribute.cluster_resolver.TFConfigClusterResolver.
+
+    Examples:
+        >>> import fastdist as fd, json
+        >>> cluster = {"worker": ["a:2222", "b:2222"]}
+        >>> value = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
+        >>> fd.cluster.TFConfigClusterResolver(environ={"TF_CONFIG": value}).rank
+        1
     """
 
     __slots__ = ()

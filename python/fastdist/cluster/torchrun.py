@@ -22,6 +22,13 @@ class TorchrunClusterResolver(SimpleClusterResolver):
     Under torchrun, the address of rank 0 may belong to a store that already runs: if
     TORCHELASTIC_USE_AGENT_STORE is "True", rank 0 connects to it like all other ranks and must not
     listen. `torch.distributed.rendezvous` handles both cases.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> environ = {"RANK": "1", "WORLD_SIZE": "2"}
+        >>> environ |= {"MASTER_ADDR": "a", "MASTER_PORT": "7000"}
+        >>> fd.cluster.TorchrunClusterResolver(environ).coordinator_address
+        'a:7000'
     """
 
     __slots__ = ()

@@ -38,6 +38,12 @@ class TPUClusterResolver(SimpleClusterResolver):
 
     Attributes:
         source: the source of the hosts, for messages.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> resolver = fd.cluster.TPUClusterResolver(worker_hostnames=["a", "b"], worker_id=1)
+        >>> resolver.num_hosts, resolver.rank
+        (2, 1)
     """
 
     __slots__ = ("source",)

@@ -65,7 +65,16 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """An asynchronous call."""
+    """An asynchronous call.
+
+    Examples:
+        >>> import fastdist as fd, numpy as np
+        >>> work = fd.init().all_reduce(np.array([1.0, 2.0]), async_op=True)
+        >>> work.wait(timeout=30)
+        array([1., 2.])
+        >>> work.is_done()
+        True
+    """
 
     def is_done(self) -> bool:
         """Return True if the call has ended, successfully or not."""
@@ -108,6 +117,12 @@ class Communicator:
         rank: this rank, from 0.
         world_size: the number of ranks.
         engine: the engine that moves the bytes; for other parts of fastdist.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> with fd.init() as comm:  # alone: a world of one
+        ...     comm.rank, comm.world_size
+        (0, 1)
     """
 
     def __init__(
@@ -243,6 +258,15 @@ class Communicator:
         Returns:
             `out` if it is given, else `array`; for arrays that cannot be changed (jax's), a new
             numpy array.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> x = [np.array([1, 2]), np.array([3, 4])]  # of each rank
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.all_reduce(x[comm.rank]), ranks))
+            [array([4, 6]), array([4, 6])]
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None or bucket_bytes != "auto":
@@ -294,6 +318,15 @@ class Communicator:
         """Reduce like `all_reduce`, but only the root gets the result. Every rank must call.
 
         On other ranks, `array` is not changed and `out` is not written.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> x = [np.array([1, 5]), np.array([3, 4])]
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.reduce(x[comm.rank], "max", root=1), ranks))
+            [array([1, 5]), array([3, 5])]
         """
         _refuse("reduce", unknown)
         seconds = self._timeout_s if timeout is None else timeout
@@ -330,6 +363,15 @@ class Communicator:
 
         If `out` is given, the copy goes to `out` on every rank, and `array` is read on the root
         only.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> x = [np.array([1, 2]), np.zeros(2, int)]
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.broadcast(x[comm.rank], root=0), ranks))
+            [array([1, 2]), array([1, 2])]
         """
         _refuse("broadcast", unknown)
         seconds = self._timeout_s if timeout is None else timeout
@@ -382,6 +424,14 @@ class Communicator:
 
         Returns:
             `out`, or a new array of its shape.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.all_gather(np.array([comm.rank])), ranks))
+            [array([0, 1]), array([0, 1])]
         """
         if splits is not None:
             self._refuse_in_group("all_gather with splits")
@@ -419,6 +469,14 @@ class Communicator:
 
         Returns:
             `out` or a new array on the root, None on the other ranks.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.gather(np.array([comm.rank])), ranks))
+            [array([0, 1]), None]
         """
         _refuse("gather", unknown)
         if self.rank != root:
@@ -462,6 +520,15 @@ class Communicator:
 
         Returns:
             `out`, or a new array of its shape.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> x, y = [np.arange(4), None], np.zeros((2, 2), int)
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda c: c.scatter(x[c.rank], out=y[c.rank]), ranks))
+            [array([0, 1]), array([2, 3])]
         """
         _refuse("scatter", unknown)
         if self.rank == root and array is not None:
@@ -522,6 +589,14 @@ class Communicator:
 
         Returns:
             `out`, or a new array of its shape.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.reduce_scatter(np.arange(4)), ranks))
+            [array([0, 2]), array([4, 6])]
         """
         if splits is not None:
             self._refuse_in_group("reduce_scatter with splits")
@@ -576,6 +651,15 @@ class Communicator:
 
         Returns:
             `out`, or a new array of its shape.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> x = [np.array([1, 2]), np.array([3, 4])]
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.all_to_all(x[comm.rank]), ranks))
+            [array([1, 3]), array([2, 4])]
         """
         counts: list[int] = []
         if splits is not None:
@@ -615,6 +699,15 @@ class Communicator:
 
         Calls with the same peer and direction are matched in order. With `async_op`, and in a
         `group`, calls with different peers or directions do not wait for each other.
+
+        Examples:
+            >>> import fastdist as fd, numpy as np
+            >>> first, second = fd.local_group(2)
+            >>> work = first.send(np.array([1, 2]), dst=1, async_op=True)
+            >>> second.recv(np.zeros(2, int), src=0)
+            array([1, 2])
+            >>> work.wait().tolist()
+            [1, 2]
         """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
@@ -636,7 +729,16 @@ class Communicator:
         async_op: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Receive from rank `src`, which must call `send`, into `array`. Return `array`."""
+        """Receive from rank `src`, which must call `send`, into `array`. Return `array`.
+
+        Examples:
+            >>> import fastdist as fd, numpy as np
+            >>> first, second = fd.local_group(2)
+            >>> work = second.recv(np.zeros(2, int), src=0, async_op=True)
+            >>> sent = first.send(np.array([1, 2]), dst=1)
+            >>> work.wait()
+            array([1, 2])
+        """
         seconds = self._timeout_s if timeout is None else timeout
         if stream is not None:
             return self._on("recv", (array, src), seconds, async_op, stream)
@@ -649,7 +751,12 @@ class Communicator:
     def barrier(self, *, async_op: Literal[True], timeout: float | None = ...) -> Work: ...
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Wait until every rank has called."""
+        """Wait until every rank has called.
+
+        Examples:
+            >>> import fastdist as fd
+            >>> fd.init().barrier()
+        """
         return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
 
     @contextmanager
@@ -689,7 +796,17 @@ class Communicator:
             raise ValueError(f"{what} cannot be in a group: leave the group first")
 
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
-        """Return the root's object on every rank, by pickle. Every rank must call."""
+        """Return the root's object on every rank, by pickle. Every rank must call.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> x = [{"lr": 0.1}, None]
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.broadcast_object(x[comm.rank]), ranks))
+            [{'lr': 0.1}, {'lr': 0.1}]
+        """
         self._refuse_in_group("broadcast_object")
         data, failure = b"", None
         if self.rank == root:
@@ -708,7 +825,16 @@ class Communicator:
         return value if self.rank == root else pickle.loads(buffer.data)
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
-        """Return the objects of all ranks, in rank order, by pickle. Every rank must call."""
+        """Return the objects of all ranks, in rank order, by pickle. Every rank must call.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.all_gather_object({comm.rank}), ranks))
+            [[{0}, {1}], [{0}, {1}]]
+        """
         self._refuse_in_group("all_gather_object")
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
@@ -729,6 +855,14 @@ class Communicator:
 
         Returns:
             The new communicator, or None if `color` is None.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> ranks = fd.local_group(4)  # threads of this process
+            >>> with ThreadPoolExecutor(4) as threads:
+            ...     list(threads.map(lambda comm: comm.split(comm.rank % 2).world_size, ranks))
+            [2, 2, 2, 2]
         """
         self._refuse_in_group("split")
         color = None if color is None else to_integer(color, "color")
@@ -749,6 +883,14 @@ class Communicator:
 
         Returns:
             The new communicator, or None on ranks that are not in it.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda comm: comm.subgroup([1, 0]).rank, ranks))
+            [1, 0]
         """
         ranks = to_integers(ranks, "ranks")
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
@@ -816,6 +958,13 @@ class Communicator:
                 call, for its own GPU; the array is a torch tensor, or a cupy array for a numpy
                 dtype; and calls must use the same part of it on all ranks.
             timeout: seconds to wait for other ranks, for a GPU.
+
+        Examples:
+            >>> import fastdist as fd
+            >>> comm = fd.init()
+            >>> x = comm.empty((2, 3), "float32")
+            >>> comm.all_reduce(x).shape
+            (2, 3)
         """
         shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
         dtype = to_dtype(dtype)

@@ -105,6 +105,12 @@ def init(
         ImportError: the job has several machines, and torch is not installed.
         ValueError: the ranks are defined twice, or rank, world_size and address are not all given
             and valid.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> comm = fd.init()  # alone: a world of one
+        >>> comm.world_size
+        1
     """
     if _World.communicator is not None:
         return default_communicator()
@@ -141,6 +147,14 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
     Args:
         size: number of ranks, at most 1024.
         timeout: as for `init`.
+
+    Examples:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import fastdist as fd
+        >>> ranks = fd.local_group(3)
+        >>> with ThreadPoolExecutor(3) as threads:  # a thread for each rank
+        ...     list(threads.map(lambda comm: comm.all_gather_object(comm.rank), ranks))
+        [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     size = to_integer(size, "size")
     if not 1 <= size <= _MAX_THREADS:
@@ -178,6 +192,12 @@ def default_communicator() -> Communicator:
 
     Raises:
         FastdistError: `init` was not called in this process, or its communicator was closed.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> comm = fd.init()
+        >>> fd.default_communicator() is comm
+        True
     """
     if _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")

@@ -87,6 +87,15 @@ def distribute_dataset(
         TypeError: the source or an argument has an unsupported type.
         ValueError: arrays have different lengths, a number is out of range, or arguments contradict
             each other; the message names them.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> cpu = (torch.device("cpu"),)  # one replica
+        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
+        >>> list(fd.data.distribute_dataset(torch.arange(3), layout, global_batch_size=2))
+        [PerReplica(
+          0: tensor([0, 1])), PerReplica(
+          0: tensor([2]))]
     """
     request = checked(
         Request(
@@ -129,6 +138,16 @@ def distribute_datasets_from_function(
     Raises:
         TypeError: fn returned an object that is not iterable.
         ValueError: prefetch is negative.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> cpu = (torch.device("cpu"),)  # one replica
+        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
+        >>> batches = torch.arange(4).split(2)
+        >>> list(fd.data.distribute_datasets_from_function(lambda context: batches, layout))
+        [PerReplica(
+          0: tensor([0, 1])), PerReplica(
+          0: tensor([2, 3]))]
     """
     prefetch = positive_int("prefetch", prefetch, least=0)
     batches = fn(InputContext(layout.num_workers, layout.worker, layout.num_replicas))

@@ -52,6 +52,14 @@ class DistributedDataset:
         agreement: makes all workers take the same number of steps.
         prefetch: steps to read ahead in a thread; 0: no thread.
         identity: settings that must be equal for a saved position to select the same examples.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> batches = strategy.distribute_dataset(torch.arange(6), global_batch_size=4)
+        >>> len(batches), next(iter(batches))
+        (2, PerReplica(
+          0: tensor([0, 1, 2, 3])))
     """
 
     def __init__(

@@ -32,6 +32,13 @@ class InputLayout:
 
     Raises:
         ValueError: the numbers contradict each other.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> cpu = (torch.device("cpu"),)  # one replica
+        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
+        >>> layout.local_replicas
+        (0,)
     """
 
     num_replicas: int
@@ -70,6 +77,18 @@ class InputContext:
         num_input_pipelines: the number of workers; each calls the function once.
         input_pipeline_id: the id of the calling worker.
         num_replicas_in_sync: replicas of the whole job.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> def make(context):
+        ...     size = context.get_per_replica_batch_size(4)
+        ...     own = torch.arange(8)[context.input_pipeline_id :: context.num_input_pipelines]
+        ...     return own.split(size)
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> list(strategy.distribute_datasets_from_function(make))
+        [PerReplica(
+          0: tensor([0, 1, 2, 3])), PerReplica(
+          0: tensor([4, 5, 6, 7]))]
     """
 
     num_input_pipelines: int

@@ -17,6 +17,16 @@ class AutoShardPolicy(enum.Enum):
 
     Under FILE and OFF a worker's batches have the size of its part of a global batch, so that a
     step takes a global batch of examples while every worker has data.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> policy = fd.data.AutoShardPolicy.DATA
+        >>> batches = strategy.distribute_dataset(
+        ...     torch.arange(6), global_batch_size=4, auto_shard_policy=policy
+        ... )
+        >>> len(batches)
+        2
     """
 
     AUTO = "auto"

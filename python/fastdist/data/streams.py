@@ -23,6 +23,19 @@ class Files:
     Raises:
         TypeError: paths is a single path, or read is not callable.
         ValueError: paths is empty.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> import fastdist as fd
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "numbers.txt")
+        ...     _ = path.write_text("1 2 3")
+        ...     files = fd.data.Files([path], lambda path: map(int, path.read_text().split()))
+        ...     list(strategy.distribute_dataset(files, global_batch_size=2))
+        [PerReplica(
+          0: tensor([1, 2])), PerReplica(
+          0: tensor([3]))]
     """
 
     paths: Sequence[Path]

@@ -41,6 +41,15 @@ class ReplicaContext:
             if `run` got no batch from `distribute_dataset`.
         communicator: connects all replicas; None if there is one replica.
         weight: the weight of this replica's gradients in their mean; the average weight is 1.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> def total():
+        ...     replica = fd.get_replica_context()
+        ...     own = torch.tensor(replica.replica_id_in_sync_group + 1.0)
+        ...     return replica.all_reduce("sum", own)
+        >>> fd.OneDeviceStrategy("cpu").run(total)
+        tensor(1.)
     """
 
     def __init__(
@@ -157,5 +166,13 @@ state = _ThreadState()
 
 
 def in_cross_replica_context() -> bool:
-    """True inside a scope and outside `run`."""
+    """True inside a scope and outside `run`.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     fd.in_cross_replica_context(), strategy.run(fd.in_cross_replica_context)
+        (True, False)
+    """
     return state.replica is None and bool(state.scopes)

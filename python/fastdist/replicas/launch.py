@@ -48,6 +48,13 @@ def launch(
         FastdistError: a replica was killed, or ended early.
         BaseException: the exception that `fn` raised on the first replica that failed, with its
             traceback.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> def count():
+        ...     return fd.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
+        >>> fd.launch(count, replicas=2)
+        2
     """
     try:
         import cloudpickle  # type: ignore[import-untyped]

@@ -31,6 +31,13 @@ class PerReplica(Generic[T]):
             TPUStrategy, which traces one program for all replicas.
         examples: number of examples of the global batch that each replica of the job has, in the
             order of replica ids; None if the values do not come from a batch.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> value = fd.PerReplica((3.0,))
+        >>> strategy.local_results(value), strategy.reduce("sum", value)
+        ((3.0,), tensor(3.))
     """
 
     values: tuple[T, ...]
@@ -86,6 +93,12 @@ def map(fn: Callable[..., Any], *values: Any) -> Any:
 
     Raises:
         ValueError: the values come from batches that were divided differently among replicas.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.map(lambda loss: loss / 2, fd.PerReplica((3.0,)))
+        PerReplica(
+          0: 1.5)
     """
     parts = [leaf for leaf in leaves(list(values)) if type(leaf) is PerReplica]
     known = {part.examples for part in parts if part.examples is not None}

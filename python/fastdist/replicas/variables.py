@@ -18,7 +18,13 @@ from fastdist.replicas.scatter import ScatterOp, check_op, scatter, to_rows
 
 
 class VariableSynchronization(enum.Enum):
-    """Time at which replicas' values of a variable are combined (tf.VariableSynchronization)."""
+    """Time at which replicas' values of a variable are combined (tf.VariableSynchronization).
+
+    Examples:
+        >>> import fastdist as fd
+        >>> on_read, add = fd.VariableSynchronization.ON_READ, fd.VariableAggregation.SUM
+        >>> seen = fd.Variable(0, synchronization=on_read, aggregation=add)
+    """
 
     AUTO = "auto"
     """Same as ON_WRITE."""
@@ -29,7 +35,12 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """Operation that combines replicas' values of a variable (tf.VariableAggregation)."""
+    """Operation that combines replicas' values of a variable (tf.VariableAggregation).
+
+    Examples:
+        >>> import fastdist as fd
+        >>> best = fd.Variable(0.0, aggregation=fd.VariableAggregation.MEAN)
+    """
 
     NONE = "none"
     """Values are not combined: each replica keeps the value that it wrote."""
@@ -78,6 +89,14 @@ class Variable(nn.Module):
 
     Raises:
         ValueError: the aggregation is MEAN for integers, or SUM or MEAN for booleans.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> with fd.OneDeviceStrategy("cpu").scope():
+        ...     seen = fd.Variable(0, aggregation=fd.VariableAggregation.SUM)
+        >>> seen.assign_add(32)
+        >>> seen.value
+        tensor(32)
     """
 
     _value: torch.Tensor

@@ -48,6 +48,23 @@ class Strategy(ABC):
     Attributes:
         is_chief: True in one process of the job, for work that is done once, such as printing.
         has_servers: True if variables are on parameter servers.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.OneDeviceStrategy("cpu")  # or any other
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(batch):
+        ...     optimizer.zero_grad()
+        ...     loss = model(batch).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss.detach()
+        >>> for batch in strategy.distribute_dataset(torch.ones(8, 2), global_batch_size=4):
+        ...     loss = strategy.reduce("mean", strategy.run(step, args=(batch,)))
+        >>> loss.shape
+        torch.Size([])
     """
 
     has_servers = False
@@ -89,6 +106,12 @@ class Strategy(ABC):
         Raises:
             RuntimeError: ("Mixing") another strategy's scope is open.
             FastdistError: the modules differ between workers.
+
+        Examples:
+            >>> import fastdist as fd, torch
+            >>> strategy = fd.OneDeviceStrategy("cpu")
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(2, 1)
         """
         return Scope(self, self._adopt)
 

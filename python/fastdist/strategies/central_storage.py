@@ -38,6 +38,12 @@ class CentralStorageStrategy(ReplicatedStrategy):
     Raises:
         ClusterConfigError: as for MirroredStrategy.
         ValueError: torch cannot use a device.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.CentralStorageStrategy(["cpu:0"], parameter_device="cpu")
+        >>> strategy.num_replicas_in_sync
+        1
     """
 
     def __init__(

@@ -16,6 +16,11 @@ class DefaultStrategy(ReplicatedStrategy):
     """The strategy outside all scopes: one replica on the CPU, without communication.
 
     Code that is written for strategies also runs under it.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.DefaultStrategy().num_replicas_in_sync
+        1
     """
 
     def __init__(self) -> None:
@@ -28,7 +33,15 @@ def _default() -> DefaultStrategy:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy of the innermost scope or run; outside, the default strategy."""
+    """Return the strategy of the innermost scope or run; outside, the default strategy.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> with strategy.scope():
+        ...     fd.get_strategy() is strategy
+        True
+    """
     if state.replica is not None:
         return cast(Strategy, state.replica.strategy)
     if state.scopes:
@@ -37,12 +50,28 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """True inside the scope or run of a strategy other than the default strategy."""
+    """True inside the scope or run of a strategy other than the default strategy.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.has_strategy()
+        False
+        >>> with fd.OneDeviceStrategy("cpu").scope():
+        ...     fd.has_strategy()
+        True
+    """
     return get_strategy() is not _default()
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return this replica's context; None in cross-replica context."""
+    """Return this replica's context; None in cross-replica context.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda: fd.get_replica_context().replica_id_in_sync_group)
+        0
+    """
     if state.replica is not None:
         return state.replica
     return None if state.scopes else _default().default_replica_context()

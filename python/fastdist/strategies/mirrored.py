@@ -38,6 +38,12 @@ class MirroredStrategy(ReplicatedStrategy):
             devices, or processes on several machines; or the program cannot be started again (a
             notebook: see `fastdist.launch`), or has replicas on other devices.
         ValueError: torch cannot use a device.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.MirroredStrategy(["cpu:0"])  # ["cpu:0", "cpu:1"]: two replicas
+        >>> strategy.num_replicas_in_sync
+        1
     """
 
     def __init__(

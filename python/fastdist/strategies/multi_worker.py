@@ -42,6 +42,12 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
             a parameter server), workers have different numbers of devices, or the program cannot be
             started again.
         ValueError: torch cannot use a device.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.MultiWorkerMirroredStrategy()  # without a cluster: one worker
+        >>> strategy.num_replicas_in_sync, strategy.is_chief
+        (1, True)
     """
 
     def __init__(

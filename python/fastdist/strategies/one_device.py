@@ -16,6 +16,12 @@ class OneDeviceStrategy(ReplicatedStrategy):
 
     Raises:
         ValueError: torch cannot use the device.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda: torch.ones(2).sum())
+        tensor(2.)
     """
 
     def __init__(self, device: str | torch.device) -> None:

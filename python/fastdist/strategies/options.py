@@ -29,6 +29,11 @@ class CommunicationOptions:
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).
+
+    Examples:
+        >>> import fastdist as fd
+        >>> options = fd.CommunicationOptions(compress="bf16", timeout_s=60)
+        >>> strategy = fd.MirroredStrategy(["cpu:0"], options=options)
     """
 
     bucket_bytes: int = 8 << 20

@@ -54,6 +54,10 @@ class TPUStrategy(Strategy):
         ImportError: torch_xla is not installed.
         UnsupportedError: no TPU can be initialised.
         ClusterConfigError: the resolver names other hosts than the slice has.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.TPUStrategy()  # doctest: +SKIP
     """
 
     def __init__(

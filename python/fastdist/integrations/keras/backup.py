@@ -42,6 +42,19 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     Raises:
         ValueError: save_freq is another string, or less than 1.
+
+    Examples:
+        >>> import os, tempfile
+        >>> os.environ["KERAS_BACKEND"] = "torch"
+        >>> import fastdist as fd, keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.ones((8, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     backup = fd.keras.BackupAndRestore(f"{folder}/backup", save_freq=2)
+        ...     history = model.fit(x, x.sum(1), epochs=3, callbacks=[backup], verbose=0)
+        >>> len(history.history["loss"])
+        3
     """
 
     def __init__(

@@ -17,6 +17,16 @@ def chief_only(callback: Any) -> Any:
 
     Args:
         callback: a `keras.callbacks.Callback`.
+
+    Examples:
+        >>> import os, tempfile
+        >>> os.environ["KERAS_BACKEND"] = "torch"
+        >>> import fastdist as fd, keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.ones((8, 2))
+        >>> writes = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)
+        >>> history = model.fit(x, x.sum(1), callbacks=[fd.keras.chief_only(writes)], verbose=0)
     """
     setattr(callback, _CHIEF_ONLY, True)
     return callback

@@ -38,6 +38,20 @@ class SidecarEvaluator:
 
     Raises:
         ValueError: the model has no weights yet, or mode is another string.
+
+    Examples:
+        >>> import os, tempfile
+        >>> os.environ["KERAS_BACKEND"] = "torch"
+        >>> import fastdist as fd, keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.ones((8, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:  # first the job, then the evaluator
+        ...     backup = fd.keras.BackupAndRestore(folder, delete_checkpoint=False)
+        ...     history = model.fit(x, x.sum(1), callbacks=[backup], verbose=0)
+        ...     results = fd.keras.SidecarEvaluator(model, (x, x.sum(1)), folder).start()
+        >>> sorted(results)
+        ['loss']
     """
 
     def __init__(

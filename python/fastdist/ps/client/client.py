@@ -55,6 +55,19 @@ class Client:
 
     Attributes:
         servers: their addresses.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fastdist import ps
+        >>> server = ps.Server()
+        >>> client = ps.Client([server.address])
+        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
+        >>> number = client.create(0, spec, np.zeros(2, np.float32))
+        >>> client.push(0, number, np.ones(2, np.float32))
+        >>> client.pull(0, number, (2,))
+        array([-0.5, -0.5], dtype=float32)
+        >>> client.close()
+        >>> server.close()
     """
 
     def __init__(
@@ -360,7 +373,9 @@ class Client:
             server: its number among `servers`.
             number: of the variable.
             gradient: contiguous float32.
-            lr, round, step: see `submit`.
+            lr: see `submit`.
+            round: see `submit`.
+            step: see `submit`.
             wire: encoding of the variable's gradients; None for float32.
             in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
         """

@@ -27,6 +27,11 @@ class FixedShards:
 
     Attributes:
         num_shards: pieces.
+
+    Examples:
+        >>> from fastdist import ps
+        >>> ps.FixedShards(2)((10, 4), 4)
+        (2, 1)
     """
 
     num_shards: int
@@ -47,6 +52,11 @@ class MinSizePartitioner:
     Attributes:
         min_shard_bytes: minimum size of a piece, up to rows that do not divide evenly.
         max_shards: maximum number of pieces.
+
+    Examples:
+        >>> from fastdist import ps
+        >>> ps.MinSizePartitioner(1024, max_shards=4)((1024, 8), 4)
+        (4, 1)
     """
 
     min_shard_bytes: int = 256 << 10
@@ -69,6 +79,11 @@ class MaxSizePartitioner:
     Attributes:
         max_shard_bytes: maximum size of a piece, unless a single row is larger.
         max_shards: maximum number of pieces, whatever their size; None for no limit.
+
+    Examples:
+        >>> from fastdist import ps
+        >>> ps.MaxSizePartitioner(8192)((1024, 8), 4)
+        (4, 1)
     """
 
     max_shard_bytes: int

@@ -23,6 +23,21 @@ class Ticket:
         retry_s: seconds without a reply after which the request is sent again.
         on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
         step: in the reply to a pull, how many pushes the value has seen.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fastdist import ps
+        >>> server = ps.Server()
+        >>> client = ps.Client([server.address])
+        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
+        >>> number = client.create(0, spec, np.ones(2, np.float32))
+        >>> value = np.empty(2, np.float32)
+        >>> tickets = client.begin_pull(0, number, value)
+        >>> _ = client.wait(tickets[0])
+        >>> value
+        array([1., 1.], dtype=float32)
+        >>> client.close()
+        >>> server.close()
     """
 
     server: int
@@ -59,6 +74,20 @@ class Pending(Generic[T]):
 
     Attributes:
         tickets: for each piece, its requests.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fastdist import ps
+        >>> server = ps.Server()
+        >>> client = ps.Client([server.address])
+        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
+        >>> number = client.create(0, spec, np.ones(2, np.float32))
+        >>> value = np.empty(2, np.float32)
+        >>> tickets = client.begin_pull(0, number, value)
+        >>> ps.Pending(client.wait, [tickets], lambda replies: value).result()
+        array([1., 1.], dtype=float32)
+        >>> client.close()
+        >>> server.close()
     """
 
     def __init__(

@@ -218,6 +218,12 @@ class Embedding(TableLayer):
     Raises:
         UnsupportedError: there is neither a limit nor a parameter server.
         ValueError: an option is out of range.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> rows = fd.nn.Embedding(100, 8)
+        >>> rows(torch.tensor([3, 7])).shape
+        torch.Size([2, 8])
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -236,6 +242,12 @@ class EmbeddingBag(TableLayer):
         embedding_dim: elements of a row.
         mode: "sum", "mean" or "max".
         include_last_offset: as for nn.EmbeddingBag.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> bags = fd.nn.EmbeddingBag(100, 8, mode="sum")
+        >>> bags(torch.tensor([[3, 7], [1, 2]])).shape
+        torch.Size([2, 8])
     """
 
     def __init__(

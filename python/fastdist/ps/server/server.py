@@ -44,6 +44,13 @@ class Server:
     Raises:
         ValueError: the address is beyond this machine, and there are no keys.
         zmq.ZMQError: the address cannot be bound.
+
+    Examples:
+        >>> from fastdist import ps
+        >>> server = ps.Server()  # on a free port of this machine
+        >>> server.address.split(":")[:2]
+        ['tcp', '//127.0.0.1']
+        >>> server.close()
     """
 
     def __init__(

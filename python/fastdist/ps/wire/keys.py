@@ -19,6 +19,12 @@ class Keys:
     """The keys of one job: texts of 40 characters.
 
     Anyone who has them may connect; all traffic is encrypted with them.
+
+    Examples:
+        >>> from fastdist import ps
+        >>> keys = ps.Keys.make()
+        >>> ps.Keys.from_json(keys.to_json()) == keys
+        True
     """
 
     server_public: str

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from fastdist.cli.main import main
+from fastdist.cli.main import main, make_parser
 
 
 def test_the_command_alone_prints_its_help() -> None:
@@ -24,3 +26,29 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         main(["benhc"])
     assert caught.value.code == 2
     assert "invalid choice: 'benhc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("be", "bench"),
+        ("bench all_r", "all_reduce"),
+        ("run --nno", "--nnodes"),
+        ("run -n 2 tr", "train.py"),
+        ("doctor --exp", "--explain"),
+    ],
+)
+def test_shells_complete_the_command_line(typed: str, expected: str, tmp_path: Path) -> None:
+    shtab = pytest.importorskip("shtab")
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "completion").write_text(shtab.complete(make_parser(), shell="bash"))
+    script = (
+        f"source completion; COMP_WORDS=(fastdist {typed}); COMP_CWORD={len(typed.split())}\n"
+        '_shtab_fastdist; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [expected]

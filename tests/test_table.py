@@ -334,6 +334,22 @@ def test_a_snapshot_of_a_fixed_table_has_every_row_once() -> None:
     np.testing.assert_array_equal(np.concatenate([v for _, v, _ in pieces]), values[ids])
 
 
+def test_threads_share_a_snapshot() -> None:
+    table = _core.RowTable(2, SGD, rows=20_000)
+    snapshot = table.snapshot(piece_rows=100)
+    read: list[npt.NDArray[np.uint64]] = []
+
+    def read_pieces() -> None:
+        read.extend(ids for ids, _, _ in snapshot)
+
+    threads = [threading.Thread(target=read_pieces) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(np.sort(np.concatenate(read)), np.arange(20_000))
+
+
 @pytest.mark.parametrize("hashed", [False, True])
 def test_rows_are_whole_while_others_push_and_snapshot(hashed: bool) -> None:
     rows, dim = 2000, 33

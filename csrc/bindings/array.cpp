@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -212,15 +213,17 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
 }
 
 // Returns the DLPack exchange table of a type, or null. The first types found are remembered: most
-// programs use arrays of few types, such as tensors and parameters. The GIL guards the list.
+// programs use arrays of few types, such as tensors and parameters. Other threads read the list
+// meanwhile: the release of an entry's type publishes its table.
 const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   struct Known {
-    PyTypeObject* type = nullptr;
+    std::atomic<PyTypeObject*> type{nullptr};
     const dlpack::ExchangeApi* api = nullptr;
   };
   static std::array<Known, 4> all;
+  static std::mutex adding;
   for (const Known& known : all) {
-    if (known.type == type) return known.api;
+    if (known.type.load(std::memory_order_acquire) == type) return known.api;
   }
   const py::handle object(reinterpret_cast<PyObject*>(type));
   if (!py::hasattr(object, "__dlpack_c_exchange_api__")) return nullptr;
@@ -229,10 +232,14 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
       PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (api == nullptr) throw py::error_already_set();
   if (api->version.major != 1 || api->tensor_from_object == nullptr) return nullptr;
+  const std::lock_guard lock(adding);
   for (Known& known : all) {
-    if (known.type != nullptr) continue;
+    PyTypeObject* const other = known.type.load(std::memory_order_relaxed);
+    if (other == type) break;  // added by another thread
+    if (other != nullptr) continue;
     Py_INCREF(type);  // its address stays its own
-    known = {type, api};
+    known.api = api;
+    known.type.store(type, std::memory_order_release);
     break;
   }
   return api;
@@ -295,13 +302,14 @@ TensorView view_buffer(py::handle object, Access access, const char* argument, p
   return view_numpy(array, access, argument);
 }
 
-// The array that `gpu_of` was asked for last, if its type has an exchange table. The GIL guards it:
-// a thread that finds another thread's array here asks again.
+// The array that this thread asked `gpu_of` for last, if its type has an exchange table.
 struct Described {
-  PyObject* object = nullptr;
+  PyObject* object = nullptr;  // owned: its address stays its own
   dlpack::Tensor tensor;
+
+  void forget() noexcept { Py_CLEAR(object); }
 };
-Described described;
+thread_local Described described;
 
 TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
                           const Placement& placement, const char* argument) {
@@ -393,6 +401,13 @@ bool overlap(const TensorView& a, const TensorView& b) {
   return a.count != 0 && b.count != 0 && a.data < b.data + b.bytes() && b.data < a.data + a.bytes();
 }
 
+// Returns an item of a list or tuple, or nothing if it has fewer: another thread may change a list.
+py::object item_of(PyObject* sequence, Py_ssize_t i) {
+  auto item = py::reinterpret_steal<py::object>(PySequence_GetItem(sequence, i));
+  if (!item) PyErr_Clear();
+  return item;
+}
+
 }  // namespace
 
 int gpu_of(py::handle arrays) {
@@ -402,17 +417,19 @@ int gpu_of(py::handle arrays) {
   if (PyList_Check(object) != 0 || PyTuple_Check(object) != 0) {
     int found = kOnHost;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
-      found = gpu_of(PySequence_Fast_GET_ITEM(object, i));
+      const py::object item = item_of(object, i);
+      if (item) found = gpu_of(item);
       if (found != kSomeGpu) break;
     }
     return found;
   }
   if (const auto* api = exchange_api(type)) {
+    described.forget();
     if (api->tensor_from_object(object, &described.tensor) != 0) {
       PyErr_Clear();  // the conversion reports it
       return kOnHost;
     }
-    described.object = object;
+    described.object = Py_NewRef(object);
     const dlpack::Device device = described.tensor.device;
     return device.type == dlpack::kCuda ? device.id : kOnHost;
   }
@@ -423,19 +440,19 @@ int gpu_of(py::handle arrays) {
 }
 
 std::optional<void*> current_stream(py::handle arrays, int gpu) {
-  PyObject* object = arrays.ptr();
-  if (PyList_Check(object) != 0 || PyTuple_Check(object) != 0) {
-    if (PySequence_Fast_GET_SIZE(object) == 0) return std::nullopt;
-    object = PySequence_Fast_GET_ITEM(object, 0);
+  auto array = py::reinterpret_borrow<py::object>(arrays);
+  if (PyList_Check(array.ptr()) != 0 || PyTuple_Check(array.ptr()) != 0) {
+    array = item_of(array.ptr(), 0);
+    if (!array) return std::nullopt;
   }
-  const auto* api = exchange_api(Py_TYPE(object));
+  const auto* api = exchange_api(Py_TYPE(array.ptr()));
   if (api == nullptr || api->current_stream == nullptr) return std::nullopt;
   void* stream = nullptr;
   if (api->current_stream(dlpack::kCuda, gpu, &stream) != 0) throw py::error_already_set();
   return stream;
 }
 
-ForgetDescription::~ForgetDescription() { described.object = nullptr; }
+ForgetDescription::~ForgetDescription() { described.forget(); }
 
 Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
     : argument_(argument) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -79,7 +80,7 @@ class Messages {
     }
     communicator().check_usable();
     if (src == communicator().rank()) return await_own(receive, result, kept, timeout, async);
-    WorkQueue& queue = queues_[src];
+    WorkQueue& queue = queue_of(src);
     if (!async && read_here(queue, *receive, src, timeout)) {
       receive->work()->wait(Timeout(0));
       return result;
@@ -101,6 +102,10 @@ class Messages {
   Inbox& inbox(int p) { return *inboxes_.at(static_cast<std::size_t>(p)); }
   int to_rank(int rank, const char* argument) {
     return bindings::to_rank(py::int_(rank), argument, communicator().size());
+  }
+  WorkQueue& queue_of(int src) {
+    const std::lock_guard lock(mutex_);
+    return queues_[src];
   }
   static std::shared_ptr<Work> ended() {
     auto work = std::make_shared<Work>([] {});
@@ -177,6 +182,7 @@ class Messages {
   Endpoint& endpoint_;
   py::object owner_;
   std::vector<std::unique_ptr<Inbox>> inboxes_;
+  std::mutex mutex_;                 // guards the map; the queues guard themselves
   std::map<int, WorkQueue> queues_;  // of the receives from one rank, or from any
 };
 

@@ -1,3 +1,4 @@
+#include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -207,7 +208,9 @@ void bind_nccl(py::module_& m) {
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
       .def("wait", &wait_on_stream)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
-  py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](GpuRegistration& lent) {
+  py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {
+    const py::scoped_critical_section one_thread(self);
+    auto& lent = self.cast<GpuRegistration&>();
     lent.registrations.clear();
     lent.arrays = py::none();
   });

@@ -1,3 +1,4 @@
+#include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -33,7 +34,8 @@ void bind_work(py::module_& m) {
       .def("is_done", [](const PendingCall& call) { return call.work->is_done(); })
       .def(
           "wait",
-          [](const PendingCall& call, const py::object& timeout) {
+          [](const py::object& self, const py::object& timeout) {
+            const auto& call = self.cast<const PendingCall&>();
             const auto limit =
                 timeout.is_none() ? std::chrono::hours(24 * 365) : to_duration(timeout, true);
             if (!wait_interruptibly(*call.work, limit)) {
@@ -41,6 +43,7 @@ void bind_work(py::module_& m) {
                                                    py::str(timeout).cast<std::string>() +
                                                    " s; it is still running, wait again");
             }
+            const py::scoped_critical_section one_thread(self);
             *call.kept = py::none();
             return call.result;
           },

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <mutex>
 #include <unordered_map>
 
 namespace py = pybind11;
@@ -41,18 +42,25 @@ bool is_in_package(const std::string& module, const std::string& package) {
 
 enum class Layer { kFastdist, kLibrary, kUser };
 
-// Returns whose code a frame runs, and remembers it for all frames of that code.
+// Returns whose code a frame runs, and remembers it for all frames of that code. No Python code
+// runs under the lock.
 Layer layer_of(PyFrameObject* frame, PyCodeObject* code) {
   constexpr std::size_t kMost = 4096;
   using Known = std::unordered_map<PyCodeObject*, std::pair<py::object, Layer>>;
   static Known& known = *new Known;  // lives longer than the interpreter
-  if (const auto found = known.find(code); found != known.end()) return found->second.second;
+  static std::mutex& mutex = *new std::mutex;
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = known.find(code); found != known.end()) return found->second.second;
+  }
   const py::handle object(reinterpret_cast<PyObject*>(frame));
   const auto module = to_utf8(py::str(object.attr("f_globals").attr("get")("__name__", py::str())));
   const Layer layer = is_in_package(module, "fastdist")                          ? Layer::kFastdist
                       : is_in_package(module, "torch") || module == "contextlib" ? Layer::kLibrary
                                                                                  : Layer::kUser;
-  if (known.size() >= kMost) known.clear();
+  Known dropped;  // destroyed after the lock
+  const std::lock_guard lock(mutex);
+  if (known.size() >= kMost) dropped.swap(known);
   // The reference keeps another code from taking this one's address.
   known.emplace(
       code,

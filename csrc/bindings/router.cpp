@@ -15,17 +15,17 @@ constexpr std::uintptr_t kPerThreadStream = 2;  // whose use depends on NCCL's s
 }  // namespace
 
 void Router::connect(int gpu, const py::dict& calls) {
-  gpu_ = gpu;
   for (const auto& [name, call] : calls) {
     const auto op = op_from_name(name.cast<std::string>());
     calls_[static_cast<std::size_t>(op.value())] = py::reinterpret_borrow<py::object>(call);
   }
+  gpu_.store(gpu, std::memory_order_release);
 }
 
 py::object Router::call_gpu(Op op, int gpu, PyObject* const* arguments, Py_ssize_t count) const {
   const bool is_async = arguments[count - 1] != Py_False;
-  if (gpu == gpu_ && !is_async) {
-    if (py::object result = call_at_once(op, arguments, count)) return result;
+  if (gpu == gpu_.load(std::memory_order_acquire) && !is_async) {
+    if (py::object result = call_at_once(op, gpu, arguments, count)) return result;
   }
   const py::object general = general_();
   if (general.is_none()) throw Error(ErrorCode::kState, "the communicator is closed");
@@ -39,10 +39,11 @@ py::object Router::call_gpu(Op op, int gpu, PyObject* const* arguments, Py_ssize
 
 // Returns nothing if the call is not among the builtins, or the arrays' library has no C function
 // for its current stream.
-py::object Router::call_at_once(Op op, PyObject* const* arguments, Py_ssize_t count) const {
+py::object Router::call_at_once(Op op, int gpu, PyObject* const* arguments,
+                                Py_ssize_t count) const {
   const py::object& call = calls_[static_cast<std::size_t>(op)];
   if (!call) return {};
-  const auto stream = current_stream(first_array(arguments, count), gpu_);
+  const auto stream = current_stream(first_array(arguments, count), gpu);
   if (!stream || reinterpret_cast<std::uintptr_t>(*stream) == kPerThreadStream) return {};
   constexpr std::size_t kMost = 10;
   const auto n = static_cast<std::size_t>(count);

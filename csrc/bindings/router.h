@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <utility>
 
@@ -31,19 +32,21 @@ class Router {
   [[nodiscard]] static py::handle first_array(PyObject* const* arguments, Py_ssize_t count) {
     return arguments[0] == Py_None ? arguments[count - 3] : arguments[0];
   }
-  // Makes calls on the arrays of `gpu` go straight to `calls`, builtins of its engine by name.
+  // Makes calls on the arrays of `gpu` go straight to `calls`, builtins of its engine by name. Call
+  // it once; other threads may make calls meanwhile.
   void connect(int gpu, const py::dict& calls);
   // Makes a call on arrays of a GPU.
   [[nodiscard]] py::object call_gpu(Op op, int gpu, PyObject* const* arguments,
                                     Py_ssize_t count) const;
 
  private:
-  [[nodiscard]] py::object call_at_once(Op op, PyObject* const* arguments, Py_ssize_t count) const;
+  [[nodiscard]] py::object call_at_once(Op op, int gpu, PyObject* const* arguments,
+                                        Py_ssize_t count) const;
 
   py::object owner_;
   Endpoint& endpoint_;
   py::object general_;
-  int gpu_ = -1;
+  std::atomic<int> gpu_{-1};                // its release publishes calls_
   std::array<py::object, kOpCount> calls_;  // by Op; empty where there is no builtin
 };
 

@@ -4,7 +4,10 @@
 // which counter of that rank must reach which value. A chain of such waits that leads back to one
 // of its ranks is a deadlock, since counters are written by calls of their owners alone. All waits
 // of the chain are read twice, and a wait's number is never used again, so all of them last from
-// the first reading to the second, and the counters are read in between.
+// the first reading to the second, and the counters are read in between. What a reading takes into
+// account is released after the end of the wait before, and acquired before the second reading: on
+// processors that reorder stores and loads, the wait of a number could otherwise be part of
+// another.
 
 #include <algorithm>
 #include <string>
@@ -35,11 +38,11 @@ void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t
   published.signature.store(wait.signature.packed(), std::memory_order_relaxed);
   published.count.store(wait.signature.count, std::memory_order_relaxed);
   published.list.store(wait.signature.list, std::memory_order_relaxed);
-  published.rank.store(static_cast<std::uint64_t>(p), std::memory_order_relaxed);
+  published.rank.store(static_cast<std::uint64_t>(p), std::memory_order_release);
   published.offset.store(
       static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&counter) - peer(p).block),
-      std::memory_order_relaxed);
-  published.value.store(value, std::memory_order_relaxed);
+      std::memory_order_release);
+  published.value.store(value, std::memory_order_release);
   published.number.store(++waits_, std::memory_order_seq_cst);
   wait.is_published = true;
 }
@@ -53,11 +56,11 @@ void HostCommunicator::end_wait(Wait& wait) noexcept {
 std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const noexcept {
   const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
   const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
-  const std::uint64_t rank = wait.rank.load(std::memory_order_relaxed);
+  const std::uint64_t rank = wait.rank.load(std::memory_order_acquire);
   if (number == 0 || rank >= peers_.size()) return std::nullopt;
   const auto* counter = reinterpret_cast<const Counter*>(
-      peers_[rank].block + wait.offset.load(std::memory_order_relaxed));
-  if (counter->load(std::memory_order_seq_cst) >= wait.value.load(std::memory_order_relaxed)) {
+      peers_[rank].block + wait.offset.load(std::memory_order_acquire));
+  if (counter->load(std::memory_order_seq_cst) >= wait.value.load(std::memory_order_acquire)) {
     return std::nullopt;
   }
   return Blocked{number, static_cast<int>(rank)};

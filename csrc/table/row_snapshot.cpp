@@ -13,6 +13,7 @@ constexpr std::size_t kPieceRows = 256;
 
 std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> values,
                               std::span<float> slots) {
+  const std::lock_guard lock(*mutex_);
   std::size_t rows = 0;
   while (rows < ids.size()) {
     if (listed_.empty()) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace fastdist::table {
 
 // Every row that is in the table from beginning to end is read exactly once, atomically, at some
 // moment in between. Rows that are added or removed meanwhile may or may not be read. The table is
-// locked only while a few rows are copied, or the ids of a part are listed.
+// locked only while a few rows are copied, or the ids of a part are listed. Thread-safe.
 class RowSnapshot {
  public:
   explicit RowSnapshot(std::shared_ptr<RowTable> table) : table_(std::move(table)) {}
@@ -25,6 +26,7 @@ class RowSnapshot {
   [[nodiscard]] const RowTable& table() const noexcept { return *table_; }
 
  private:
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // guards the position
   std::shared_ptr<RowTable> table_;
   std::size_t part_ = 0;               // the next part
   std::vector<std::uint64_t> listed_;  // remaining ids of the previous part

@@ -23,15 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code of the process; 0 after the help that is printed without a command.
     """
-    parser = argparse.ArgumentParser(
-        prog="fastdist",
-        description="Distributed training and fast collectives.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
-    subparsers = parser.add_subparsers(metavar="command")
-    for command in (run, serve, keys, bench, doctor):
-        command.add_parser(subparsers)
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if "handler" not in arguments:
         parser.print_help()
@@ -41,6 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return exit_code
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line; shtab makes shells' completions of it."""
+    parser = argparse.ArgumentParser(
+        prog="fastdist",
+        description="Distributed training and fast collectives.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
+    subparsers = parser.add_subparsers(metavar="command")
+    for command in (run, serve, keys, bench, doctor):
+        command.add_parser(subparsers)
+    return parser
 
 
 def console() -> NoReturn:

@@ -131,12 +131,14 @@ def add_parser(subparsers: "_Subparsers") -> None:
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )
-    parser.add_argument(
+    command = parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="command",
         help="a Python script, a module after -m, or a program; then its arguments",
     )
+    # shtab.FILE, so that shells complete names of files.
+    vars(command)["complete"] = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
     parser.set_defaults(handler=_run)
 
 

@@ -42,7 +42,7 @@ def distribute_dataset(
     collate_fn: Collate | None = None,
     num_workers: int = 0,
     prefetch: int = 2,
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Cut a source into global batches, and each global batch into one part per replica.
 
     Corresponds to tf.distribute.Strategy.experimental_distribute_dataset, but the source holds
@@ -119,7 +119,7 @@ def distribute_dataset(
 
 def distribute_datasets_from_function(
     fn: Callable[[InputContext], Iterable[Any]], layout: InputLayout, *, prefetch: int = 2
-) -> DistributedDataset:
+) -> DistributedDataset[Any]:
     """Take per-replica batches from an iterable that each worker makes itself.
 
     Corresponds to tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one
@@ -175,7 +175,7 @@ class _Builder:
     layout: InputLayout
     policy: AutoShardPolicy
 
-    def build(self) -> DistributedDataset:
+    def build(self) -> DistributedDataset[Any]:
         request = self.request
         pipeline, certain = self._pipeline(request.source)
         agreement: Agreement = Known()

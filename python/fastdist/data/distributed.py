@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
 from fastdist.data.devices import BatchCopy, DeviceCopy
@@ -12,6 +12,8 @@ from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
 from fastdist.replicas.context import state
+
+B = TypeVar("B")  # a batch
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,7 +38,7 @@ class _Position:
         return self.begun and not self.saved
 
 
-class DistributedDataset:
+class DistributedDataset(Generic[B]):
     """Batches for the local replicas, one epoch per `iter()` (tf.distribute.DistributedDataset).
 
     Yields structures like the source's examples, whose leaves are `PerReplica`: one value for each
@@ -85,7 +87,7 @@ class DistributedDataset:
         self._identity = dict(identity)
         self._position = _Position(0, 0)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         """Start the next epoch, or continue the epoch that `load_state_dict` restored.
 
         An iterator that is left early is abandoned: the next `iter()` starts the next epoch. If

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.utils.data import (
     BatchSampler,
@@ -20,6 +20,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fastdist.data.batches import Collate
 from fastdist.data.sharding import AutoShardPolicy
+
+
+class DatasetOptions(TypedDict, total=False):
+    """The keyword arguments of `strategy.distribute_dataset`, for type checkers."""
+
+    global_batch_size: int | None
+    shuffle: bool
+    seed: int
+    drop_remainder: bool
+    auto_shard_policy: AutoShardPolicy
+    collate_fn: Collate | None
+    num_workers: int
+    prefetch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

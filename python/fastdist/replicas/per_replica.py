@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -47,8 +47,12 @@ class PerReplica(Generic[T]):
         rows = "".join(f"\n  {i}: {value!r}" for i, value in enumerate(self.values))
         return f"PerReplica({rows})"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"PerReplica has no attribute {name!r}: {_HINT}", name=name, obj=self)
+    if not TYPE_CHECKING:  # type checkers report these uses
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"PerReplica has no attribute {name!r}: {_HINT}", name=name, obj=self
+            )
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(f"a PerReplica cannot be used as a number or array: {_HINT}")
@@ -59,11 +63,13 @@ class PerReplica(Generic[T]):
         return self is other
 
     __hash__ = object.__hash__
-    __float__ = __int__ = __complex__ = __bool__ = __index__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __round__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __len__ = __getitem__ = __iter__ = _refuse
+
+    if not TYPE_CHECKING:
+        __float__ = __int__ = __complex__ = __bool__ = __index__ = __array__ = _refuse
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+        __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+        __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __round__ = _refuse
+        __lt__ = __le__ = __gt__ = __ge__ = __len__ = __getitem__ = __iter__ = _refuse
 
     def __format__(self, spec: str) -> str:
         if spec:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final, get_args, overload
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +21,7 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
+from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
@@ -28,7 +30,15 @@ from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 M = TypeVar("M", bound=nn.Module)
+K = TypeVar("K")
+V = TypeVar("V", torch.Tensor, float)  # a result that becomes PerReplica
+Args: TypeAlias = tuple[Any, ...] | list[Any]
+Kwargs: TypeAlias = dict[str, Any] | None
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 _OTHER_NAMES = {  # of tf.distribute
     "extended": "the methods of the strategy itself, such as update and reduce_to",
     "makenumpydataset": "distribute_dataset",
@@ -127,6 +137,27 @@ class Strategy(ABC):
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         """Adopt modules, optimizers, schedulers and scalers."""
 
+    # The leaves of batches are PerReplica. A collate_fn may make anything of a Dataset's examples.
+    @overload
+    def distribute_dataset(
+        self, source: Array, **options: Unpack[DatasetOptions]
+    ) -> DistributedDataset[PerReplica[torch.Tensor]]: ...
+    @overload
+    def distribute_dataset(
+        self, source: tuple[Array, Array], **options: Unpack[DatasetOptions]
+    ) -> DistributedDataset[tuple[PerReplica[torch.Tensor], PerReplica[torch.Tensor]]]: ...
+    @overload
+    def distribute_dataset(
+        self, source: tuple[Array, ...], **options: Unpack[DatasetOptions]
+    ) -> DistributedDataset[tuple[PerReplica[torch.Tensor], ...]]: ...
+    @overload
+    def distribute_dataset(
+        self, source: Mapping[K, Array], **options: Unpack[DatasetOptions]
+    ) -> DistributedDataset[dict[K, PerReplica[torch.Tensor]]]: ...
+    @overload
+    def distribute_dataset(
+        self, source: Any, **options: Unpack[DatasetOptions]
+    ) -> DistributedDataset[Any]: ...
     @final
     def distribute_dataset(
         self,
@@ -140,7 +171,7 @@ class Strategy(ABC):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         prefetch: int = 2,
-    ) -> DistributedDataset:
+    ) -> DistributedDataset[Any]:
         """Cut a source into global batches, and each global batch into one part per replica.
 
         Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
@@ -161,7 +192,7 @@ class Strategy(ABC):
     @final
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int = 2
-    ) -> DistributedDataset:
+    ) -> DistributedDataset[Any]:
         """Make a dataset of per-replica batches from `fn`, which each worker calls once.
 
         Every worker must call. See `fastdist.data.distribute_datasets_from_function`.
@@ -174,13 +205,16 @@ class Strategy(ABC):
 
     # --- running --------------------------------------------------------------------------------
 
-    @final
+    @overload
+    def run(self, fn: Callable[..., None], args: Args = ..., kwargs: Kwargs = ...) -> None: ...
+    @overload
     def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        self, fn: Callable[..., V], args: Args = ..., kwargs: Kwargs = ...
+    ) -> PerReplica[V] | V: ...
+    @overload
+    def run(self, fn: Callable[..., Any], args: Args = ..., kwargs: Kwargs = ...) -> Any: ...
+    @final
+    def run(self, fn: Callable[..., Any], args: Args = (), kwargs: Kwargs = None) -> Any:
         """Call `fn` once for each replica of this process, in replica context.
 
         Every worker must call. Gradients are weighted by the number of examples that each replica
@@ -281,6 +315,12 @@ class Strategy(ABC):
 
     # --- values of all replicas -----------------------------------------------------------------
 
+    @overload
+    def reduce(
+        self, op: CrossReplicaOp, value: PerReplica[Any] | torch.Tensor | float, axis: Axes = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce(self, op: CrossReplicaOp, value: Any, axis: Axes = ...) -> Any: ...
     @final
     def reduce(self, op: CrossReplicaOp, value: Any, axis: Axes = None) -> Any:
         """Reduce per-replica values over all replicas. Every worker must call.

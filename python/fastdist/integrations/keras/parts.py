@@ -205,7 +205,7 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
     has_partial_batch = None
     partial_batch_size = None
 
-    def __init__(self, dataset: DistributedDataset, layout: InputLayout, note: Note) -> None:
+    def __init__(self, dataset: DistributedDataset[Any], layout: InputLayout, note: Note) -> None:
         self._dataset = dataset
         (self._replica,) = layout.local_replicas
         self._note = note

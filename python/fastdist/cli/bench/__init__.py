@@ -10,8 +10,6 @@ from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.models import MODEL_NAMES
 from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, default_peers_dir
 
-PACK = "pack"
-
 _DESCRIPTION = """\
 Measures a collective between processes on this machine. The columns are those of nccl-tests:
 p50 and p99 of the slowest rank's time, algbw = bytes / p50, busbw = algbw times the
@@ -36,8 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "collective",
         metavar="OP",
-        choices=(*COLLECTIVES, PACK),
-        help=f"{', '.join(COLLECTIVES)}; or {PACK}: copies lists into and out of buckets on a GPU",
+        choices=tuple(COLLECTIVES),
+        help=", ".join(COLLECTIVES),
     )
     what = parser.add_argument_group("cases")
     what.add_argument(
@@ -53,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--list",
         dest="model",
         choices=MODEL_NAMES,
-        help="instead of sizes: this model's gradients, in one fused all_reduce or for pack",
+        help="instead of sizes: this model's gradients, in one fused all_reduce",
     )
     what.add_argument(
         "--ranks",
@@ -66,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--device",
         choices=tuple(DEVICE_ARRAYS),
+        default="cpu",
         help="device of the arrays (default: cpu); with fewer GPUs than ranks, ranks share GPUs",
     )
     what.add_argument(
@@ -147,12 +146,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    # These import numpy.
-    if options.collective == PACK:
-        from fastdist.cli.bench.pack_command import run_pack
+    from fastdist.cli.bench.command import run_command  # imports numpy
 
-        return run_pack(options)
-    from fastdist.cli.bench.command import run_command
-
-    options.device = options.device or "cpu"
     return run_command(options)

@@ -48,7 +48,7 @@ PASSES = LEAST_SAMPLES
 
 _ALL_REDUCE_SIZES = ("8", "1K", "64K", "1M", "16M", "64M")
 _OTHER_SIZES = ("1K", "1M")
-_EFFORT = Effort(time_s=0.2, warmup=2, rounds=1, timeout_s=120.0)
+_EFFORT = Effort(time_s=0.1, warmup=2, rounds=1, timeout_s=120.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,11 @@ def _run(options: argparse.Namespace, plan: _Plan) -> bool:
     before = last_run(json_path.parent, recorded)
     change = None if before is None else compare(before, RecordedRun(str(json_path), recorded))
     json_path.write_text(json.dumps(recorded, indent=1) + "\n")
-    plan.out.write_text(page(report, recorded, change))
+    plan.out.write_text(page(report, recorded, change), encoding="utf-8")
+    file = sys.stderr if options.json else sys.stdout
     for line in _summary(report, change):
-        print(line, file=sys.stderr if options.json else sys.stdout)
-    print(f"wrote {plan.out} and {json_path}", file=sys.stderr if options.json else sys.stdout)
+        print(line, file=file)
+    print(f"wrote {plan.out} and {json_path}", file=file)
     if options.json:
         print(json.dumps(recorded, indent=1))
     return not (report.wrong or report.failed)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastdist.cli.bench.comparison import Comparison
 from fastdist.cli.bench.intervals import UNSTABLE_WIDTH
+from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.bench.plot import bars_svg, curves_svg, legend_svgs
 from fastdist.cli.bench.results import Measurement, Report, Row
 from fastdist.cli.bench.summary import digits, peer_sentences, ratio_of, time_of, unstable_titles
@@ -31,7 +32,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
     curves = [row for row, _ in arrays if row.case.collective == "all_reduce"]
     all_reduces = replace(report, rows=curves)
     template = importlib.resources.files(__package__).joinpath("page.html")
-    return Template(template.read_text()).substitute(
+    return Template(template.read_text(encoding="utf-8")).substitute(
         title=f"fastdist {escape(recorded['fastdist'])} next to its peers",
         machine=escape(_machine(report, recorded)),
         cautions=_items(_cautions(report), "caution"),
@@ -73,7 +74,7 @@ def _cautions(report: Report) -> list[str]:
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
         )
-    return cautions + report.load_warnings
+    return cautions + report.load_warnings + report.call_warnings
 
 
 def _change(change: Comparison | None) -> str:
@@ -130,6 +131,8 @@ def _ratio(row: Row, other: Measurement) -> str:
         return "1"
     ratio = ratio_of(row, other)
     kind = "good" if ratio.low > 1 else "slow" if ratio.high < 1 else "open"
+    if peer_of(other.engine) == "fastdist":  # another way to reduce a list
+        kind = ""
     ends = f"{digits(ratio.low)} to {digits(ratio.high)}"
     return f"<span class='{kind}'>{digits(ratio.estimate)}</span><small>{ends}</small>"
 

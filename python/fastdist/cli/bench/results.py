@@ -171,8 +171,8 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
 
     def combine(name: str) -> Measurement:
         passes = [m for row in rows for m in (row.ours, *row.others) if m.engine == name]
-        if passes[-1].unsupported:
-            return passes[-1]
+        if unsupported := next((m for m in passes if m.unsupported), None):
+            return unsupported
         samples_us = tuple(m.p50_us for m in passes)
         p50_us = statistics.median(samples_us)
         checked = [m.wrong for m in passes if m.wrong is not None]

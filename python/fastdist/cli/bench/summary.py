@@ -27,17 +27,15 @@ def best_of(row: Row, peer: str) -> Measurement | None:
     return min(ways, key=lambda way: way.p50_us, default=None)
 
 
-def peers_of(report: Report) -> tuple[str, ...]:
-    """Returns the measured peers."""
-    return tuple(dict.fromkeys(peer_of(name) for name in report.engines if name != "fastdist"))
-
-
 def peer_sentences(report: Report) -> Iterator[str]:
     """Yields a sentence per peer, at its best in each case."""
-    for peer in peers_of(report):
+    for peer in dict.fromkeys(map(peer_of, report.engines)):
+        if peer == "fastdist":
+            continue
+        version = next(v for name, v in report.engines.items() if peer_of(name) == peer)
         pairs = [(row, best) for row in report.rows if (best := best_of(row, peer)) is not None]
         if not pairs:
-            yield f"{report.engines[peer]} supports none of the cases."
+            yield f"{version} supports none of the cases."
             continue
         ratios = {row.case.title: ratio_of(row, best) for row, best in pairs}
         estimates = {title: ratio.estimate for title, ratio in ratios.items()}
@@ -47,7 +45,7 @@ def peer_sentences(report: Report) -> Iterator[str]:
         named = f" ({', '.join(slower)})" if slower else ""
         undecided = len(ratios) - faster - len(slower)
         yield (
-            f"{report.engines[peer]} takes {digits(statistics.median(estimates.values()))} times "
+            f"{version} takes {digits(statistics.median(estimates.values()))} times "
             f"as long as fastdist in the median of {len(ratios)} cases, from "
             f"{digits(estimates[least])} ({least}) to {digits(estimates[most])} ({most}); fastdist "
             f"is faster in {faster}, slower in {len(slower) or 'none'}{named}"

@@ -48,7 +48,7 @@ PASSES = LEAST_SAMPLES
 
 _ALL_REDUCE_SIZES = ("8", "1K", "64K", "1M", "16M", "64M")
 _OTHER_SIZES = ("1K", "1M")
-_EFFORT = Effort(time_s=0.1, warmup=2, rounds=1, timeout_s=60.0)
+_EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 
 @dataclass(frozen=True, slots=True)

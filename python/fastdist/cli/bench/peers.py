@@ -64,9 +64,9 @@ _MPIS = {
     "mpich": _Mpi("mpich", "HYDRA build details", "MPICH_PREFIX"),
     "impi": _Mpi("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
 }
-# Settings for collectives within one machine that these MPIs have and do not use by themselves. They
-# make small arrays faster and some large ones slower. Open MPI ignores the priority of a component
-# that it was built without.
+# Settings for collectives within one machine that these MPIs have and do not use by themselves.
+# They make small arrays faster and some large ones slower. Open MPI ignores the priority of a
+# component that it was built without.
 _TUNED = {
     "openmpi": {"OMPI_MCA_coll_xhc_priority": "100", "OMPI_MCA_coll_sm_priority": "90"},
     "mpich": {

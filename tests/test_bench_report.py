@@ -219,6 +219,18 @@ def test_samples_that_are_none_are_refused(
     assert "2 ranks and" in capsys.readouterr().err
 
 
+def test_cases_of_one_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "a.json", tmp_path / "b.json"
+    rows = write(old, a_report(1))["rows"]
+    write(new, a_report(2), rows=rows[:20])
+    assert main(["bench", "compare", str(old), str(new)]) == 0
+    alone = f"only in {old}: all_to_all 1 MiB, send_recv 1 KiB, send_recv 1 MiB, and 1 more"
+    assert alone in capsys.readouterr().out.splitlines()
+    write(old, a_report(1), rows=rows[20:])
+    assert main(["bench", "compare", str(old), str(new)]) == 2
+    assert "no case in common" in capsys.readouterr().err
+
+
 def test_the_last_run_is_the_latest_of_this_machine(tmp_path: Path) -> None:
     recorded = recorded_object(a_report(1), 1.0)
     assert last_run(tmp_path, recorded) is None

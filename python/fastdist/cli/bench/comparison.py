@@ -179,7 +179,8 @@ class Comparison:
         """Yields what to keep in mind about the changes."""
         for run, other in ((self.old, self.new), (self.new, self.old)):
             if alone := [case.title for case in run.cases if case not in other.cases]:
-                yield f"only in {run.name}: {', '.join(alone)}"
+                more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
+                yield f"only in {run.name}: {', '.join(alone[:3])}{more}"
         if control := [f"{name} {100 * (x - 1):+.0f} %" for name, x in self.control()]:
             yield f"the time of peers, which are the same programs: {', '.join(control)}"
         expected = _CHANCE * len(self.changes)

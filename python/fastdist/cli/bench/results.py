@@ -124,7 +124,7 @@ class Report:
     def call_warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
         return call_warnings(
-            [row.case.label for row in self.rows],
+            [row.case.title for row in self.rows],
             [row.ours.p99_us / row.ours.p50_us for row in self.rows],
             [row.ours.iterations for row in self.rows],
         )

@@ -34,7 +34,6 @@ class StreamDevice:
     """A `Gpu` of the bench. An exception in a step is raised by the next `synchronize`."""
 
     device = 0
-    stream = 1
 
     def __init__(self) -> None:
         self._steps: queue.SimpleQueue[Step] = queue.SimpleQueue()

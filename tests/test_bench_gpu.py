@@ -13,22 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import fastdist._core as _core
-import numpy as np
 import pytest
-from fastdist.cli.bench import pack_command
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import nccl_version_text
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
-from fastdist.cli.bench.pack import PackCase, PackRow, Way, pack_row, torch_ways
 from fastdist.cli.bench.peers import Engine, MissingPeer, find_cuda_peer
 from fastdist.cli.bench.placement import Placement, nvlink_gb_per_s, pcie_link
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.main import main
-from fastdist.errors import UnsupportedError
 from stream_device import StreamDevice
 
 HERE = Path(__file__).resolve().parent
@@ -55,9 +51,8 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @without_gpu
-@pytest.mark.parametrize("arguments", [("all_reduce", "--device", "cuda"), ("pack",)])
-def test_without_a_gpu_the_bench_says_why(arguments: tuple[str, ...]) -> None:
-    done = run_bench(*arguments)
+def test_without_a_gpu_the_bench_says_why() -> None:
+    done = run_bench("all_reduce", "--device", "cuda")
     assert done.returncode == 2
     assert done.stderr == f"fastdist bench: no GPU: {_core.why_no_cuda()}\n"
 
@@ -72,13 +67,6 @@ def test_without_a_gpu_the_bench_says_why(arguments: tuple[str, ...]) -> None:
         (("all_reduce", "--vs", "torch"), "got 'torch'"),
         (("barrier", "--device", "cuda"), "barrier is for --device cpu"),
         (("gather", "--device", "cuda", "--array", "empty"), "the root of a gather"),
-        (("pack", "--device", "cpu"), "pack is for GPUs"),
-        (("pack", "--ranks", "2"), "--ranks is for collectives"),
-        (("pack", "--plot", "a.png"), "--plot is for collectives"),
-        (("pack", "--vs", "gloo"), "got 'gloo'"),
-        (("pack", "--array", "empty"), "expected --array torch, got 'empty'"),
-        (("pack", "--iters", "0"), "got 0"),
-        (("pack", "--json", "/no/such/folder/a.json"), "/no/such/folder"),
     ],
 )
 def test_options_that_make_no_sense_on_gpus_are_refused_by_name(
@@ -385,89 +373,6 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
     assert "host_us" not in text.row_object(replace(gpu_row(), ours=ours))
 
 
-# Packing
-
-
-def test_traffic_is_what_is_read_and_written() -> None:
-    whole = PackCase("resnet50", "float32")
-    assert whole.traffic_bytes == 8 * 25_557_032
-    assert replace(whole, compress="bf16").traffic_bytes == 6 * 25_557_032
-    assert replace(whole, compress="bf16").label == "resnet50 float32 as bf16"
-
-
-def test_a_way_is_compared_with_a_copy_and_with_ours() -> None:
-    case = PackCase("gpt2", "float32")
-    ours = Way("fastdist", "pack", int, [1_000_000, 2_000_000, 3_000_000])
-    other = Way("torch: flatten", "pack", int, [4_000_000] * 100, wrong=1)
-    row = pack_row(case, other, ours, 500.0)
-    assert (row.p50_us, row.p99_us, row.times_as_fast, row.wrong) == (4000.0, 4000.0, 2.0, 1)
-    assert row.gb_per_s == pytest.approx(8 * 124_439_808 / 4e6)
-    assert row.copy_percent == pytest.approx(row.gb_per_s / 5)
-    assert pack_row(case, ours, ours, 500.0).p99_us == 3000.0
-
-
-def test_the_table_of_pack_has_its_cells_under_their_names() -> None:
-    row = PackRow(PackCase("gpt2", "float32"), "fastdist", "pack", 1.0, 2.0, 300.0, 90.0, 1.0, 8, 0)
-    names, line = pack_command.heading(), pack_command.row_line(row)
-    assert line.split()[:4] == ["gpt2", "float32,", "fastdist", "pack"]
-    assert line.split()[4:] == ["1.0", "2.0", "300", "90", "0"]
-    assert line.index("300") + 3 == names.index("GB/s") + 4
-    peer = replace(row, way="torch: flatten", times_as_fast=2.5)
-    assert pack_command.row_line(peer).endswith("2.50x")
-    assert pack_command.row_object(peer) == {
-        "model": "gpt2",
-        "dtype": "float32",
-        "compress": "",
-        "traffic_bytes": 8 * 124_439_808,
-        "way": "torch: flatten",
-        "direction": "pack",
-        "p50_us": 1.0,
-        "p99_us": 2.0,
-        "gb_per_s": 300.0,
-        "copy_percent": 90.0,
-        "times_as_fast": 2.5,
-        "iterations": 8,
-        "wrong": 0,
-    }
-
-
-@pytest.mark.skipif(not has_torch, reason="torch is not installed")
-@pytest.mark.parametrize("compress", ["", "bf16"])
-def test_torch_ways_bring_every_tensor_back(compress: str) -> None:
-    import torch
-
-    tensors = [torch.arange(n, dtype=torch.float32).view(shape) for n, shape in
-               ((6, (2, 3)), (1, (1,)), (128, (128,)))]  # fmt: skip
-    ways = torch_ways(tensors, replace(PackCase("resnet50", "float32"), compress=compress))
-    assert [(way.name, way.direction) for way in ways] == [
-        ("torch: flatten", "pack"),
-        ("torch: flatten", "unpack"),
-        ("torch: foreach", "pack"),
-        ("torch: foreach", "unpack"),
-    ]
-    for into, out in (ways[:2], ways[2:]):
-        into.call()
-        for tensor in tensors:
-            tensor.fill_(-1)
-        out.call()
-        assert [tensor.flatten().tolist() for tensor in tensors] == [
-            list(range(6)),
-            [0],
-            list(range(128)),
-        ]
-
-
-@pytest.mark.skipif(_core.cuda_is_built(), reason="this build has CUDA")
-def test_lists_are_not_packed_where_cuda_is_not_built() -> None:
-    with pytest.raises(UnsupportedError, match="FASTDIST_CUDA=on"):
-        _core.PackedList([], 0, None, 1 << 20)
-
-
-def test_lists_in_the_memory_of_the_host_are_not_packed() -> None:
-    with pytest.raises(ValueError, match="arrays must be on cuda:0"):
-        _core.PackedList([np.ones(3)], 0, None, 1 << 20)
-
-
 # torch.distributed, and the bars
 
 
@@ -543,22 +448,7 @@ def test_lists_are_held_against_the_buckets_of_ddp() -> None:
     assert [(bar.measured, bar.verdict) for bar in bars] == [(0, "pass"), (1.2, "MISS")]
 
 
-def test_packing_and_memory_have_their_bars() -> None:
-    row = {
-        "model": "gpt2",
-        "compress": "bf16",
-        "direction": "pack",
-        "copy_percent": 84.9,
-        "times_as_fast": 2.0,
-        "wrong": 0,
-    }
-    found = [{**row, "way": way} for way in ("fastdist", "torch: flatten", "torch: foreach")]
-    bars = list(gpu_bars().pack_bars(found))
-    assert [(bar.name, bar.verdict) for bar in bars] == [
-        ("pack gpt2 as bf16: wrong elements", "pass"),
-        ("pack gpt2 as bf16: of a copy's speed", "MISS"),
-        ("pack gpt2 as bf16: against torch's (un)flatten", "pass"),
-    ]
+def test_memory_has_its_bars() -> None:
     ranks = [{"again_bytes": 0, "growth_bytes": 0}, {"again_bytes": 0, "growth_bytes": 2 << 20}]
     assert [bar.verdict for bar in gpu_bars().memory_bars(ranks)] == ["pass", "MISS"]
 

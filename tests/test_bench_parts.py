@@ -401,12 +401,12 @@ def test_a_wide_spread_and_few_calls_are_warned_of() -> None:
     rows = [quiet, replace(quiet, case=wide, ours=replace(quiet.ours, p99_us=51.0))]
     assert report_of(quiet).call_warnings == []
     assert report_of(*rows).call_warnings == [
-        "busy machine: p99 is more than 5 times p50 at 64; other programs took the cores during "
-        "calls"
+        "busy machine: p99 is more than 5 times p50 at all_reduce 64 B; other programs took the "
+        "cores during calls"
     ]
     rows[0] = replace(quiet, ours=replace(quiet.ours, iterations=19))
     wide_warning, few = report_of(*rows).call_warnings
-    assert few == "too few calls: fewer than 20 at 1M; --time-s or --iters gives more"
+    assert few == "too few calls: fewer than 20 at all_reduce 1 MiB; --time-s or --iters gives more"
     assert text.footing(report_of(*rows))[-2:] == [
         f"# warning: {wide_warning}",
         f"# warning: {few}",

@@ -46,7 +46,6 @@ class VirtualGpu:
         self._stream = va.Stream()
         self._current = va.use_stream(self._stream)
         self._current.__enter__()  # until the process ends
-        self.stream: int = self._stream.handle
         self.arrays = ArrayLibrary(
             make=lambda shape, dtype: va.empty(tuple(shape), dtype),
             flat=lambda a: Flat(a, a.address, (a.size,), a.dtype, a.device),

@@ -1,6 +1,6 @@
 """Checks fastdist's speed and memory on GPUs against the required figures, called bars.
 
-    python benchmarks/gpu/gpu_bars.py [--only pack all_reduce others list memory] [--time-s 1]
+    python benchmarks/gpu/gpu_bars.py [--only all_reduce others list memory] [--time-s 1]
 
 Two ranks share the first visible GPU. Prints a line per bar and writes all bars, their figures and
 facts about the machine into benchmarks/results. Exits with 1 if a bar was missed, with 2 without a
@@ -68,27 +68,6 @@ class GpuBench:
                 print("\n".join(lines), flush=True)
                 self.rows.append({"ranks": _RANKS, **row_object(row)})
                 yield case, row
-
-
-def pack(bench: GpuBench) -> Iterator[Bar]:
-    """Packing and unpacking against a copy, and against torch's flatten and unflatten."""
-    command = [sys.executable, "-m", "fastdist", "bench", "pack", "--vs", "torch", "--json", "-"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    rows = json.loads(output)["rows"]
-    bench.rows += rows
-    yield from pack_bars(rows)
-
-
-def pack_bars(rows: Sequence[dict[str, Any]]) -> Iterator[Bar]:
-    """Yields the bars for the rows of `fastdist bench pack`."""
-    for row in rows:
-        cast = f" as {row['compress']}" if row["compress"] else ""
-        name = f"{row['direction']} {row['model']}{cast}"
-        if row["way"] == "fastdist":
-            yield Bar(f"{name}: wrong elements", row["wrong"], most=0)
-            yield Bar(f"{name}: of a copy's speed", row["copy_percent"], 85, unit=" %")
-        elif row["way"] == "torch: flatten":
-            yield Bar(f"{name}: against torch's (un)flatten", row["times_as_fast"], 2)
 
 
 def all_reduce(bench: GpuBench) -> Iterator[Bar]:
@@ -163,7 +142,6 @@ def _or_nan(value: float | None) -> float:
 
 
 _SECTIONS: dict[str, Callable[[GpuBench], Iterator[Bar]]] = {
-    "pack": pack,
     "all_reduce": all_reduce,
     "others": others,
     "list": gradient_list,

@@ -13,7 +13,6 @@ void bind_host(pybind11::module_& m);
 void bind_table(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);
-void bind_pack(pybind11::module_& m);
 
 // Sets the Python error for the exception being handled. Must be called in a catch block.
 void translate_exception();

@@ -202,7 +202,6 @@ void bind_library(py::module_& m) {
 
 void bind_nccl(py::module_& m) {
   bind_library(m);
-  m.attr("NCCL_BUCKET_BYTES") = nccl::kDefaultBucketBytes;
   py::class_<GpuMark>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })

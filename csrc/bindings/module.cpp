@@ -12,5 +12,4 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_table(m);
   bind_cuda(m);
   bind_nccl(m);
-  bind_pack(m);
 }

@@ -1,9 +1,7 @@
 // This folder's functions in builds without CUDA.
 
-#include "core/error.h"
 #include "cuda/devices.h"
 #include "cuda/driver.h"
-#include "cuda/packed_list.h"
 
 namespace fastdist::cuda {
 
@@ -15,10 +13,5 @@ std::string why_unusable() {
 }
 std::vector<DeviceFacts> devices() { return {}; }
 std::optional<int> device_of(const void*) { return std::nullopt; }
-
-std::unique_ptr<PackedList> make_packed_list(const std::vector<TensorView>&, std::optional<DType>,
-                                             std::size_t, int) {
-  throw Error(ErrorCode::kUnsupported, why_unusable());
-}
 
 }  // namespace fastdist::cuda

@@ -1,4 +1,4 @@
-"""`fastdist bench OP`: measures a collective, side by side with other libraries."""
+"""`fastdist bench`: measures collectives, side by side with other libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 from fastdist.cli.bench.cases import ARRAYS, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.models import MODEL_NAMES
-from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, default_peers_dir
-
-PACK = "pack"
+from fastdist.cli.bench.peers import (
+    CUDA_PEER_NAMES,
+    PEER_NAMES,
+    default_peers_dir,
+    default_reports_dir,
+)
 
 _DESCRIPTION = """\
 Measures a collective between processes on this machine. The columns are those of nccl-tests:
@@ -26,19 +29,24 @@ speed of the links between GPUs.
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the `bench` command."""
-    parser = subparsers.add_parser(
+    bench = subparsers.add_parser(
         "bench",
-        help="measure a collective, side by side with gloo and MPI, on GPUs with torch's NCCL",
+        help="measure collectives, side by side with gloo and MPI, on GPUs with torch's NCCL",
+        description="Measures collectives between processes on this machine.",
+        allow_abbrev=False,
+    )
+    commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
+    first, *others = COLLECTIVES
+    parser = commands.add_parser(
+        first,
+        aliases=others,
+        help="measure a collective",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "collective",
-        metavar="OP",
-        choices=(*COLLECTIVES, PACK),
-        help=f"{', '.join(COLLECTIVES)}; or {PACK}: copies lists into and out of buckets on a GPU",
-    )
+    _add_report(commands)
+    _add_compare(commands)
     what = parser.add_argument_group("cases")
     what.add_argument(
         "--sizes",
@@ -53,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--list",
         dest="model",
         choices=MODEL_NAMES,
-        help="instead of sizes: this model's gradients, in one fused all_reduce or for pack",
+        help="instead of sizes: this model's gradients, in one fused all_reduce",
     )
     what.add_argument(
         "--ranks",
@@ -66,6 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--device",
         choices=tuple(DEVICE_ARRAYS),
+        default="cpu",
         help="device of the arrays (default: cpu); with fewer GPUs than ranks, ranks share GPUs",
     )
     what.add_argument(
@@ -77,6 +86,62 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_effort(parser.add_argument_group("effort"))
     _add_output(parser)
     parser.set_defaults(handler=_bench)
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="measure every collective next to every installed peer, and write a page",
+        description="Measures every collective on the CPU next to every installed peer, at its "
+        "defaults and at its best, in a few minutes. Writes an HTML page that needs no other file, "
+        "and its data as JSON, and says what changed since the last run on this machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks", "-n", type=int, help="number of processes (default: usable cores; at least 2)"
+    )
+    _add_peers_dir(parser)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="write FILE.html and FILE.json, and compare with the last report in their folder "
+        f"(default: a file with the date in {default_reports_dir()})",
+    )
+    parser.add_argument("--json", action="store_true", help="also write the JSON to stdout")
+    parser.set_defaults(handler=_report)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="say what changed between two reports",
+        description="Says for each case of two reports' JSON files how much slower or faster "
+        "fastdist is in the second, with a 95 % confidence interval.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("old", type=Path, metavar="A.json")
+    parser.add_argument("new", type=Path, metavar="B.json")
+    parser.add_argument(
+        "--force", action="store_true", help="compare reports of different machines"
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON instead")
+    parser.add_argument(
+        "--fail-slower",
+        type=float,
+        metavar="PERCENT",
+        help="exit with 1 if a case is slower by more than this at both ends of its interval",
+    )
+    parser.set_defaults(handler=_compare)
+
+
+def _add_peers_dir(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--peers-dir",
+        type=Path,
+        default=default_peers_dir(),
+        help="folder with a folder for each MPI (default %(default)s)",
+    )
 
 
 def _add_effort(group: argparse._ArgumentGroup) -> None:
@@ -129,12 +194,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         choices=("torch",),
         help="call fastdist as the backend of torch.distributed, as DDP and FSDP do",
     )
-    group.add_argument(
-        "--peers-dir",
-        type=Path,
-        default=default_peers_dir(),
-        help="folder with a folder for each MPI (default %(default)s)",
-    )
+    _add_peers_dir(group)
     group.add_argument(
         "--json",
         metavar="FILE",
@@ -147,12 +207,18 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    # These import numpy.
-    if options.collective == PACK:
-        from fastdist.cli.bench.pack_command import run_pack
+    from fastdist.cli.bench.command import run_command  # imports numpy
 
-        return run_pack(options)
-    from fastdist.cli.bench.command import run_command
-
-    options.device = options.device or "cpu"
     return run_command(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fastdist.cli.bench.full_report import run_report  # imports numpy
+
+    return run_report(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from fastdist.cli.bench.comparison import run_compare  # imports numpy
+
+    return run_compare(options)

@@ -101,6 +101,18 @@ class Case:
         """The size or the model, for messages."""
         return self.model or format_size(self.bytes)
 
+    @property
+    def title(self) -> str:
+        """Collective and size for readers: `all_reduce 64 KiB`."""
+        if self.model:
+            return f"{self.collective} of {self.model}'s gradients"
+        if not self.bytes:
+            return self.collective
+        size = format_size(self.bytes)
+        return f"{self.collective} " + (
+            f"{size} B" if size.isdigit() else f"{size[:-1]} {size[-1]}iB"
+        )
+
 
 def array_case(
     collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.caveats import load_average
@@ -21,38 +21,48 @@ from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import Session
 
+_T = TypeVar("_T")
+
 _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 130
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Runs the bench.
+    """Measures one collective; returns an exit code as `run_planned` does."""
+
+    def run(plan: Plan) -> bool:
+        report = _measure(options, plan)
+        _write_files(options, report)
+        return not (report.wrong or report.failed)
+
+    return run_planned(lambda: make_plan(options), run)
+
+
+def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
+    """Makes a plan of the options and runs it.
+
+    Args:
+        make: Raises ValueError or ImportError if options are invalid or a library is missing.
+        run: Returns False if an engine failed or fastdist's results were wrong.
 
     Returns:
-        0; 1 if an engine failed or fastdist's results were wrong; 2 for invalid options or a
-        missing library; 130 if interrupted.
+        0; 1 if `run` returned False or failed; 2 if `make` failed; 130 if interrupted.
     """
     try:
-        plan = make_plan(options)
+        plan = make()
     except (ValueError, ImportError) as error:
         print(f"fastdist bench: {error}", file=sys.stderr)
         return _USAGE
     try:
         with _ended_like_interrupted():
-            report = _measure(options, plan)
-    except EngineError as error:
+            return 0 if run(plan) else _FAILED
+    except (EngineError, OSError) as error:
         print(f"fastdist bench: {error}", file=sys.stderr)
         return _FAILED
     except KeyboardInterrupt:
         print("fastdist bench: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    try:
-        _write_files(options, report)
-    except OSError as error:
-        print(f"fastdist bench: {error}", file=sys.stderr)
-        return _FAILED
-    return _FAILED if report.wrong or report.failed else 0
 
 
 def _measure(options: argparse.Namespace, plan: Plan) -> Report:

@@ -15,11 +15,10 @@ Call = Callable[[], object]
 
 
 class Gpu(Protocol):
-    """The GPU of this rank, and the current stream of its array library."""
+    """The GPU of this rank; calls go to the current stream of its array library."""
 
     device: int
     arrays: ArrayLibrary
-    stream: int  # its handle
 
     def event(self) -> Event:
         """Makes an event that records the time."""

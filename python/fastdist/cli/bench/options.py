@@ -57,7 +57,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     cases, effort = _cases(options), _effort(options)
     engines, missing = _engines(options)
     placement = _placement(options)
-    check_files(options)
+    _check_files(options)
     return Plan(_ranks(options), cases, effort, engines, missing, placement)
 
 
@@ -81,7 +81,7 @@ def _array(options: argparse.Namespace) -> str:
     if options.through == "torch":
         if options.device != "cpu" or options.array not in (None, "torch"):
             raise ValueError("--through torch is for torch tensors on --device cpu")
-        require_torch("--through torch needs torch")
+        _require_torch("--through torch needs torch")
         usual = "torch"
     array: str = usual if options.array is None else options.array
     if array not in possible:
@@ -104,16 +104,11 @@ def _placement(options: argparse.Namespace) -> Placement | None:
             f"{options.collective} has a buffer of all blocks"
         )
     placement = place_ranks(_ranks(options))
-    require_torch()
+    _require_torch()
     return placement
 
 
-def require_torch(why: str = "--device cuda needs torch to make arrays there") -> None:
-    """Checks that torch, which makes the arrays on GPUs, is installed.
-
-    Raises:
-        ImportError: torch is not installed; the message has the command that installs it.
-    """
+def _require_torch(why: str = "--device cuda needs torch to make arrays there") -> None:
     if importlib.util.find_spec("torch") is None:
         raise ImportError(f"{why}: pip install torch")
 
@@ -169,7 +164,7 @@ def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[Mis
     return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
 
 
-def check_files(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace) -> None:
     """Checks before the run that its files can be written.
 
     Raises:

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fastdist.cli.bench.machine import usable_cores
@@ -64,6 +64,17 @@ _MPIS = {
     "mpich": _Mpi("mpich", "HYDRA build details", "MPICH_PREFIX"),
     "impi": _Mpi("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
 }
+# Settings for collectives within one machine that these MPIs have and do not use by themselves.
+# They make small arrays faster and some large ones slower. Open MPI ignores the priority of a
+# component that it was built without.
+_TUNED = {
+    "openmpi": {"OMPI_MCA_coll_xhc_priority": "100", "OMPI_MCA_coll_sm_priority": "90"},
+    "mpich": {
+        f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "release_gather"
+        for name in ("ALLREDUCE", "BCAST", "REDUCE", "BARRIER")
+    },
+}
+_TUNED_SUFFIX = "-tuned"
 MPI_NAMES = tuple(_MPIS)
 PEER_NAMES = ("gloo", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
@@ -71,8 +82,16 @@ CUDA_PEER_NAMES = ("torch",)
 
 def default_peers_dir() -> Path:
     """Returns the folder of MPIs: `fastdist/peers` in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "fastdist" / "peers"
+    return _cache_dir() / "peers"
+
+
+def default_reports_dir() -> Path:
+    """Returns the folder of reports: `fastdist/reports` in the user's cache directory."""
+    return _cache_dir() / "reports"
+
+
+def _cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdist"
 
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
@@ -131,6 +150,33 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
         return _mpi_engine(name, installed, ranks, {})
     packages = f"{mpi.package} mpi4py"
     return MissingPeer(name, f"pip install --ignore-installed --prefix {prefix} {packages}")
+
+
+def find_all_peers(
+    ranks: int, peers_dir: Path
+) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
+    """Finds every installed peer, at its defaults and with the settings of `tuned_settings`."""
+    found = [find_peer(name, ranks, peers_dir) for name in PEER_NAMES]
+    engines: list[Engine] = []
+    for peer in found:
+        if isinstance(peer, Engine):
+            engines.append(peer)
+            name = peer.name + _TUNED_SUFFIX
+            if settings := tuned_settings(name):
+                environment = {**peer.environment, **settings}
+                engines.append(replace(peer, name=name, environment=environment))
+    return tuple(engines), tuple(peer for peer in found if isinstance(peer, MissingPeer))
+
+
+def tuned_settings(engine: str) -> dict[str, str]:
+    """Returns the environment variables of a peer at its best, such as `mpich-tuned`."""
+    name, suffix, _ = engine.partition(_TUNED_SUFFIX)
+    return _TUNED.get(name, {}) if suffix else {}
+
+
+def peer_of(engine: str) -> str:
+    """Returns the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
+    return engine.partition(":")[0].removesuffix(_TUNED_SUFFIX)
 
 
 def _find_gloo() -> Engine | MissingPeer:

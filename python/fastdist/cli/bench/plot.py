@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import format_size
+from fastdist.cli.bench.peers import peer_of, tuned_settings
 from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
 
 _COLORS = {
@@ -55,18 +58,66 @@ def write_plot(report: Report, path: Path) -> None:
         _draw_bars(report, figure.subplots())
     else:
         latency, bandwidth = figure.subplots(1, 2)
-        _draw_curves(report, latency, "p50_us")
-        _draw_curves(report, bandwidth, "busbw")
-        _style(latency, "Latency (p50): lower is better")
-        _style(bandwidth, "Bus bandwidth, GB/s: higher is better")
-        latency.yaxis.set_major_formatter(lambda us, _: _format_time(us))
-        bandwidth.yaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
+        _draw_latency(report, latency)
+        _draw_bandwidth(report, bandwidth)
         handles, labels = latency.get_legend_handles_labels()
         handles, labels = handles[::-1], labels[::-1]
         style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 6}
         figure.legend(handles, labels, loc="outside lower center", **style)
     figure.suptitle(_title(report), x=0.01, ha="left", color=_TEXT_COLOR, fontsize=12)
     figure.savefig(path, dpi=150)
+
+
+def curves_svg(report: Report) -> tuple[str, str]:
+    """Draws latency and bandwidth as two SVG elements for a page; see `_svg`."""
+    return (
+        _svg(lambda axes: _draw_latency(report, axes), 3.4, "time by size"),
+        _svg(lambda axes: _draw_bandwidth(report, axes), 3.4, "bus bandwidth by size"),
+    )
+
+
+def bars_svg(report: Report) -> str:
+    """Draws a single case as an SVG element for a page; see `_svg`."""
+    height = 1.0 + 0.25 * (1 + len(report.rows[0].others))
+    return _svg(lambda axes: _draw_bars(report, axes), height, report.rows[0].case.title)
+
+
+def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
+    """Yields the line and the name of each engine, and of the floor, for a page's legend."""
+    for name, version in report.engines.items():
+        if _is_tuned(name):
+            yield _line_svg(_color(name), 1.5, "2 2"), f"{version}, tuned"
+        else:
+            yield _line_svg(_color(name), 3, "none"), version
+    if any(row.has_floor for row in report.rows):
+        yield _line_svg("var(--muted)", 2, "6 4"), _floor_name(report)
+
+
+def _line_svg(color: str, width: float, dashes: str) -> str:
+    return (
+        f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
+        f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>"
+    )
+
+
+def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
+    """Returns a chart without a background, in the page's font.
+
+    The page's style gives the colors `--text`, `--grid` and `--muted` their values.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, height), layout="constrained")
+    draw(figure.subplots())
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", file.getvalue())  # the same in all charts
+    for color, name in ((_TEXT_COLOR, "text"), (_GRID_COLOR, "grid"), (_FLOOR_COLOR, "muted")):
+        svg = svg.replace(color, f"var(--{name})")
+    return f'<svg role="img" aria-label="{label}" ' + svg.partition("<svg ")[2]
 
 
 def _title(report: Report) -> str:
@@ -85,6 +136,18 @@ def _title(report: Report) -> str:
         f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
         f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth, Linux {machine['kernel']}"
     )
+
+
+def _draw_latency(report: Report, axes: Any) -> None:
+    _draw_curves(report, axes, "p50_us")
+    _style(axes, "Latency (p50): lower is better")
+    axes.yaxis.set_major_formatter(lambda us, _: _format_time(us))
+
+
+def _draw_bandwidth(report: Report, axes: Any) -> None:
+    _draw_curves(report, axes, "busbw")
+    _style(axes, "Bus bandwidth, GB/s: higher is better")
+    axes.yaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
 
 
 def _draw_curves(report: Report, axes: Any, figure: str) -> None:
@@ -122,13 +185,22 @@ def _draw_engine(
     axes.plot(
         [size for size, _ in points],
         [value for _, value in points],
-        color=_COLORS[name],
+        color=_color(name),
+        linestyle=(0, (1, 1)) if _is_tuned(name) else "-",
         linewidth=2.8 if ours else 1.5,
         marker="o",
         markersize=5.5 if ours else 3,
         zorder=3 if ours else 2,
         label=report.engines[name],
     )
+
+
+def _color(engine: str) -> str:
+    return _COLORS[peer_of(engine)]
+
+
+def _is_tuned(engine: str) -> bool:
+    return bool(tuned_settings(engine))
 
 
 def _floor(report: Report, row: Row, figure: str) -> float:
@@ -173,7 +245,7 @@ def _draw_bars(report: Report, axes: Any) -> None:
     bars = axes.barh(
         names,
         [way.p50_us for way in ways],
-        color=[_COLORS[name.partition(":")[0]] for name in names],
+        color=[_color(name) for name in names],
         height=0.65,
     )
     axes.bar_label(bars, fmt=_format_time, padding=4, color=_TEXT_COLOR)

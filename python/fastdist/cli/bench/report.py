@@ -202,7 +202,7 @@ def _three_digits(ratio: float) -> str:
 
 
 def _figures(measured: Measurement) -> dict[str, Any]:
-    figures = {
+    figures: dict[str, Any] = {
         "p50_us": round(measured.p50_us, 3),
         "p99_us": round(measured.p99_us, 3),
         "algbw_gb_per_s": round(measured.algbw, 4),
@@ -210,6 +210,8 @@ def _figures(measured: Measurement) -> dict[str, Any]:
         "iterations": measured.iterations,
         "wrong": measured.wrong,
     }
+    if measured.samples_us:
+        figures["samples_us"] = [round(us, 3) for us in measured.samples_us]
     if measured.host_us is not None:
         for name in ("host_us", "host_p99_us", "graph_us"):
             us = getattr(measured, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
 from fastdist.cli.bench.caveats import call_warnings, load_warnings
@@ -29,6 +29,8 @@ class Measurement:
         host_p99_us: 99th percentile of the same times.
         graph_us: On GPUs: median time of a replay of a graph with the call; None without a graph.
         no_graph: Reason why the call could not be captured in a graph.
+        samples_us: The p50 of each pass of a report, of which `p50_us` is the median; empty if the
+            case was measured once.
     """
 
     engine: str
@@ -43,6 +45,7 @@ class Measurement:
     host_p99_us: float | None = None
     graph_us: float | None = None
     no_graph: str = ""
+    samples_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class Report:
     def call_warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
         return call_warnings(
-            [row.case.label for row in self.rows],
+            [row.case.title for row in self.rows],
             [row.ours.p99_us / row.ours.p50_us for row in self.rows],
             [row.ours.iterations for row in self.rows],
         )
@@ -156,6 +159,39 @@ def measurement(
         busbw=busbw(case, world_size, p50_ns),
         iterations=len(times_ns),
         wrong=wrong,
+    )
+
+
+def combined(rows: Sequence[Row], world_size: int) -> Row:
+    """Combines the rows of one case from several passes: medians, and the sums of counts.
+
+    Engines that the last row lacks are left out.
+    """
+    last = rows[-1]
+
+    def combine(name: str) -> Measurement:
+        passes = [m for row in rows for m in (row.ours, *row.others) if m.engine == name]
+        if unsupported := next((m for m in passes if m.unsupported), None):
+            return unsupported
+        samples_us = tuple(m.p50_us for m in passes)
+        p50_us = statistics.median(samples_us)
+        checked = [m.wrong for m in passes if m.wrong is not None]
+        return Measurement(
+            engine=name,
+            p50_us=p50_us,
+            p99_us=statistics.median(m.p99_us for m in passes),
+            algbw=last.case.bytes / p50_us / 1e3,
+            busbw=busbw(last.case, world_size, 1e3 * p50_us),
+            iterations=sum(m.iterations for m in passes),
+            wrong=sum(checked) if checked else None,
+            samples_us=samples_us,
+        )
+
+    return replace(
+        last,
+        floor_us=statistics.median(row.floor_us for row in rows),
+        ours=combine(last.ours.engine),
+        others=tuple(combine(other.engine) for other in last.others),
     )
 
 

@@ -297,12 +297,16 @@ class Session:
         if effort.iterations is not None:
             return max(1, -(-effort.iterations // effort.rounds))
         round_s = effort.time_s / effort.rounds
-        trial, trial_s = 1, 0.0
-        while trial_s < round_s / 4 and trial < _MOST_ITERATIONS:
+        trial = 1
+        while (trial_s := self._wall_s(contender, trial)) < round_s / 4:
+            if trial >= _MOST_ITERATIONS:
+                break
             trial *= 4
-            replies = self._timed(contender, trial)
-            trial_s = max(int(reply["wall_ns"]) for reply in replies) / 1e9
         return min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
+
+    def _wall_s(self, contender: _Contender, iterations: int) -> float:
+        replies = self._timed(contender, iterations)
+        return max(int(reply["wall_ns"]) for reply in replies) / 1e9
 
     def _time(self, contender: _Contender) -> None:
         # Before the first calls of a turn, the caches hold the data of another engine.

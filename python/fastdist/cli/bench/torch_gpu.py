@@ -25,7 +25,6 @@ class TorchGpu:
         self._torch = torch
         self._stream = torch.cuda.Stream()  # the default one cannot be captured
         torch.cuda.set_stream(self._stream)
-        self.stream: int = self._stream.cuda_stream
         self.device = device
         self.arrays = torch_arrays(f"cuda:{device}")
 

@@ -1,0 +1,214 @@
+"""Runs `fastdist bench report`: every collective next to every installed peer, as a page and JSON.
+
+Every case is measured in several passes. A pass starts all engines anew, and the samples of a
+figure are the passes' medians (intervals.py). They cover what differs from start to start, such as
+where arrays lie, and what else the machine does over minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fastdist._version import __version__
+from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_size
+from fastdist.cli.bench.caveats import load_average
+from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.command import run_planned
+from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
+from fastdist.cli.bench.intervals import LEAST_SAMPLES
+from fastdist.cli.bench.machine import machine_facts, usable_cores
+from fastdist.cli.bench.page import page
+from fastdist.cli.bench.peers import (
+    Engine,
+    MissingPeer,
+    default_reports_dir,
+    fastdist_engine,
+    find_all_peers,
+    tuned_settings,
+)
+from fastdist.cli.bench.plot import check_plot
+from fastdist.cli.bench.processes import EngineError
+from fastdist.cli.bench.progress import Progress, shown_progress
+from fastdist.cli.bench.report import report_object
+from fastdist.cli.bench.results import Report, Row, combined
+from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+
+PASSES = LEAST_SAMPLES
+
+_ALL_REDUCE_SIZES = ("8", "1K", "64K", "1M", "16M", "64M")
+_OTHER_SIZES = ("1K", "1M")
+_EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    ranks: int
+    cases: tuple[Case, ...]
+    engines: tuple[Engine, ...]
+    missing: tuple[MissingPeer, ...]
+    out: Path
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Measures, writes the page and the JSON; returns an exit code as `run_command` does."""
+    return run_planned(lambda: _plan(options), lambda plan: _run(options, plan))
+
+
+def report_cases(ranks: int) -> tuple[Case, ...]:
+    """Returns what a report measures, in its order."""
+    sizes = [parse_size(size) for size in _ALL_REDUCE_SIZES]
+    cases = list(array_cases("all_reduce", sizes, ranks))
+    cases.append(list_case("resnet50", "float32", "sum", "numpy"))
+    for name in COLLECTIVES:
+        if name != "all_reduce":
+            cases += array_cases(name, [parse_size(size) for size in _OTHER_SIZES], ranks)
+    return tuple(cases)
+
+
+def _plan(options: argparse.Namespace) -> _Plan:
+    ranks = max(2, usable_cores()) if options.ranks is None else options.ranks
+    if ranks < 2:
+        raise ValueError(f"expected --ranks of at least 2, got {ranks}")
+    out = options.out or default_reports_dir() / f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M}.html"
+    if out.suffix != ".html":
+        raise ValueError(f"expected --out with the suffix .html, got {out}")
+    check_plot(out.with_suffix(".svg"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    engines, missing = find_all_peers(ranks, options.peers_dir)
+    return _Plan(ranks, report_cases(ranks), (fastdist_engine(ranks), *engines), missing, out)
+
+
+def _run(options: argparse.Namespace, plan: _Plan) -> bool:
+    began = time.monotonic()
+    steps = PASSES * len(plan.cases)
+    with shown_progress(sys.stderr, steps) as progress:
+        report = measure(plan.engines, plan.ranks, plan.cases, PASSES, _EFFORT, progress)
+    report.missing = {peer.name: peer.install for peer in plan.missing}
+    recorded = recorded_object(report, time.monotonic() - began)
+    json_path = plan.out.with_suffix(".json")
+    before = last_run(json_path.parent, recorded)
+    change = None if before is None else compare(before, RecordedRun(str(json_path), recorded))
+    json_path.write_text(json.dumps(recorded, indent=1) + "\n")
+    plan.out.write_text(page(report, recorded, change), encoding="utf-8")
+    file = sys.stderr if options.json else sys.stdout
+    for line in _summary(report, change):
+        print(line, file=file)
+    print(f"wrote {plan.out} and {json_path}", file=file)
+    if options.json:
+        print(json.dumps(recorded, indent=1))
+    return not (report.wrong or report.failed)
+
+
+def _summary(report: Report, change: Comparison | None) -> list[str]:
+    lines = list(peer_sentences(report))
+    lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
+    lines += [f"{name} failed: {reason}" for name, reason in report.failed.items()]
+    if unstable := unstable_titles(report):
+        lines.append(f"unstable: {', '.join(unstable)}")
+    if report.wrong:
+        lines.append(f"WRONG RESULTS: {report.wrong} elements")
+    return lines + ([] if change is None else change.lines())
+
+
+def measure(
+    engines: Sequence[Engine],
+    ranks: int,
+    cases: Sequence[Case],
+    passes: int,
+    effort: Effort,
+    progress: Progress,
+) -> Report:
+    """Measures every case on every engine, `passes` times.
+
+    A peer that fails is left out, and the pass in which it failed is repeated.
+
+    Raises:
+        EngineError: fastdist, the first engine, failed.
+    """
+    report = Report(ranks, machine_facts(), {}, {}, load=load_average())
+    left = list(engines)
+    copies: list[float] = []
+    done: list[list[Row]] = []
+    began = time.monotonic()
+    while len(done) < passes:
+        progress.line(f"pass {len(done) + 1} of {passes}{_time_left(began, len(done), passes)}")
+        try:
+            with Session(left, ranks, effort) as session:
+                failures = session.failures
+                rows = [_measured(session, case, progress) for case in cases]
+                report.engines, copy = session.versions, session.copy_gb_per_s
+        except EngineError as failure:
+            if failure.engine == left[0].name:
+                raise
+            failures = [failure]
+        else:
+            done.append(rows)
+            copies.append(copy)
+        for error in failures:
+            progress.line(f"fastdist bench: {error}")
+            report.failed[error.engine] = error.reason
+            left = [engine for engine in left if engine.name != error.engine]
+    report.copy_gb_per_s = statistics.median(copies)
+    report.rows = [combined(rows, ranks) for rows in zip(*done, strict=True)]
+    return report
+
+
+def _measured(session: Session, case: Case, progress: Progress) -> Row:
+    progress.begin(case.title)
+    row = session.measure(case)
+    progress.step()
+    return row
+
+
+def _time_left(began: float, done: int, passes: int) -> str:
+    if not done:
+        return ""
+    left_s = (time.monotonic() - began) / done * (passes - done)
+    return f", about {left_s / 60:.0f} min left" if left_s > 90 else f", about {left_s:.0f} s left"
+
+
+def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
+    """Converts a report for its JSON file; every row has the command that measures it once more."""
+    recorded = report_object(report)
+    for row, found in zip(report.rows, recorded["rows"], strict=True):
+        found["command"] = row_command(report, row.case)
+    settings = {name: tuned_settings(name) for name in report.engines}
+    return {
+        "fastdist": __version__,
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "took_s": round(took_s),
+        "settings": {name: variables for name, variables in settings.items() if variables},
+        **recorded,
+    }
+
+
+def row_command(report: Report, case: Case) -> str:
+    """Returns the command that measures a case next to the same peers, at their defaults."""
+    what = f"--list {case.model}" if case.model else f"--sizes {format_size(case.bytes)}"
+    if case.collective == "barrier":
+        what = ""
+    peers = [name for name in report.engines if name != "fastdist" and not tuned_settings(name)]
+    words = ["fastdist bench", case.collective, what, f"--ranks {report.ranks}"]
+    return " ".join([*filter(None, words), *([f"--vs {','.join(peers)}"] if peers else [])])
+
+
+def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:
+    """Returns the latest report in a folder that was measured on the machine of `recorded`."""
+    runs = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(RunFileError):  # results of another kind
+            runs.append(RecordedRun.read(path))
+    this = RecordedRun("", recorded)
+    same = [run for run in runs if not run.other_machine(this) and run.cases.keys() & this.cases]
+    return max(same, key=lambda run: run.when, default=None)

@@ -1,0 +1,162 @@
+"""The page of a report: one HTML file with its charts and its data, which loads nothing else."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from string import Template
+from typing import Any
+
+from fastdist.cli.bench.comparison import Comparison
+from fastdist.cli.bench.intervals import UNSTABLE_WIDTH
+from fastdist.cli.bench.peers import peer_of
+from fastdist.cli.bench.plot import bars_svg, curves_svg, legend_svgs
+from fastdist.cli.bench.results import Measurement, Report, Row
+from fastdist.cli.bench.summary import digits, peer_sentences, ratio_of, time_of, unstable_titles
+
+
+def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
+    """Returns the page.
+
+    Args:
+        report: The measurements.
+        recorded: The same as JSON; the page holds it.
+        change: The comparison with the last run, if there is one.
+    """
+    commands = [row["command"] for row in recorded["rows"]]
+    arrays = [pair for pair in zip(report.rows, commands, strict=True) if not pair[0].case.model]
+    lists = [pair for pair in zip(report.rows, commands, strict=True) if pair[0].case.model]
+    curves = [row for row, _ in arrays if row.case.collective == "all_reduce"]
+    all_reduces = replace(report, rows=curves)
+    template = importlib.resources.files(__package__).joinpath("page.html")
+    return Template(template.read_text(encoding="utf-8")).substitute(
+        title=f"fastdist {escape(recorded['fastdist'])} next to its peers",
+        machine=escape(_machine(report, recorded)),
+        cautions=_items(_cautions(report), "caution"),
+        sentences=_items(peer_sentences(report)),
+        change=_change(change),
+        legend="".join(
+            f"<span>{line}{escape(name)}</span>" for line, name in legend_svgs(all_reduces)
+        ),
+        curves="".join(curves_svg(all_reduces)) if all_reduces.rows else "",
+        lists="".join(_list(report, row, command) for row, command in lists),
+        passes=len(report.rows[0].ours.samples_us),
+        arrays=_arrays(report, arrays),
+        unstable=f"{100 * UNSTABLE_WIDTH:.0f} %",
+        copies=f"{report.copy_gb_per_s:.1f} GB/s",
+        settings=_items(
+            f"{name}: {' '.join(f'{key}={value}' for key, value in settings.items())}"
+            for name, settings in recorded["settings"].items()
+        ),
+        missing=_items(f"{name} is not installed: {how}" for name, how in report.missing.items()),
+        data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
+    )
+
+
+def _machine(report: Report, recorded: dict[str, Any]) -> str:
+    machine = report.machine
+    return (
+        f"{recorded['when'][:16].replace('T', ' ')} UTC, {report.ranks} ranks; "
+        f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
+        f"{machine['memory']}; Linux {machine['kernel']}, Python {machine['python']}"
+    )
+
+
+def _cautions(report: Report) -> list[str]:
+    cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
+    for row in report.rows:
+        wrong = [m.engine for m in (row.ours, *row.others) if m.wrong]
+        cautions += [f"{row.case.title}: {name} got wrong results" for name in wrong]
+    if unstable := unstable_titles(report):
+        cautions.append(
+            f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
+        )
+    return cautions + report.load_warnings + report.call_warnings
+
+
+def _change(change: Comparison | None) -> str:
+    if change is None:
+        return ""
+    old = change.old
+    found = [str(c) for c in change.changes if c.is_slower or c.is_faster]
+    lines = found or ["No case changed."]
+    return (
+        f"<h2>Since the last run on this machine</h2>\n<p class='muted'>{escape(old.version)}, "
+        f"{escape(old.when)}</p>\n{_items(lines)}\n<details><summary>All cases, and what to keep "
+        f"in mind</summary>{_items([*map(str, change.changes), *change.notes()])}</details>"
+    )
+
+
+def _list(report: Report, row: Row, command: str) -> str:
+    heads = ("way", "time", "p99", "ratio")
+    body = "".join(
+        _line(escape(way.engine), [*_times(way), _ratio(row, way)])
+        for way in (row.ours, *row.others)
+    )
+    return (
+        f"<h2>{escape(row.case.title)}</h2>\n<div class='charts'>"
+        f"{bars_svg(replace(report, rows=[row]))}<div class='wide'>{_table(heads, body)}</div>"
+        f"</div>\n{_opens('the command', command)}"
+    )
+
+
+def _arrays(report: Report, rows: Sequence[tuple[Row, str]]) -> str:
+    _, *others = report.engines
+    body = ""
+    for row, command in rows:
+        floor = f"{row.floor_percent:.0f} %" if row.has_floor else "–"
+        ratios = [_ratio(row, other) for other in row.others]
+        body += _line(_opens(row.case.title, command), [*_times(row.ours), floor, *ratios])
+    return _table(("case", "fastdist", "p99", "floor", *others), body)
+
+
+def _times(measured: Measurement) -> tuple[str, str]:
+    """Returns the cells of an engine's time and of its 99th percentile."""
+    if measured.unsupported:
+        return "n/a", ""
+    time = time_of(measured)
+    flag = "<small class='caution'>unstable</small>" if time.is_unstable else ""
+    return f"{_us(time.estimate)}<small>{_us(time.low)} to {_us(time.high)}</small>{flag}", _us(
+        measured.p99_us
+    )
+
+
+def _ratio(row: Row, other: Measurement) -> str:
+    if other.unsupported:
+        return f"<span class='open' title='{escape(other.unsupported)}'>n/a</span>"
+    if other is row.ours:
+        return "1"
+    ratio = ratio_of(row, other)
+    kind = "good" if ratio.low > 1 else "slow" if ratio.high < 1 else "open"
+    if peer_of(other.engine) == "fastdist":  # another way to reduce a list
+        kind = ""
+    ends = f"{digits(ratio.low)} to {digits(ratio.high)}"
+    return f"<span class='{kind}'>{digits(ratio.estimate)}</span><small>{ends}</small>"
+
+
+def _table(heads: Sequence[str], body: str) -> str:
+    names = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _line(first: str, cells: Sequence[str]) -> str:
+    return f"<tr><td>{first}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+
+
+def _opens(summary: str, command: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary><code>{escape(command)}</code></details>"
+
+
+def _items(lines: Iterable[str], kind: str = "") -> str:
+    items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
+    return f"<ul class='{kind}'>{items}</ul>" if items else ""
+
+
+def _us(us: float) -> str:
+    for limit, unit in ((1e6, "s"), (1e3, "ms")):
+        if us >= limit:
+            return f"{us / limit:.3g} {unit}"
+    return f"{us:.3g} µs"

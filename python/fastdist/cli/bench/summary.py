@@ -1,0 +1,63 @@
+"""What a report says: how fast fastdist is next to each engine, and one sentence per peer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from fastdist.cli.bench.intervals import Interval, median_interval
+from fastdist.cli.bench.peers import peer_of
+from fastdist.cli.bench.results import Measurement, Report, Row
+
+
+def time_of(measured: Measurement) -> Interval:
+    """Returns the time of an engine's calls in microseconds."""
+    return median_interval(measured.samples_us)
+
+
+def ratio_of(row: Row, other: Measurement) -> Interval:
+    """Returns another engine's time divided by fastdist's, from the ratio of each pass."""
+    pairs = zip(other.samples_us, row.ours.samples_us, strict=True)
+    return median_interval([theirs / ours for theirs, ours in pairs])
+
+
+def best_of(row: Row, peer: str) -> Measurement | None:
+    """Returns the fastest of a peer's engines and of its ways to reduce a list, if any."""
+    ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
+    return min(ways, key=lambda way: way.p50_us, default=None)
+
+
+def peer_sentences(report: Report) -> Iterator[str]:
+    """Yields a sentence per peer, at its best in each case."""
+    for peer in dict.fromkeys(map(peer_of, report.engines)):
+        if peer == "fastdist":
+            continue
+        version = next(v for name, v in report.engines.items() if peer_of(name) == peer)
+        pairs = [(row, best) for row in report.rows if (best := best_of(row, peer)) is not None]
+        if not pairs:
+            yield f"{version} supports none of the cases."
+            continue
+        ratios = {row.case.title: ratio_of(row, best) for row, best in pairs}
+        estimates = {title: ratio.estimate for title, ratio in ratios.items()}
+        least, most = (f(estimates, key=lambda title: estimates[title]) for f in (min, max))
+        slower = [title for title, ratio in ratios.items() if ratio.high < 1]
+        faster = sum(ratio.low > 1 for ratio in ratios.values())
+        named = f" ({', '.join(slower)})" if slower else ""
+        undecided = len(ratios) - faster - len(slower)
+        yield (
+            f"{version} takes {digits(statistics.median(estimates.values()))} times "
+            f"as long as fastdist in the median of {len(ratios)} cases, from "
+            f"{digits(estimates[least])} ({least}) to {digits(estimates[most])} ({most}); fastdist "
+            f"is faster in {faster}, slower in {len(slower) or 'none'}{named}"
+            + (f", and the intervals of {undecided} leave it open." if undecided else ".")
+        )
+
+
+def unstable_titles(report: Report) -> list[str]:
+    """Returns the cases where fastdist's time is unstable."""
+    return [row.case.title for row in report.rows if time_of(row.ours).is_unstable]
+
+
+def digits(ratio: float) -> str:
+    """Formats a ratio with two digits or more."""
+    return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"

@@ -270,7 +270,8 @@ assert doctest.DocTestRunner(optionflags={flags}).run(test).failed == 0
 
 def all_programs() -> list[Program]:
     """The programs of README.md, docs/, the examples' pages and the package's docstrings."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    folders = [(ROOT / name).rglob("*.md") for name in ("docs", "examples")]
+    pages = chain([ROOT / "README.md"], *folders)
     of_pages = [programs_of_page(page, page.read_text(encoding="utf-8")) for page in sorted(pages)]
     modules = sorted((ROOT / "python" / "fastdist").rglob("*.py"))
     return [*chain(*of_pages, *map(programs_of_module, modules))]

@@ -199,12 +199,13 @@ class Blocks:
         self._said = self._current
 
     def _add_diff(self, example: Example, source: str) -> None:
-        """Take the program before the change, which ran on two ranks, and the one after it."""
+        """Take the program before the change and the one after it."""
         shared = self.programs.pop().blocks if self._after_hidden else []
-        for kept, command in (("-", "fastdist run -n 2 before.py"), ("+", None)):
+        for kept in "-+":
             lines = [line for line in source.splitlines(True) if line[0] in f"{kept} \n"]
             code = Block("".join(line if line == "\n" else line[1:] for line in lines))
-            self._begin(example, kept, command)
+            on_ranks = kept == "-" and "torch.distributed" in code.code
+            self._begin(example, kept, "fastdist run -n 2 before.py" if on_ranks else None)
             self.programs[-1].blocks = [*(Block(block.code) for block in shared), code]
         self._said = self._current
 

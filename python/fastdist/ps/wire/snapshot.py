@@ -1,7 +1,8 @@
 """One server's objects as safetensors files, which any number of servers can read.
 
-A dense variable is one file, a table one per `_FILE_ROWS` rows. Each file has the tensors `values`
-and `slots`, for tables also `ids`; its metadata says which rows of which object it holds.
+A dense variable is one file, a table one per `_FILE_ROWS` rows that have been created. Each file
+has the tensors `values` and `slots`, for tables also `ids`; its metadata says which rows of which
+object it holds.
 """
 
 from __future__ import annotations
@@ -129,6 +130,8 @@ def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """Read the rows of an object that belong to this server, and the object's step.
 
+    In a table with a limit of rows, those that the files lack get their initial values.
+
     Args:
         spec: of this server's piece.
         stored: the variable or table to fill.
@@ -144,9 +147,11 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """
     if isinstance(spec, DenseSpec):
         return _restore_dense(spec, stored, part, paths)
+    opened = [_open(path, part.name) for path in paths]
     # Set before the rows: assigned rows take the table's step as their age.
-    stored.step = max((_open(path, part.name).step for path in paths), default=0)
-    return sum(_read_rows(_open(path, part.name), stored, part) for path in paths)
+    stored.step = max((file.step for file in opened), default=0)
+    stored.reset_fixed()
+    return sum(_read_rows(file, stored, part) for file in opened)
 
 
 def read_values(path: Path) -> tuple[int, Array | None, Array]:
@@ -252,7 +257,7 @@ def _require_complete(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int
     elif spec.rows is not None:
         _require_rows(spec.name, [(part.begin, part.end) for part in rows], 0, spec.rows)
         for part, count in rows.items():
-            if count != part.end - part.begin:
+            if count > part.end - part.begin:
                 raise ValueError(f"the files of {part} hold {count} rows")
     else:
         owners = parts[0].owners if parts else 1

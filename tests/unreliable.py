@@ -1,0 +1,56 @@
+"""A proxy to a server whose connections break after some bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import socket
+import threading
+
+
+class Unreliable:
+    """Passes bytes on between clients and a server.
+
+    Args:
+        address: of the server.
+        least, most: bytes after which a direction of a connection breaks, of any magnitude.
+    """
+
+    def __init__(self, address: str, least: int, most: int) -> None:
+        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.broken = 0
+        self._limits = math.log(least), math.log(most)
+        self._random = random.Random(3)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self._listener.accept()
+                try:
+                    theirs = socket.create_connection(self._target)
+                except OSError:  # the server is down
+                    ours.close()
+                    continue
+                left = int(math.exp(self._random.uniform(*self._limits)))
+                for a, b in ((ours, theirs), (theirs, ours)):
+                    threading.Thread(target=self._pump, args=(a, b, left), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(min(1 << 16, left)):
+                target.sendall(data)
+                left -= len(data)
+                if left <= 0:
+                    self.broken += 1
+                    break
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        self._listener.close()

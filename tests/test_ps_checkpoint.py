@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.checkpoint import load, restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.loading import load
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.snapshot import save

@@ -36,8 +36,9 @@ class Unreliable:
                     ours.close()
                     continue
                 left = int(math.exp(self._random.uniform(*self._limits)))
-                for a, b in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._pump, args=(a, b, left), daemon=True).start()
+                # Replies are small: some must be lost, too.
+                for way in ((ours, theirs, left), (theirs, ours, 200 + left // 50)):
+                    threading.Thread(target=self._pump, args=way, daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
         with contextlib.suppress(OSError):

@@ -43,7 +43,7 @@ from fastdist.ps.wire.protocol import (
     VersionError,
     status_of,
 )
-from fastdist.ps.wire.snapshot import Part, restore, save
+from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
 from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
 _MAX_LR = float(np.finfo(np.float32).max)
@@ -339,8 +339,11 @@ class Service:
         part = Part(**request["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, stored, part, Path(request["stem"]))).encode()
-        paths = [Path(request["directory"], name) for name in request["files"]]
-        restored = restore(spec, stored, part, paths)
+        sums = {Path(request["directory"], name): sum_ for name, sum_ in request["files"].items()}
+        if request["only_check"]:
+            require_checksums(sums)
+            return b""
+        restored = restore(spec, stored, part, list(sums))
         if isinstance(spec, RowsSpec):
             stored.seed = request["seed"]  # of rows that the checkpoint does not have
         return json.dumps(restored).encode()

@@ -104,7 +104,9 @@ class Job:
         self.servers = [self._serve("tcp://127.0.0.1:*") for _ in range(2)]
         self.addresses = [address for _, address in self.servers]
         # Connections of clients break from time to time, and they repeat requests.
-        self.ways = [Unreliable(address, 5_000, 50_000_000) for address in self.addresses]
+        self.ways = [
+            Unreliable(address, (5_000, 50_000_000), (2_000, 20_000)) for address in self.addresses
+        ]
         self.begun, self.acked, self.is_out = (spawn.RawArray("q", MOST) for _ in range(3))
         self.go = spawn.RawValue("q", 0)
         self.clients: dict[int, Any] = {}

@@ -164,7 +164,7 @@ def raw(server: Server) -> Iterator[zmq.Socket[bytes]]:
 
 
 def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> None:
-    way = Unreliable(server.address, 500, 40_000)
+    way = Unreliable(server.address, (10_000, 40_000), (5_000, 20_000))
     with Client([way.address], retry_s=0.1, timeout_s=50, window=8) as client:
         rows = client.create(0, ROWS)
         ids, gradients = np.arange(100), -np.ones((100, 4), np.float32)

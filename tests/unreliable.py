@@ -14,15 +14,16 @@ class Unreliable:
 
     Args:
         address: of the server.
-        least, most: bytes after which a direction of a connection breaks, of any magnitude.
+        requests: the least and most bytes after which a connection breaks, of any magnitude.
+        replies: the same for the bytes of the other direction.
     """
 
-    def __init__(self, address: str, least: int, most: int) -> None:
+    def __init__(self, address: str, requests: tuple[int, int], replies: tuple[int, int]) -> None:
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.broken = 0
-        self._limits = math.log(least), math.log(most)
+        self._limits = requests, replies
         self._random = random.Random(3)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -35,9 +36,10 @@ class Unreliable:
                 except OSError:  # the server is down
                     ours.close()
                     continue
-                left = int(math.exp(self._random.uniform(*self._limits)))
-                # Replies are small: some must be lost, too.
-                for way in ((ours, theirs, left), (theirs, ours, 200 + left // 50)):
+                ends = (ours, theirs), (theirs, ours)
+                for (source, target), limits in zip(ends, self._limits, strict=True):
+                    left = int(math.exp(self._random.uniform(*map(math.log, limits))))
+                    way = (source, target, left)
                     threading.Thread(target=self._pump, args=way, daemon=True).start()
 
     def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:

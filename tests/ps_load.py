@@ -22,6 +22,7 @@ from fastdist.ps.client.batched import Push, begin_pushes
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from ps_cluster import wait_for
+from unreliable import Unreliable
 
 ADD = RuleSpec("SGD", {"lr": 1.0})
 CLIENTS, MOST = 3, 4000  # at a time, and ever
@@ -102,6 +103,10 @@ class Job:
     def __init__(self) -> None:
         self.servers = [self._serve("tcp://127.0.0.1:*") for _ in range(2)]
         self.addresses = [address for _, address in self.servers]
+        # Connections of clients break from time to time, and they repeat requests.
+        self.ways = [
+            Unreliable(address, (5_000, 50_000_000), (2_000, 20_000)) for address in self.addresses
+        ]
         self.begun, self.acked, self.is_out = (spawn.RawArray("q", MOST) for _ in range(3))
         self.go = spawn.RawValue("q", 0)
         self.clients: dict[int, Any] = {}
@@ -118,7 +123,9 @@ class Job:
 
     def start_client(self) -> None:
         shared = (self.begun, self.acked, self.is_out, self.go)
-        process = spawn.Process(target=push_on, args=(self.addresses, self.made, *shared))
+        process = spawn.Process(
+            target=push_on, args=([way.address for way in self.ways], self.made, *shared)
+        )
         process.start()
         self.clients[self.made] = process
         self.made += 1
@@ -143,7 +150,7 @@ class Job:
         self.servers[server] = self._serve(self.addresses[server])
 
     def disturb(self, for_s: float, rng: random.Random) -> None:
-        """Stop servers until clients repeat requests, and kill and replace clients."""
+        """Stop servers for some seconds, and kill and replace clients."""
         end = time.monotonic() + for_s
         rounds = 0
         wait_for(lambda: all(self.acked[number] for number in self.clients))
@@ -169,3 +176,5 @@ class Job:
         for process, _ in self.servers:
             process.kill()
             process.communicate()
+        for way in self.ways:
+            way.close()

@@ -29,6 +29,12 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+
+
 def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) -> None:
     """Replace a file's tensors and metadata."""
     with safe_open(path, framework="np") as file:
@@ -41,6 +47,7 @@ def _rewrite(path: Path, tensors: dict[str, Any] | None = None, **about: Any) ->
     ("damage", "kind"),
     [
         (_cut, ValueError),
+        (_flip_a_bit, ValueError),
         (lambda path: path.write_bytes(b""), ValueError),
         (lambda path: path.write_bytes(b"precious" * 100), ValueError),
         (lambda path: save_file({"values": np.ones(3)}, path), ValueError),
@@ -98,7 +105,9 @@ def test_missing_and_duplicated_rows(
     (tmp_path / "copy").write_bytes((tmp_path / names[0]).read_bytes())
     index["files"][name] = change(names)
     (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"missing|duplicated|not of all owners|hold 50 rows"):
+    with pytest.raises(
+        ValueError, match=r"missing|duplicated|not of all owners|hold 50 rows|no checksum"
+    ):
         restore_checkpoint(job.client, tmp_path, job.things)
     require_same(job.values(), before)
 

@@ -249,7 +249,7 @@ def test_replies_after_a_failed_pull(by_hand: zmq.Socket[bytes]) -> None:
 
 
 def test_large_messages_are_given_time(by_hand: zmq.Socket[bytes]) -> None:
-    """40 MB may take two seconds before the message is sent again."""
+    """40 MB may take two seconds longer; neither message is sent again."""
     address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
     with Client([address], retry_s=0.1, timeout_s=0.5) as client:
         large = client.submit(0, Op.ASSIGN, 0, [bytes(40_000_000)])
@@ -263,8 +263,7 @@ def test_large_messages_are_given_time(by_hand: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 kinds.append(Header.unpack(by_hand.recv_multipart()[1]).kind)
-        assert set(kinds) == {Op.STATS}
-        assert len(kinds) > 2
+        assert kinds == [Op.STATS]
 
 
 def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> None:

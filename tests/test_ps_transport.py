@@ -24,6 +24,7 @@ from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
 from hypothesis import strategies as st
+from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 ROWS = RowsSpec("rows", 4, SGD)
@@ -162,45 +163,8 @@ def raw(server: Server) -> Iterator[zmq.Socket[bytes]]:
         context.term()
 
 
-class Unreliable:
-    """A proxy to a server whose connections break after a few messages."""
-
-    def __init__(self, address: str) -> None:
-        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.broken = 0
-        self._random = random.Random(3)
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                ours, _ = self._listener.accept()
-                theirs = socket.create_connection(self._target)
-                left = self._random.randrange(500, 40_000)
-                for a, b in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._pump, args=(a, b, left), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(min(4096, left)):
-                target.sendall(data)
-                left -= len(data)
-                if left <= 0:
-                    self.broken += 1
-                    break
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        source.close()
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> None:
-    way = Unreliable(server.address)
+    way = Unreliable(server.address, (10_000, 40_000), (5_000, 20_000))
     with Client([way.address], retry_s=0.1, timeout_s=50, window=8) as client:
         rows = client.create(0, ROWS)
         ids, gradients = np.arange(100), -np.ones((100, 4), np.float32)

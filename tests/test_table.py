@@ -65,6 +65,28 @@ def test_initial_values_depend_on_seed_and_id_only(storage: str) -> None:
     assert np.unique(before, axis=0).shape == before.shape
 
 
+def test_a_fixed_table_creates_rows_when_they_are_changed() -> None:
+    rows = 1 << 24
+    last = rows - 1
+    ids = np.array([0, 5, 1 << 20, last])
+    normal = ("normal", 0.0, 1.0)
+    table = _core.RowTable(1, SGD, rows=rows, initializer=normal, seed=3)
+    before = pulled(table, ids)
+    np.testing.assert_array_equal(
+        before, pulled(_core.RowTable(1, SGD, initializer=normal, seed=3), ids)
+    )
+    assert len(table) == 0
+    table.push(ids[[1, 3]], np.ones((2, 1), np.float32))
+    after = before - np.array([[0], [0.5], [0], [0.5]], np.float32)
+    np.testing.assert_array_equal(pulled(table, ids), after)
+    assert len(table) == 2
+    assert present(table) == {5, last}
+    assert table.nbytes < rows // 4  # a bit for each row, not a row
+    table.reset_fixed()
+    assert len(table) == 0
+    np.testing.assert_array_equal(pulled(table, ids), before)
+
+
 # --- a table against a dict -----------------------------------------------------------------------
 
 IDS = st.lists(
@@ -272,6 +294,7 @@ def test_narrow_steps_are_float32_steps_rounded_once(name: str, storage: str) ->
     wide = _core.RowTable(7, rule, rows=40)
     rounding = _core.RowTable(7, rule, rows=40, storage=storage)
     everything = np.arange(40)
+    narrow.assign(everything, pulled(narrow, everything))
     for _ in range(5):
         wide.assign(everything, pulled(narrow, everything), slots_of(narrow, everything))
         gradients = floats(rng, 40, 7)

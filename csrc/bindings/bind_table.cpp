@@ -210,6 +210,7 @@ void bind_row_table(py::module_& m) {
           },
           py::arg("piece_rows") = 65536)
       .def("__len__", &RowTable::size)
+      .def("reset_fixed", &RowTable::reset_fixed, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("dim", &RowTable::dim)
       .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
       .def_property_readonly("nbytes", &RowTable::bytes)

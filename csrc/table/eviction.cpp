@@ -90,7 +90,9 @@ std::vector<std::uint64_t> RowTable::ids_of_part(std::size_t number) const {
   std::vector<std::uint64_t> ids;
   if (!striping_.hashed) {
     const std::uint64_t end = *options_.rows * (number + 1) / parts();
-    for (std::uint64_t id = *options_.rows * number / parts(); id < end; ++id) ids.push_back(id);
+    for (std::uint64_t id = *options_.rows * number / parts(); id < end; ++id) {
+      if (written_.contains(id)) ids.push_back(id);
+    }
     return ids;
   }
   const auto now = static_cast<std::uint32_t>(step());

@@ -11,6 +11,9 @@ namespace {
 
 constexpr std::size_t kBlockBytes = std::size_t{16} << 20;
 constexpr std::size_t kLeastBlockRows = 4096;
+// Rows of a larger mapping are too many to be all used soon, and a huge page for each would take
+// long to clear, and more memory than the rows.
+constexpr std::size_t kMostHugeBytes = std::size_t{1} << 30;
 constexpr const char* kWhat = "a table's rows";
 
 std::size_t block_rows(std::size_t stride) {
@@ -31,12 +34,18 @@ RowNumber RowArena::take(std::uint32_t count) {
   const std::uint64_t first = taken_.load(std::memory_order_relaxed);
   const std::uint64_t end = first + count;
   if (end > kMaxRows) throw Error(ErrorCode::kMemory, "a table holds at most 2^31 rows");
-  while (owned_.size() << block_bits_ < end) {
-    // Small pages for the first block: a small table should not take a huge page.
-    const Pages pages = owned_.empty() ? Pages::kSmall : Pages::kHuge;
+  const std::size_t needed = (end + block_mask_) >> block_bits_;
+  if (blocks_used_ < needed) {
+    const std::size_t block_bytes = stride_ << block_bits_;
+    const std::size_t bytes = (needed - blocks_used_) * block_bytes;
+    // Small pages for a single first block: a small table should not take a huge page.
+    const bool is_small = needed == 1;
+    const Pages pages = is_small || bytes > kMostHugeBytes ? Pages::kSmall : Pages::kHuge;
     owned_.reserve(owned_.size() + 1);
-    owned_.push_back(allocate((std::size_t{1} << block_bits_) * stride_, pages, kWhat));
-    blocks()[owned_.size() - 1] = owned_.back().get();
+    owned_.push_back(allocate(bytes, pages, kWhat));
+    for (std::byte* block = owned_.back().get(); blocks_used_ < needed; block += block_bytes) {
+      blocks()[blocks_used_++] = block;
+    }
   }
   taken_.store(end, std::memory_order_relaxed);
   return static_cast<RowNumber>(first);

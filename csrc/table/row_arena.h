@@ -14,7 +14,8 @@ namespace fastdist::table {
 using RowNumber = std::uint32_t;
 inline constexpr std::size_t kMaxRows = std::size_t{1} << 31;
 
-// Rows are in blocks of equal size; a block's pages are committed when its rows are used.
+// Rows are in blocks of equal size; a block's pages are committed when its rows are used. The
+// blocks of one call of take() are one mapping: the kernel limits the number of mappings.
 //
 // take() locks; row() does not, since a thread that knows a row's number got it after take() had
 // returned, through the lock of a stripe. The array of blocks is allocated at its maximum size, so
@@ -44,6 +45,7 @@ class RowArena {
   Memory block_array_;
   std::mutex mutex_;
   std::vector<Memory> owned_;            // guarded by mutex_
+  std::size_t blocks_used_ = 0;          // guarded by mutex_
   std::atomic<std::uint64_t> taken_{0};  // written under the mutex
 };
 

@@ -53,6 +53,9 @@ void check_options(const RowTableOptions& options) {
   if (options.rows && (options.max_rows || options.max_age)) {
     refuse("a table with fixed rows evicts none: max_rows and max_age are for hashed tables");
   }
+  if (options.rows > kMaxRows) {
+    refuse("a table holds at most 2^31 rows, got " + std::to_string(*options.rows));
+  }
   if (options.max_rows == 0) refuse("max_rows must be 1 or more, got 0");
   if (options.max_age && (*options.max_age == 0 || *options.max_age > INT32_MAX)) {
     refuse("max_age must be from 1 to 2^31 - 1 pushes, got " + std::to_string(*options.max_age));
@@ -73,6 +76,7 @@ RowTable::RowTable(RowTableOptions options)
       update_(kernels().update(options_.rule.kind())),
       seed_(options_.seed),
       arena_(layout_.stride()),
+      written_(options_.rows.value_or(0)),
       stripes_(std::make_unique<Stripe[]>(striping_.count)) {
   for (const Slot& slot : options_.rule.slots()) {
     initial_slots_.insert(initial_slots_.end(), layout_.dim(), slot.initial);
@@ -82,14 +86,8 @@ RowTable::RowTable(RowTableOptions options)
     return;
   }
   const std::uint64_t rows = *options_.rows;
-  if (rows > kMaxRows) {
-    throw Error(ErrorCode::kValue, "a table holds at most 2^31 rows, got " + std::to_string(rows));
-  }
   check_machine_has(rows * layout_.stride(), "a table's rows");
   arena_.take(static_cast<std::uint32_t>(rows));
-  for (std::uint64_t id = 0; id < rows; ++id) {
-    write_initial(arena_.row(static_cast<RowNumber>(id)), id);
-  }
 }
 
 template <RowTable::Access kAccess, class Call>
@@ -102,7 +100,7 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
   std::size_t found = 0;
   for (std::size_t i = 0; i < items.size(); ++i) {
     for (; found < std::min(i + kRowsAhead, items.size()); ++found) {
-      if (striping_.hashed) prefetch_place(items, found + kPlacesAhead);
+      prefetch_place(items, found + kPlacesAhead);
       std::byte* row = find<kAccess>(window.enter(), items[found].key, step);
       rows[found % kRowsAhead] = row;
       if (row != nullptr) prefetch<kWrites>(row, bytes);
@@ -116,7 +114,7 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
 
 template <RowTable::Access kAccess>
 std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
-  if (!striping_.hashed) return arena_.row(static_cast<RowNumber>(key));
+  if (!striping_.hashed) return find_fixed<kAccess>(key);
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
     if (kAccess != Access::kCreate) return nullptr;
@@ -131,6 +129,16 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   // Concurrent calls may have steps in any order.
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
+  return row;
+}
+
+template <RowTable::Access kAccess>
+std::byte* RowTable::find_fixed(std::uint64_t id) {
+  std::byte* row = arena_.row(static_cast<RowNumber>(id));
+  if (written_.contains(id)) return row;
+  if (kAccess != Access::kCreate) return nullptr;
+  write_initial(row, id);
+  written_.insert(id);
   return row;
 }
 
@@ -156,7 +164,9 @@ RowNumber RowTable::take_row(Stripe& stripe) {
 
 void RowTable::prefetch_place(std::span<const Item> items, std::size_t i) const {
   if (i >= items.size()) return;
-  stripes_[striping_.stripe(items[i].key)].index.prefetch(items[i].key);
+  const std::uint64_t key = items[i].key;
+  if (!striping_.hashed) return written_.prefetch(key);
+  stripes_[striping_.stripe(key)].index.prefetch(key);
 }
 
 void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
@@ -278,7 +288,7 @@ void RowTable::check_ids(std::span<const std::uint64_t> ids) const {
 }
 
 std::size_t RowTable::size() const {
-  if (!striping_.hashed) return *options_.rows;
+  if (!striping_.hashed) return written_.count();
   std::size_t total = 0;
   for (std::size_t s = 0; s < striping_.count; ++s) {
     const std::lock_guard lock(stripes_[s].mutex);
@@ -288,7 +298,8 @@ std::size_t RowTable::size() const {
 }
 
 std::size_t RowTable::bytes() const {
-  std::size_t total = arena_.bytes() + striping_.count * sizeof(Stripe);
+  std::size_t total = striping_.count * sizeof(Stripe) + written_.bytes();
+  total += striping_.hashed ? arena_.bytes() : size() * layout_.stride();
   for (std::size_t s = 0; s < striping_.count; ++s) {
     const std::lock_guard lock(stripes_[s].mutex);
     total += stripes_[s].index.bytes();

@@ -17,6 +17,7 @@
 #include "table/row_index.h"
 #include "table/row_layout.h"
 #include "table/update_rule.h"
+#include "table/written_rows.h"
 
 namespace fastdist::table {
 
@@ -39,8 +40,8 @@ struct RowTableOptions {
 // All methods are thread-safe. Each row is read and changed atomically; the rows of one call are
 // not.
 //
-// The first push or assign creates a row; a pull before returns its initial values. Every push is a
-// step of the update rule, also a push without ids.
+// The first push or assign creates a row, in a fixed table too; a pull before returns its initial
+// values. Every push is a step of the update rule, also a push without ids.
 //
 // Rows are spread over stripes, each with a lock. A call visits its rows stripe by stripe, holding
 // the locks of the few stripes between the row it prefetches and the row it processes, so that many
@@ -64,7 +65,7 @@ class RowTable {
   [[nodiscard]] std::size_t dim() const noexcept { return layout_.dim(); }
   [[nodiscard]] std::size_t slot_floats() const noexcept { return layout_.slot_floats(); }
   [[nodiscard]] const UpdateRule& rule() const noexcept { return options_.rule; }
-  // Returns the number of rows in memory.
+  // Returns the number of rows that have been created.
   [[nodiscard]] std::size_t size() const;
   // Returns the memory used by rows and index.
   [[nodiscard]] std::size_t bytes() const;
@@ -77,8 +78,11 @@ class RowTable {
   [[nodiscard]] std::uint64_t seed() const noexcept {
     return seed_.load(std::memory_order_relaxed);
   }
-  // Changes the initial values of rows that are not in memory.
+  // Changes the initial values of rows that have not been created.
   void set_seed(std::uint64_t seed) noexcept { seed_.store(seed, std::memory_order_relaxed); }
+  // Removes all rows of a fixed table, before a checkpoint's rows are assigned: rows that the
+  // checkpoint does not have get their initial values again. Keeps the rows of a hashed table.
+  void reset_fixed() noexcept { written_.clear(); }
 
   // For snapshots: `ids_of_part` lists the ids that a part of the table holds now. `read_present`
   // reads those of `ids` that are present into the beginnings of the arrays and returns their
@@ -103,6 +107,8 @@ class RowTable {
   void visit(std::span<const Item> items, std::uint32_t step, Call&& call);
   template <Access kAccess>
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
+  template <Access kAccess>
+  std::byte* find_fixed(std::uint64_t id);
   // Gives every id memory for a row, so that creating the rows cannot fail midway.
   void reserve_rows(std::span<const Item> items, std::uint32_t step);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
@@ -138,6 +144,7 @@ class RowTable {
   std::atomic<std::uint64_t> step_{0};
   std::atomic<std::uint64_t> seed_;
   RowArena arena_;
+  WrittenRows written_;  // of a fixed table
   std::unique_ptr<Stripe[]> stripes_;
 };
 

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastdist.ps.client.checkpoint import load
     from fastdist.ps.client.client import Client
+    from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
     from fastdist.ps.client.requests import Pending, Ticket
     from fastdist.ps.server.server import Server
@@ -19,11 +19,13 @@ __all__ = [
     "DenseSpec",
     "FixedShards",
     "Keys",
+    "LoadedCheckpoint",
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "Pending",
     "RowsSpec",
     "RuleSpec",
+    "SavedRows",
     "Server",
     "Ticket",
     "load",
@@ -35,14 +37,16 @@ _MODULES = {
     "DenseSpec": "wire.specs",
     "FixedShards": "client.partition",
     "Keys": "wire.keys",
+    "LoadedCheckpoint": "client.loading",
     "MaxSizePartitioner": "client.partition",
     "MinSizePartitioner": "client.partition",
     "Pending": "client.requests",
     "RowsSpec": "wire.specs",
     "RuleSpec": "wire.specs",
+    "SavedRows": "client.loading",
     "Server": "server.server",
     "Ticket": "client.requests",
-    "load": "client.checkpoint",
+    "load": "client.loading",
 }
 
 

@@ -231,26 +231,34 @@ class ParameterServerStrategy(ReplicatedStrategy):
         for model in self._models:
             model.end_pull()
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, state: Any = None) -> None:
         """Write everything on the servers, with the state of optimizers, as safetensors.
 
         Servers write the files: all of them must see the directory. Running functions are waited
         for, and others begin afterwards: the checkpoint has each function as a whole, or not at
         all. The previous checkpoint stays valid until the new one is complete.
 
+        Args:
+            directory: of the checkpoint.
+            state: the program's own, such as its step and metrics: anything that JSON can hold.
+
         Raises:
             FastdistError: called in a function that runs on a worker.
             OSError: a server could not write.
+            TypeError: JSON cannot hold the state.
             UnavailableError: a server is gone.
         """
         self.require_chief("strategy.save")
         with contextlib.nullcontext() if self.backlog is None else self.backlog.paused():
-            save_checkpoint(self.client, directory, self._sharded())
+            save_checkpoint(self.client, directory, self._sharded(), state=state)
 
-    def restore(self, directory: str | Path) -> None:
+    def restore(self, directory: str | Path) -> Any:
         """Restore a checkpoint that `save` wrote, into any number of servers.
 
         Also restores servers that were lost and restarted.
+
+        Returns:
+            The state that `save` was given.
 
         Raises:
             FastdistError: scheduled functions have not ended, or called in one of them.
@@ -266,10 +274,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         for model in self._models:
             model.connect(initialize=True)
         self._generation += 1
-        restore_checkpoint(self.client, directory, self._sharded())
+        state = restore_checkpoint(self.client, directory, self._sharded())
         for model in self._models:
             model.buffers.mark_all_live()
         self.after_calls()
+        return state
 
     def require_chief(self, call: str) -> None:
         """Raise FastdistError on a worker; `call` names what is for the chief."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,10 +18,9 @@ import fastdist._core as _core
 from fastdist.errors import UnavailableError
 from fastdist.ps.client.connection import Connection
 from fastdist.ps.client.requests import Ticket
-from fastdist.ps.wire.batches import part_numbers, part_slice
+from fastdist.ps.wire.batches import PART_SIZE, part_numbers, part_slice
 from fastdist.ps.wire.frames import (
     Array,
-    decode_floats,
     decode_floats_into,
     encode_floats,
     keep_freed_memory,
@@ -48,9 +49,10 @@ class Client:
     Args:
         servers: their addresses.
         keys: of the job, if the servers have keys.
-        timeout_s: a server that does not answer for this long is unavailable.
+        timeout_s: a server from which nothing arrives for this long is unavailable.
         grace_s: so is a server whose connection has been broken for this long.
-        retry_s: a request without a reply is sent again after this time.
+        retry_s: a request that the server was too busy for is sent again after this time, or as
+            soon as another reply arrives.
         window: limit for requests in flight to one server; a further request waits.
 
     Attributes:
@@ -77,7 +79,7 @@ class Client:
         keys: Keys | None = None,
         timeout_s: float = 30.0,
         grace_s: float = 3.0,
-        retry_s: float = 2.0,
+        retry_s: float = 0.25,
         window: int = 32,
     ) -> None:
         if not servers:
@@ -93,6 +95,8 @@ class Client:
         self._poller = zmq.Poller()
         self._numbers = [0] * len(servers)
         self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
+        self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
+        self._heard_at = [-math.inf] * len(servers)
         self._connections = [Connection(self._context, address, keys) for address in servers]
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         for server, connection in enumerate(self._connections):
@@ -157,7 +161,6 @@ class Client:
         while len(in_flight) >= self._window:
             self._poll_once(next(iter(in_flight.values())))
         self._numbers[server] += 1
-        now = time.monotonic()
         header = Header(
             op,
             self._numbers[server],
@@ -169,11 +172,9 @@ class Client:
             step,
             part,
         )
-        slack_s = nbytes / _SLOWEST_BYTES_PER_S
-        limit_s = (self._timeout_s if timeout_s is None else timeout_s) + slack_s
-        retry_s = self._retry_s + slack_s
-        times = limit_s, retry_s, now + limit_s, now + retry_s
-        ticket = Ticket(server, op, header, frames, *times, on_reply)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        limit_s += nbytes / _SLOWEST_BYTES_PER_S
+        ticket = Ticket(server, op, header, frames, limit_s, time.monotonic(), on_reply)
         in_flight[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -202,63 +203,75 @@ class Client:
                 self.wait(ticket)
 
     def _send(self, ticket: Ticket) -> None:
-        self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
+        connection = self._connections[ticket.server]
+        is_sent, ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
+        ticket.resend_at = math.inf if is_sent else time.monotonic() + self._retry_s
 
     def _poll_once(self, ticket: Ticket) -> None:
         """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
-        wait_s = min(ticket.deadline, ticket.resend_at, self._expires_at(ticket)) - now
+        wait_s = min(self._deadline(ticket, now), ticket.resend_at) - now
         events = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
         for socket, _ in events:
             self._handlers[socket]()
         if events:
             return
         now = time.monotonic()
-        if now >= min(ticket.deadline, self._expires_at(ticket)):
+        if now >= self._deadline(ticket, now):
             self._give_up(ticket.server, now)
             assert ticket.error is not None
             raise ticket.error
         if now >= ticket.resend_at:
-            self._send_again(ticket)
+            self._send(ticket)
 
     def _give_up(self, server: int, now: float) -> None:
         """Fail all requests whose time is over, instead of sending them again later."""
         for number, ticket in list(self._in_flight[server].items()):
-            if now >= min(ticket.deadline, self._expires_at(ticket)):
+            if now >= self._deadline(ticket, now):
                 del self._in_flight[server][number]
                 ticket.is_done = True
-                ticket.error = self._unavailable(ticket, now >= ticket.deadline)
+                ticket.error = self._unavailable(ticket, now)
 
-    def _expires_at(self, ticket: Ticket) -> float:
-        """Return the time at which a request fails because there is no connection."""
-        lost_at = self._connections[ticket.server].lost_at
-        if lost_at is None:
-            return ticket.deadline
-        return max(lost_at, ticket.began) + self._grace_s
+    def _deadline(self, ticket: Ticket, now: float) -> float:
+        """Return the time at which a request fails if nothing happens until then."""
+        connection = self._connections[ticket.server]
+        if connection.lost_at is None and connection.was_connected and ticket.upload is not None:
+            if not ticket.upload.done:
+                return now + ticket.timeout_s  # the connection breaks if nothing can be sent
+            ticket.upload = None
+            ticket.began = now
+        deadline = max(ticket.began, self._heard_at[ticket.server]) + ticket.timeout_s
+        if connection.lost_at is None:
+            return deadline
+        return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
 
-    def _unavailable(self, ticket: Ticket, is_late: bool) -> UnavailableError:
-        what = (
-            f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s; the request was sent "
-            f"{ticket.sent} times. Is the server running, and does this client have its keys?"
-            if is_late
-            else f"is gone: the connection broke during or before {ticket.op.name}, and could not "
-            f"be restored for {self._grace_s:g} s"
-            if self._connections[ticket.server].was_connected
-            else f"has not let this client in for {self._grace_s:g} s: it has other keys, or is "
-            "not a fastdist parameter server"
-        )
-        server = ticket.server
+    def _unavailable(self, ticket: Ticket, now: float) -> UnavailableError:
+        connection, server = self._connections[ticket.server], ticket.server
+        silence = f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s"
+        if connection.was_refused:
+            what = (
+                "has not let this client in: it has other keys, or is not a fastdist parameter "
+                "server"
+            )
+        elif not connection.was_connected:
+            what = f"{silence}, nor let this client in: is it running, or is it overloaded?"
+        elif connection.lost_at is None:
+            what = f"{silence}, but the connection holds: the server is overloaded, or hangs"
+        elif now - connection.lost_at < self._grace_s:
+            what = f"{silence}, and the connection is broken"
+        else:
+            what = (
+                f"is gone: the connection broke during or before {ticket.op.name}, and could not "
+                f"be restored for {self._grace_s:g} s"
+            )
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
-    def _send_again(self, ticket: Ticket) -> None:
-        ticket.sent += 1
-        ticket.resend_at = time.monotonic() + ticket.retry_s
-        self._send(ticket)
-
     def _handle_events(self, server: int) -> None:
+        """Send all requests again if the connection broke: they, or the replies, may be lost."""
         if self._connections[server].poll_events():
+            self._refused[server].clear()
             for ticket in self._in_flight[server].values():
-                self._send_again(ticket)
+                self._send(ticket)
 
     def _handle_reply(self, server: int) -> None:
         header_frame, *bodies = self._connections[server].socket.recv_multipart(copy=False)
@@ -269,10 +282,21 @@ class Client:
             bodies = []
         except ProtocolError:
             return
-        ticket = self._in_flight[server].pop(header.number, None)
+        ticket = self._in_flight[server].get(header.number)
         if ticket is None:  # answered already
             return
+        if header.kind == Status.BUSY:
+            ticket.resend_at = time.monotonic() + self._retry_s
+            self._refused[server].append(ticket)
+            return
+        self._heard_at[server] = time.monotonic()
+        del self._in_flight[server][header.number]
         ticket.is_done = True
+        while self._refused[server]:  # there is room for one of them now
+            waiting = self._refused[server].popleft()
+            if not waiting.is_done and waiting.resend_at < math.inf:
+                self._send(waiting)
+                break
         ticket.step = header.step
         ticket.reply = bodies[0].buffer if bodies else None
         if header.kind != Status.OK:
@@ -355,6 +379,32 @@ class Client:
             tickets.append(self.submit(server, Op.PULL, number, part=part, on_reply=on_reply))
         return tickets
 
+    def begin_pull_rows(
+        self,
+        server: int,
+        number: int,
+        ids: Array,
+        out: Array,
+        wire: _core.WireFormat | None = None,
+    ) -> list[Ticket]:
+        """Request rows of a table, those of many ids in several messages.
+
+        Args:
+            server: its number among `servers`.
+            number: of the table.
+            ids: contiguous 64-bit integers.
+            out: contiguous float32 [ids, dim]; holds the rows once all tickets were waited for.
+            wire: encoding of the table's rows; None for float32.
+        """
+        rows = max(1, PART_SIZE // max(1, out.shape[1]))
+        tickets = []
+        for begin in range(0, ids.size, rows):
+            piece = slice(begin, begin + rows)
+            on_reply = partial(decode_floats_into, out[piece], wire=wire)
+            frames = [ids[piece]]
+            tickets.append(self.submit(server, Op.PULL_ROWS, number, frames, on_reply=on_reply))
+        return tickets
+
     def begin_push(
         self,
         server: int,
@@ -395,10 +445,12 @@ class Client:
         self.wait(self.submit(server, Op.ASSIGN, number, [frame]))
 
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
-        """Return rows of a table: float32 [ids, dim], read-only."""
+        """Return rows of a table: float32 [ids, dim]."""
         frame = to_ids(ids)
-        body = self.wait(self.submit(server, Op.PULL_ROWS, number, [frame]))
-        return decode_floats(body, (frame.size, dim))
+        out = np.empty((frame.size, dim), np.float32)
+        for ticket in self.begin_pull_rows(server, number, frame, out):
+            self.wait(ticket)
+        return out
 
     def push_rows(
         self, server: int, number: int, ids: Any, gradients: Any, lr: float | None = None

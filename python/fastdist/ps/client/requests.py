@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import zmq
 
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 
@@ -20,7 +23,10 @@ class Ticket:
     request may be sent again.
 
     Attributes:
-        retry_s: seconds without a reply after which the request is sent again.
+        timeout_s: seconds for which the server may stay silent.
+        began: the time of the first send, on the monotonic clock.
+        resend_at: when to send the request again; infinity: when the connection was restored.
+        upload: of a large request: knows when it is on its way.
         on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
         step: in the reply to a pull, how many pushes the value has seen.
 
@@ -45,20 +51,14 @@ class Ticket:
     header: Header
     frames: Sequence[Any]
     timeout_s: float
-    retry_s: float
-    deadline: float
-    resend_at: float
+    began: float
     on_reply: Callable[[memoryview], None] | None = None
-    sent: int = 1
+    resend_at: float = math.inf
+    upload: zmq.MessageTracker | None = None
     step: int = UNKNOWN_STEP
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False
-
-    @property
-    def began(self) -> float:
-        """The time of the first send, on the monotonic clock."""
-        return self.deadline - self.timeout_s
 
 
 class Pending(Generic[T]):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.requests import Pending, Ticket
-from fastdist.ps.wire.frames import Array, decode_floats_into, encode_floats, to_floats, to_ids
+from fastdist.ps.wire.frames import Array, encode_floats, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
@@ -239,15 +238,16 @@ class ShardedRows:
         with self._naming_table():
             local, counts, places = self._owners.route_distinct(_flat(ids))
         rows = np.empty((local.size, self.spec.dim), np.float32)
-        tickets: list[list[Ticket]] = []
-        for piece, part in enumerate(_slices(counts)):
-            frames = [local[part]]
-            has_ids = part.start < part.stop
-            tickets.append(
-                [self._send(Op.PULL_ROWS, piece, frames, on_reply=self._copier(rows[part]))]
-                if has_ids
-                else []
+        tickets = [
+            self._client.begin_pull_rows(
+                self.pieces[piece].server,
+                self._numbers[piece],
+                local[part],
+                rows[part],
+                self._wire,
             )
+            for piece, part in enumerate(_slices(counts))
+        ]
 
         def finish(replies: list[memoryview]) -> Array:
             return rows if places is None else rows.take(places, 0)
@@ -308,15 +308,9 @@ class ShardedRows:
         lr: float | None = None,
         round: int = 0,
         step: int = UNKNOWN_STEP,
-        on_reply: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
         server, number = self.pieces[piece].server, self._numbers[piece]
-        return self._client.submit(
-            server, op, number, frames, lr, round=round, step=step, on_reply=on_reply
-        )
-
-    def _copier(self, rows: Array) -> Callable[[memoryview], None]:
-        return partial(decode_floats_into, rows, wire=self._wire)
+        return self._client.submit(server, op, number, frames, lr, round=round, step=step)
 
     @contextmanager
     def _naming_table(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist.ps.wire.keys import Keys, use_server_keys
 
-_HANDSHAKE_MS = 5_000  # connections that say nothing for this time are closed
+_HANDSHAKE_MS = 30_000  # connections that say nothing for this time are closed
+_STUCK_MS = 10_000  # connections that take nothing for this time too
 
 
 def require_keys(address: str, keys: Keys | None) -> None:
@@ -53,6 +54,7 @@ def listen(
             router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+            router.setsockopt(zmq.TCP_MAXRT, _STUCK_MS)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
                 use_server_keys(router, keys)

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 
+from fastdist.ps.wire.protocol import BusyError
+
 _MAX_BUFFERS = 40
+_MAX_KEPT_BYTES = 4 << 20  # of one buffer: parts of dense values and of lookups are smaller
+_MIN_COUNTED_BYTES = 64 << 10  # ZeroMQ copies smaller replies
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class SendBuffers:
-    """The reply buffers of one thread. Fresh memory would cost a page fault for each 4 KiB."""
+class _Unsent(NamedTuple):
+    tracker: zmq.MessageTracker
+    client: bytes
+    nbytes: int
 
-    def __init__(self) -> None:
+
+class SendBuffers:
+    """The reply buffers of one thread. Fresh memory would cost a page fault for each 4 KiB.
+
+    Args:
+        max_unsent_bytes: limit for replies that clients have not taken yet. A client with such a
+            reply is refused further ones; another client may always have one.
+    """
+
+    def __init__(self, max_unsent_bytes: int) -> None:
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent: list[_Unsent] = []
+        self._unsent_bytes = 0
         self._buffers: list[Bytes] = []
         self._trackers: list[zmq.MessageTracker | None] = []
         self._taken = -1
 
-    def take(self, nbytes: int) -> Bytes:
-        """Return memory to fill, which must be passed to `send` before the next call."""
+    def take(self, nbytes: int, client: bytes) -> Bytes:
+        """Return memory to fill, which must be passed to `send` before the next call.
+
+        Raises:
+            BusyError: too many replies have not been taken, some of them by this client.
+        """
+        if self._unsent_bytes + nbytes > self._max_unsent_bytes:
+            self._unsent = [unsent for unsent in self._unsent if not unsent.tracker.done]
+            self._unsent_bytes = sum(unsent.nbytes for unsent in self._unsent)
+            is_full = self._unsent_bytes + nbytes > self._max_unsent_bytes
+            if is_full and any(unsent.client == client for unsent in self._unsent):
+                raise BusyError(f"{self._unsent_bytes} bytes of replies are not sent yet")
         self._taken = -1
+        if nbytes > _MAX_KEPT_BYTES:
+            return np.empty(nbytes, np.uint8)
         for i, (buffer, tracker) in enumerate(zip(self._buffers, self._trackers, strict=True)):
             if tracker is None or tracker.done:
                 if buffer.nbytes < nbytes:
@@ -36,11 +66,14 @@ class SendBuffers:
             self._taken = len(self._buffers) - 1
         return fresh
 
-    def send(self, socket: zmq.Socket[bytes], body: Any) -> None:
-        """Send the last frame of a message: bytes, or the memory from `take`."""
+    def send(self, socket: zmq.Socket[bytes], body: Any, client: bytes) -> None:
+        """Send the last frame of a message to a client: bytes, or the memory from `take`."""
         if isinstance(body, bytes):
             socket.send(body)
             return
         tracker = socket.send(body, copy=False, track=True)
         if self._taken >= 0:
             self._trackers[self._taken] = tracker
+        if body.nbytes >= _MIN_COUNTED_BYTES:
+            self._unsent.append(_Unsent(tracker, client, body.nbytes))
+            self._unsent_bytes += body.nbytes

@@ -35,6 +35,8 @@ class Server:
             requires TCP.
         max_frame_bytes: connections that send larger frames are dropped.
         max_staged_bytes: limit for gradients that wait for their round.
+        max_unsent_bytes: limit for replies that clients have not taken yet; a client with such a
+            reply is asked to try again.
 
     Attributes:
         address: the address with the actual port.
@@ -61,11 +63,13 @@ class Server:
         threads: int = 1,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_staged_bytes: int = 4 << 30,
+        max_unsent_bytes: int = 512 << 20,
     ) -> None:
         require_keys(address, keys)
         allow_open_files(100, "a server's connections")
         keep_freed_memory()
         self._service = Service(max_staged_bytes)
+        self._max_unsent_bytes = max_unsent_bytes // threads
         self.ended = self._service.ended
         self.failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -119,7 +123,7 @@ class Server:
 
     def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
         """Answer the requests on one socket until the context ends."""
-        buffers = SendBuffers()
+        buffers = SendBuffers(self._max_unsent_bytes)
         with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
             done.bind(f"{_DONE}{number}")
             poller = zmq.Poller()
@@ -149,12 +153,12 @@ class Server:
                         router.send(identity, zmq.SNDMORE, copy=False)
                         router.send(header.pack(), zmq.SNDMORE if body is not None else 0)
                         if body is not None:
-                            buffers.send(router, body)
+                            buffers.send(router, body, header.client)
                 del frames, views
 
     def _answer_slowly(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
         """Pass the answer to the thread of the connection; an empty message means no answer."""
-        answer = self._service.answer(frames, SendBuffers())
+        answer = self._service.answer(frames, SendBuffers(0))
         with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 1000)
             socket.connect(f"{_DONE}{number}")

@@ -35,6 +35,7 @@ from fastdist.ps.wire.protocol import (
     MAX_META_BYTES,
     UNKNOWN_STEP,
     VERSION,
+    BusyError,
     Header,
     Op,
     ProtocolError,
@@ -42,7 +43,7 @@ from fastdist.ps.wire.protocol import (
     VersionError,
     status_of,
 )
-from fastdist.ps.wire.snapshot import Part, restore, save
+from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
 from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
 _MAX_LR = float(np.finfo(np.float32).max)
@@ -105,7 +106,7 @@ class Service:
             buffers: of the thread, for the reply.
 
         Returns:
-            The reply's header and body; None if the request gets no reply, or not yet.
+            The reply's header and body; None if the request gets no reply.
         """
         self._increment("requests")
         try:
@@ -126,8 +127,9 @@ class Service:
                 progress = self._change(op, header, frames[1:])
             else:
                 self._increment("repeated")
-            # A repetition of a running change gets no reply: the running one will reply.
-            return (_reply(header), progress or None) if isinstance(progress, bytes) else None
+            if not isinstance(progress, bytes):
+                raise BusyError(f"{op.name} is being applied")
+            return _reply(header), progress or None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
 
@@ -143,7 +145,7 @@ class Service:
         if op is Op.PULL or op is Op.PULL_ROWS:
             return self._pull(op, header, frames, buffers)
         if op is Op.PULL_MANY:
-            return _reply(header), self._pull_many(frames[0], buffers)
+            return _reply(header), self._pull_many(header, frames[0], buffers)
         answer: Any
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
@@ -169,20 +171,22 @@ class Service:
             step = variable.step
             part = part_slice(header.part, dense.size)
             wire = dense.wire_format()
-            out, reply = _reply_buffers(buffers, (part.stop - part.start,), wire)
+            shape: tuple[int, ...] = (part.stop - part.start,)
+            out, reply = _reply_buffers(buffers, header.client, shape, wire)
             variable.pull_part(out, part.start)
         else:
             rows, table = self._registry.rows(header.object)
             step = table.step
             ids = decode_ids(frames[0])
             wire = rows.wire_format()
-            out, reply = _reply_buffers(buffers, (ids.size, rows.dim), wire)
+            shape = (ids.size, rows.dim)
+            out, reply = _reply_buffers(buffers, header.client, shape, wire)
             table.pull(ids, out)
         if wire is not None:
             wire.encode(out, reply)
         return _reply(header, step=step), reply
 
-    def _pull_many(self, frame: memoryview, buffers: SendBuffers) -> Array:
+    def _pull_many(self, header: Header, frame: memoryview, buffers: SendBuffers) -> Array:
         found = self._registry.small_dense(decode_ids(frame))
         steps = np.array([variable.step for _, variable in found], np.uint64).view(np.uint8)
         values = []
@@ -190,7 +194,7 @@ class Service:
             values.append(np.empty(spec.size, np.float32))
             variable.pull_part(values[-1], 0)
         body = pack_values(values, [(spec.shape, spec.wire_format()) for spec, _ in found])
-        reply = buffers.take(steps.size + body.size)
+        reply = buffers.take(steps.size + body.size, header.client)
         np.concatenate((steps, body), out=reply)
         return reply
 
@@ -335,8 +339,11 @@ class Service:
         part = Part(**request["part"])
         if op is Op.SAVE:
             return json.dumps(save(spec, stored, part, Path(request["stem"]))).encode()
-        paths = [Path(request["directory"], name) for name in request["files"]]
-        restored = restore(spec, stored, part, paths)
+        sums = {Path(request["directory"], name): sum_ for name, sum_ in request["files"].items()}
+        if request["only_check"]:
+            require_checksums(sums)
+            return b""
+        restored = restore(spec, stored, part, list(sums))
         if isinstance(spec, RowsSpec):
             stored.seed = request["seed"]  # of rows that the checkpoint does not have
         return json.dumps(restored).encode()
@@ -359,14 +366,14 @@ def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP
 
 
 def _reply_buffers(
-    buffers: SendBuffers, shape: tuple[int, ...], wire: _core.WireFormat | None
+    buffers: SendBuffers, client: bytes, shape: tuple[int, ...], wire: _core.WireFormat | None
 ) -> tuple[Array, Array]:
     """Return an array for values, and the body of the reply; both are one without an encoding."""
     size = math.prod(shape)
     if wire is None:
-        out = buffers.take(4 * size).view(np.float32).reshape(shape)
+        out = buffers.take(4 * size, client).view(np.float32).reshape(shape)
         return out, out
-    return np.empty(shape, np.float32), buffers.take(wire.nbytes(size))
+    return np.empty(shape, np.float32), buffers.take(wire.nbytes(size), client)
 
 
 def _lr(sent: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 4
+VERSION = 5
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
@@ -93,6 +93,7 @@ class Status(enum.IntEnum):
     OTHER_VERSION = 6
     RESTARTED = 7
     OS_ERROR = 8
+    BUSY = 9  # nothing was done; the client should ask again later
 
 
 _ERRORS: dict[Status, type[Exception]] = {
@@ -108,6 +109,10 @@ _ERRORS: dict[Status, type[Exception]] = {
 
 class ProtocolError(Exception):
     """A message that fastdist's clients do not send."""
+
+
+class BusyError(Exception):
+    """A server cannot answer now."""
 
 
 class RestartedError(Exception):
@@ -214,6 +219,8 @@ def status_of(error: Exception) -> Status:
     """Return the status that stands for an error in a reply."""
     if isinstance(error, RestartedError):
         return Status.RESTARTED
+    if isinstance(error, BusyError):
+        return Status.BUSY
     for status, kind in _ERRORS.items():
         if isinstance(error, kind):
             return status

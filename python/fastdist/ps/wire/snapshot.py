@@ -1,7 +1,8 @@
 """One server's objects as safetensors files, which any number of servers can read.
 
-A dense variable is one file, a table one per `_FILE_ROWS` rows. Each file has the tensors `values`
-and `slots`, for tables also `ids`; its metadata says which rows of which object it holds.
+A dense variable is one file, a table one per `_FILE_ROWS` rows that have been created. Each file
+has the tensors `values` and `slots`, for tables also `ids`; its metadata says which rows of which
+object it holds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +25,7 @@ from fastdist.ps.wire.specs import DenseSpec, Spec
 
 _FILE_ROWS = 1 << 20
 _READ_ROWS = 1 << 16
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,13 @@ class _SnapshotFile:
     step: int
 
 
-def save(spec: Spec, stored: Any, part: Part, stem: Path) -> list[str]:
+def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
     """Write an object's files, while the object is in use: no row is torn.
 
     A file gets its name when it is complete.
 
     Returns:
-        The names of the files; each begins with `stem`'s.
+        The names of the files, which begin with `stem`'s, and their checksums.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -89,11 +92,38 @@ def save(spec: Spec, stored: Any, part: Part, stem: Path) -> list[str]:
         values = np.empty(spec.shape, np.float32)
         slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
         step = stored.read_state(values, slots)
-        return [_write(stem, 0, part, step, {"values": values, "slots": slots})]
-    names: list[str] = []
+        path = _write(stem, 0, part, step, {"values": values, "slots": slots})
+        return {path.name: checksum_of(path)}
+    sums: dict[str, int] = {}
     for tensors in _row_files(stored):
-        names.append(_write(stem, len(names), part, stored.step, tensors))
-    return names
+        path = _write(stem, len(sums), part, stored.step, tensors)
+        sums[path.name] = checksum_of(path)
+    return sums
+
+
+def checksum_of(path: Path) -> int:
+    """Return the CRC-32 of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    found = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            found = zlib.crc32(data, found)
+    return found
+
+
+def require_checksums(checksums: Mapping[Path, int]) -> None:
+    """Raise unless files have the bytes that were written.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged.
+    """
+    for path, expected in checksums.items():
+        if checksum_of(path) != expected:
+            raise ValueError(f"{path} is damaged: its checksum is not the checkpoint's")
 
 
 def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
@@ -129,6 +159,8 @@ def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """Read the rows of an object that belong to this server, and the object's step.
 
+    In a table with a limit of rows, those that the files lack get their initial values.
+
     Args:
         spec: of this server's piece.
         stored: the variable or table to fill.
@@ -144,9 +176,11 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """
     if isinstance(spec, DenseSpec):
         return _restore_dense(spec, stored, part, paths)
+    opened = [_open(path, part.name) for path in paths]
     # Set before the rows: assigned rows take the table's step as their age.
-    stored.step = max((_open(path, part.name).step for path in paths), default=0)
-    return sum(_read_rows(_open(path, part.name), stored, part) for path in paths)
+    stored.step = max((file.step for file in opened), default=0)
+    stored.reset_fixed()
+    return sum(_read_rows(file, stored, part) for file in opened)
 
 
 def read_values(path: Path) -> tuple[int, Array | None, Array]:
@@ -182,7 +216,7 @@ def _concatenate(
     return {"ids": ids.view(np.int64), "values": values, "slots": slots.reshape(ids.size, width)}
 
 
-def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> str:
+def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> Path:
     from safetensors.numpy import save_file
 
     path = stem.with_name(f"{stem.name}-{number:05d}.safetensors")
@@ -197,7 +231,7 @@ def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Ar
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise OSError(f"cannot write {path}: {error}") from error
-    return path.name
+    return path
 
 
 def _open(path: Path, name: str | None = None) -> _SnapshotFile:
@@ -252,7 +286,7 @@ def _require_complete(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int
     elif spec.rows is not None:
         _require_rows(spec.name, [(part.begin, part.end) for part in rows], 0, spec.rows)
         for part, count in rows.items():
-            if count != part.end - part.begin:
+            if count > part.end - part.begin:
                 raise ValueError(f"the files of {part} hold {count} rows")
     else:
         owners = parts[0].owners if parts else 1

@@ -1,0 +1,59 @@
+"""A proxy to a server whose connections break after some bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import socket
+import threading
+
+
+class Unreliable:
+    """Passes bytes on between clients and a server.
+
+    Args:
+        address: of the server.
+        requests: the least and most bytes after which a connection breaks, of any magnitude.
+        replies: the same for the bytes of the other direction.
+    """
+
+    def __init__(self, address: str, requests: tuple[int, int], replies: tuple[int, int]) -> None:
+        self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.broken = 0
+        self._limits = requests, replies
+        self._random = random.Random(3)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ours, _ = self._listener.accept()
+                try:
+                    theirs = socket.create_connection(self._target)
+                except OSError:  # the server is down
+                    ours.close()
+                    continue
+                ends = (ours, theirs), (theirs, ours)
+                for (source, target), limits in zip(ends, self._limits, strict=True):
+                    left = int(math.exp(self._random.uniform(*map(math.log, limits))))
+                    way = (source, target, left)
+                    threading.Thread(target=self._pump, args=way, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(min(1 << 16, left)):
+                target.sendall(data)
+                left -= len(data)
+                if left <= 0:
+                    self.broken += 1
+                    break
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        self._listener.close()

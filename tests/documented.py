@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from unittest import SkipTest
 
 from fork_server import python
@@ -36,7 +37,7 @@ _COMMAND_IN_TEXT = re.compile(
 )
 _INSTALLS = re.compile(r"\bpip install\b")
 _OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-_MARK = "\x1e"  # printed after each block
+_MARK = "<end of the block>"  # printed after each
 
 
 @dataclass
@@ -80,7 +81,12 @@ class Program:
         # Strategies refuse to start replicas in a test of pytest.
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         env["PATH"] = f"{_commands(folder)}:{env['PATH']}"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "cwd": folder,
+        }
         if self.is_docstring:  # there are many
             process = python(str(script), env=env, **pipes)
         else:

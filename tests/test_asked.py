@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 from example_jobs import LIMIT_S, ROOT, Start
 
-for needed in ("torch", "torchmetrics", "sklearn", "keras", "zmq", "cloudpickle"):
-    pytest.importorskip(needed)
-
 ASKED = ROOT / "examples" / "asked"
 PROGRAMS = sorted(path.name for path in ASKED.glob("*.py"))
 # The options with which a program does the same without fastdist; its check must fail then.
@@ -32,6 +29,8 @@ PEERS = {
 
 def run(name: str, *options: str) -> None:
     """Run a program as its docstring says."""
+    for needed in ("torch", "torchmetrics", "sklearn", "keras", "zmq", "cloudpickle"):
+        pytest.importorskip(needed)
     text = ast.get_docstring(ast.parse((ASKED / name).read_text(encoding="utf-8"))) or ""
     (command,) = re.findall(r"Start it\s+by `([^`]+)`", text)
     words = [word for word in shlex.split(command) if "=" not in word]

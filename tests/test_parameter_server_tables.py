@@ -1,6 +1,7 @@
 """Embeddings whose rows are on parameter servers, and encodings of values."""
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -403,6 +404,8 @@ def test_weights_of_tables_have_no_values(cluster: PsCluster) -> None:
     assert "rows on parameter servers" in repr(weight)
     again = copy.deepcopy(model)
     assert torch.equal(again.rows(torch.tensor([1])), model.rows(torch.tensor([1])))
-    read = pickle.loads(pickle.dumps(model))
-    with pytest.raises(fd.errors.UnsupportedError, match="has no connection to them"):
-        read.rows(torch.tensor([1]))
+    leaving = r"To save, export or compile the trained model, call strategy.save"
+    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+        message = f"the weight 'rows.weight' cannot be pickled.*{leaving}"
+        with pytest.raises(fd.errors.UnsupportedError, match=message):
+            save(model)

@@ -300,6 +300,28 @@ CASE(no_push_is_lost_while_the_index_grows) {
         static_cast<std::ptrdiff_t>((kRows - 1) * kDim));
 }
 
+CASE(rows_of_a_fixed_table_are_created_by_concurrent_pushes) {
+  RowTableOptions o = options("Adagrad");
+  constexpr std::uint64_t kRows = 5000;
+  o.rows = kRows;
+  o.initializer = Initializer("uniform", -1, 1);
+  RowTable table(o);
+  const Floats before = pulled(table, range(0, kRows));
+  CHECK(table.size() == 0);
+  // Different threads create rows whose bits are in the same word.
+  std::atomic<std::uint64_t> next{0};
+  const Work push = [&](std::mt19937&) {
+    const std::uint64_t id = next++ % kRows;
+    table.push(Ids{id}, Floats(kDim, 0.0F), {});
+    (void)pulled(table, Ids{id ^ 1});
+  };
+  run_together({push, push, push, push}, kRows / 4);
+  CHECK(table.size() == kRows);
+  CHECK(pulled(table, range(0, kRows)) == before);
+  table.reset_fixed();
+  CHECK(table.size() == 0);
+}
+
 CASE(a_snapshot_has_every_row_that_stays) {
   for (const bool fixed : {false, true}) {
     RowTableOptions o = options();

@@ -12,6 +12,12 @@ from torch import nn
 from fastdist.errors import UnsupportedError
 from fastdist.ps.model.table import ServedTable
 
+_LEAVING = (
+    "To save, export or compile the trained model, call strategy.save(directory), and load it into "
+    "a plain torch module with fastdist.ps.load(module, directory); in training, compile only "
+    "layers without such weights"
+)
+
 
 class TableWeight(nn.Parameter):
     """A parameter of any size with the memory of one element, and without values.
@@ -34,8 +40,12 @@ class TableWeight(nn.Parameter):
         copied: TableWeight = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return table_weight, (*self.shape, self.dtype, self.device)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to pickle; what goes to workers is made anew there."""
+        raise UnsupportedError(
+            f"the weight {_name_of(self)} cannot be pickled, because its rows are on parameter "
+            f"servers, not in this process. {_LEAVING}"
+        )
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"TableWeight of shape {tuple(self.shape)}, {self.dtype}: rows on parameter servers"
@@ -104,10 +114,13 @@ def _replaces_data(function: Any, args: tuple[Any, ...]) -> bool:
     return function == torch.Tensor.data.__set__ and isinstance(args[1], TableWeight)  # type: ignore[attr-defined]
 
 
-def _raise_unsupported(function: Any, arguments: list[Any]) -> NoReturn:
-    weight = next(_weights(arguments), None)
+def _name_of(weight: TableWeight | None) -> str:
     table = None if weight is None else _table_of(weight)
-    name = "of an embedding" if table is None else table.name
+    return "of an embedding" if table is None else table.name
+
+
+def _raise_unsupported(function: Any, arguments: list[Any]) -> NoReturn:
+    name = _name_of(next(_weights(arguments), None))
     operation = getattr(function, "__name__", repr(function))
     if operation in ("__get__", "__set__"):
         operation = function.__self__.__name__
@@ -115,7 +128,7 @@ def _raise_unsupported(function: Any, arguments: list[Any]) -> NoReturn:
         f"{operation} needs the values of the weight {name}, whose rows are on parameter servers, "
         "not in this process. Call the layer with the ids of the rows that are needed. If all are "
         "needed, keep them dense: in a subclass of nn.Embedding, or as a weight that two modules "
-        "share"
+        f"share. {_LEAVING}"
     )
 
 

@@ -15,7 +15,6 @@ import pytest
 import zmq
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.client import client as client_module
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
@@ -54,7 +53,7 @@ def test_the_timeout_counts_from_the_last_reply(
     with Client([by_hand.getsockopt_string(zmq.LAST_ENDPOINT)], timeout_s=10) as client:
         tickets = [client.submit(0, Op.STATS) for _ in range(3)]
         requests = [received(by_hand) for _ in tickets]
-        monkeypatch.setattr(client_module.time, "monotonic", lambda: clock[0])
+        monkeypatch.setattr("fastdist.ps.client.client.time.monotonic", lambda: clock[0])
         for ticket in tickets:
             ticket.began = 100.0
         for ticket, request in zip(tickets[:2], requests[:2], strict=True):
@@ -88,12 +87,12 @@ def test_a_refused_request_alone_is_sent_again_later(by_hand: zmq.Socket[bytes])
     address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
     with Client([address], timeout_s=20, retry_s=0.01) as client:
         ticket = client.submit(0, Op.STATS)
-        answering = threading.Thread(
-            target=lambda: [
+
+        def answer() -> None:
+            for status in (Status.BUSY, Status.BUSY, Status.OK):
                 reply(by_hand, received(by_hand), status)
-                for status in (Status.BUSY, Status.BUSY, Status.OK)
-            ]
-        )
+
+        answering = threading.Thread(target=answer)
         answering.start()
         client.wait(ticket)
         answering.join()

@@ -250,8 +250,8 @@ class Client:
         silence = f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s"
         if connection.was_refused:
             what = (
-                "has not let this client in: it has other keys, or is not a fastdist parameter "
-                "server"
+                "has not let this client in: does this client have its keys, and is it a fastdist "
+                "parameter server?"
             )
         elif not connection.was_connected:
             what = f"{silence}, nor let this client in: is it running, or is it overloaded?"

@@ -359,6 +359,7 @@ def test_a_snapshot_of_a_fixed_table_has_every_row_once() -> None:
 
 def test_threads_share_a_snapshot() -> None:
     table = _core.RowTable(2, SGD, rows=20_000)
+    table.push(np.arange(20_000, dtype=np.uint64), np.zeros((20_000, 2), np.float32))
     snapshot = table.snapshot(piece_rows=100)
     read: list[npt.NDArray[np.uint64]] = []
 

@@ -6,17 +6,20 @@ import itertools
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 
 import pytest
+from fastdist.cluster.ports import reserve_port
 from ranks import ProcessRanks
 
 MACHINES = ((0, 1), (2, 3))
 WORLD = 4
-ports = itertools.count(29600)
+ports = itertools.count(29600)  # of the namespaces; ports of this machine are from `free_port`
+_held: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class Network:
         """Cut the cable at a machine ("down"), or connect it again ("up")."""
         name = self.names[machine]
         _ip("netns", "exec", name, "ip", "link", "set", name, state)
+
+
+def free_port() -> int:
+    """A port of this machine that no other test gets."""
+    holder, port = reserve_port()
+    _held.append(holder)
+    return port
 
 
 def _ip(*args: str) -> None:

@@ -29,7 +29,7 @@ from fastdist.errors import (
     FastdistError,
     PeerFailureError,
 )
-from machines import MACHINES, MachineRanks, Network, network, ports
+from machines import MACHINES, MachineRanks, Network, free_port, network, ports
 from ranks import TESTS, RankError
 from test_net import check_compression_roughly, reduced_by_place
 
@@ -475,7 +475,7 @@ def test_killed_while_ranks_connect(doomed_ranks: MachineRanks) -> None:
 
 
 def test_resolver_on_one_machine_needs_no_network() -> None:
-    address = f"localhost:{next(ports)}"
+    address = f"localhost:{free_port()}"
     started = [start_resolved([], r, 2, address) for r in range(2)]
     assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 HostEngine\n"] * 2
 
@@ -504,7 +504,7 @@ def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(next(ports)))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(ClusterConfigError, match=r"ranks \[1\] of 2 did not arrive within 0.5 s"):
         fastdist.init()
 
@@ -526,7 +526,7 @@ def test_two_jobs_on_one_port() -> None:
         except fd.errors.ClusterConfigError as error: print(error.ranks, error)
     """
     env = os.environ | {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     python = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
 
     def start(rank: int) -> subprocess.Popen[str]:

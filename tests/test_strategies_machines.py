@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from machines import MachineRanks, Network, network, ports
+from machines import MachineRanks, Network, free_port, network, ports
 from ranks import TESTS
 from test_strategies import Contract, run_case
 
@@ -114,7 +114,7 @@ def on_one_machine(
 ) -> list[Any]:
     jobs = [kind for kind, _ in kinds]
     cluster = {
-        kind: [f"localhost:{next(ports)}" for _ in range(jobs.count(kind))] for kind in set(jobs)
+        kind: [f"localhost:{free_port()}" for _ in range(jobs.count(kind))] for kind in set(jobs)
     }
     return [start([], cluster, kind, index, patience_s, devices) for kind, index in kinds]
 
@@ -145,7 +145,7 @@ def test_workers_with_two_devices_start_their_second_replica(network: Network) -
 
 @pytest.mark.slow
 def test_workers_with_different_numbers_of_devices() -> None:
-    cluster = {"worker": [f"localhost:{next(ports)}" for _ in range(2)]}
+    cluster = {"worker": [f"localhost:{free_port()}" for _ in range(2)]}
     started = [start([], cluster, "worker", i, 10, devices=1 + i) for i in range(2)]
     errors = [process.communicate(timeout=60)[1] for process in started]
     assert any("disagree on the number of ranks" in error for error in errors), errors

@@ -140,7 +140,7 @@ def test_every_collective_is_measured_through_torch() -> None:
         ("numpy", "float16", "mean"),
         ("numpy", "uint8", "prod"),
         pytest.param("torch", "float64", "min", marks=pytest.mark.slow),
-        ("torch", "bfloat16", "mean"),
+        pytest.param("torch", "bfloat16", "mean", marks=pytest.mark.slow),
     ],
 )
 def test_arrays_dtypes_and_reduce_ops(session: Session, array: str, dtype: str, redop: str) -> None:
@@ -233,6 +233,7 @@ def test_an_engine_whose_program_is_absent_is_named() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_to_start_is_named_and_left_out(tmp_path: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (tmp_path / "mpich" / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)

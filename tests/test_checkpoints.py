@@ -276,6 +276,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_while_it_saves(tmp_path: Path) -> None:
     """The last act is an asynchronous save: it is written, and a failure is told."""
     run = [sys.executable, "-W", "error", "-c", _ENDS]

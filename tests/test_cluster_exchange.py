@@ -101,6 +101,7 @@ def test_ranks_set_by_hand_where_rank_0_ends_at_once(script: Path, tmp_path: Pat
     check_shown(folder)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(script: Path, tmp_path: Path) -> None:
     rank = start(script, tmp_path, 0, free_port(), JOBS, FASTDIST_RENDEZVOUS_TIMEOUT_S="2")
     _, said = rank.communicate(timeout=120)

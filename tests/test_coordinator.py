@@ -198,6 +198,7 @@ def test_functions_do_not_end_workers(coordinator: Any, raised: BaseException) -
     assert coordinator.schedule(os.getpid).fetch() in before
 
 
+@pytest.mark.slow
 def test_workers_end_on_sigterm(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy())
     values = [coordinator.schedule(time.sleep, (0.5,)) for _ in range(4)]
@@ -342,6 +343,7 @@ def test_the_latest_coordinator_gets_the_workers(
     assert all(task.poll() is None for task in cluster.tasks.values())
 
 
+@pytest.mark.slow
 def test_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = PsCluster(workers=1, servers=1)
     try:

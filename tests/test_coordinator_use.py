@@ -377,7 +377,10 @@ print("begun", flush=True)
     ("count", "then", "code", "said"),
     [
         pytest.param(100, "", 0, "", marks=pytest.mark.slow),
-        (100, "coordinator.join()", -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param(
+            *(100, "coordinator.join()", -signal.SIGINT, "KeyboardInterrupt"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(4, "threading.Thread(target=coordinator.join).start()", 0, ""),
             marks=pytest.mark.slow,

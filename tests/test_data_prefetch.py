@@ -166,7 +166,8 @@ def test_dropped_without_close() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("loaders", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 2])
 def test_the_interpreter_exits_amid_an_epoch(loaders: int) -> None:
     script = f"""
         import torch

@@ -118,6 +118,7 @@ def wait_long(comm: Communicator) -> None:
         comm.barrier()
 
 
+@pytest.mark.slow
 def test_long_waits_that_can_end(ranks_of: Any) -> None:
     ranks = ranks_of(2)
     for _ in range(2):

@@ -72,8 +72,8 @@ DEVICES = ("--devices", "cpu:0", "cpu:1")
 @pytest.mark.parametrize(
     ("script", "ranks", "self_started"),
     [
-        ("mirrored", 3, DEVICES),
-        ("central_storage", 2, DEVICES),
+        pytest.param("mirrored", 3, DEVICES, marks=pytest.mark.slow),
+        pytest.param("central_storage", 2, DEVICES, marks=pytest.mark.slow),
         ("custom_loop", 3, ("--strategy", "central_storage", *DEVICES)),
     ],
 )

@@ -173,6 +173,7 @@ except fd.errors.PeerFailureError as e: print("peer failed", e.ranks); sys.exit(
     assert "ValueError: mine" in output
 
 
+@pytest.mark.slow
 def test_rank_that_ends_normally_after_its_last_call_is_no_failure(job: str) -> None:
     code = """
 comm = fd.init()

@@ -176,6 +176,7 @@ def test_finds_its_place_in_the_data(data: Data, tmp_path: Path) -> None:
     compare(fd.OneDeviceStrategy("cpu"), data, 3, tmp_path)
 
 
+@pytest.mark.slow
 def test_two_replicas_go_on(replicas: ProcessRanks, tmp_path: Path) -> None:
     replicas.run(compare_on_two, shuffled, 3, tmp_path)
 

@@ -252,6 +252,7 @@ def test_srun() -> None:
     check_job_of_two(launches, "srun")
 
 
+@pytest.mark.slow
 def test_torchrun() -> None:
     pytest.importorskip("torch")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

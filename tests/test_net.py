@@ -225,6 +225,7 @@ def gather_more_than_links_hold(comm: Communicator) -> None:
         assert joined is None or joined[-1] == n
 
 
+@pytest.mark.slow
 def test_arrays_that_fill_the_links() -> None:
     MachineThreads(((0, 1), (2, 3))).run(gather_more_than_links_hold)
 
@@ -288,6 +289,7 @@ def wait_for_the_last(comm: Communicator) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_the_last_calls_are_up_to_date() -> None:
     texts = MachineThreads(((0,), (1,), (2,))).run(wait_for_the_last)
     for text in texts[:2]:

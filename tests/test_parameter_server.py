@@ -119,6 +119,7 @@ def test_synchronous_weights_are_examples(cluster: PsCluster) -> None:
     same(model, other)
 
 
+@pytest.mark.slow
 def test_asynchronous_learns(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)

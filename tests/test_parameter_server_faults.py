@@ -16,6 +16,7 @@ import torch
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.model import model as served_model
+from marks import slow
 from ps_cluster import PsCluster, wait_for
 from served_net import Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -28,16 +29,17 @@ def cluster() -> Iterator[PsCluster]:
     cluster.close()
 
 
+@pytest.mark.slow
 def test_synchronous_with_killed_workers(cluster: PsCluster) -> None:
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)
     model, optimizer = make(strategy, sgd)
 
-    def slow(*batch: Any) -> float:
+    def step_slowly(*batch: Any) -> float:
         time.sleep(0.05)
         return step(model, optimizer, *batch)
 
-    values = [coordinator.schedule(slow, batch) for batch in batches(30)]
+    values = [coordinator.schedule(step_slowly, batch) for batch in batches(30)]
     time.sleep(0.6)
     cluster.kill("worker", 0)
     cluster.start("worker", 0)
@@ -160,7 +162,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
         assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}
 
 
-@pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 1}])
+@pytest.mark.parametrize("mode", [{}, *slow({"synchronous": True}, {"max_staleness": 1})])
 def test_checkpoints_during_functions(
     cluster: PsCluster, tmp_path: Path, mode: dict[str, Any]
 ) -> None:
@@ -200,7 +202,7 @@ def test_checkpoints_during_functions(
     assert model[0][0].item() == counts[-1]
 
 
-@pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 0}])
+@pytest.mark.parametrize("mode", [{"synchronous": True}, *slow({}, {"max_staleness": 0})])
 def test_one_coordinator_after_another(cluster: PsCluster, mode: dict[str, Any]) -> None:
     """Servers do not mistake the steps of the second coordinator for those of the first."""
     strategy = cluster.strategy(**mode)

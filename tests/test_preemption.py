@@ -110,7 +110,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "result").read_text()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_told_rank_makes_all_save_and_the_launcher_restarts(
     launcher: Launcher, tmp_path: Path, undisturbed: str, rank: int
 ) -> None:
@@ -196,6 +197,7 @@ def has_come_to(job: Job, process: subprocess.Popen[bytes], step: int) -> bool:
     return job.step >= step or process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_watcher_and_what_is_refused(tmp_path: Path) -> None:
     code = f"""
 import signal, sys, threading, time

@@ -442,6 +442,7 @@ for use in uses:
 """
 
 
+@pytest.mark.slow
 def test_without_pyzmq() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_PYZMQ], check=True)
 

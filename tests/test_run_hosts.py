@@ -68,6 +68,7 @@ def start(folder: Path, hosts: str, host: str, *arguments: str) -> subprocess.Po
     )
 
 
+@pytest.mark.slow
 def test_ranks_by_ssh(tmp_path: Path) -> None:
     job = start(tmp_path, "here1,here2", "127.0.0.1", "ends")
     out, err = job.communicate(timeout=60)

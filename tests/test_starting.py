@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from launched import Launcher, wait_until
+from marks import slow
 
 pytest.importorskip("torch")
 
@@ -88,10 +89,6 @@ class Programs:
         return process.returncode, out, err
 
 
-def slow(*values: str) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 @pytest.fixture
 def programs(launcher: Launcher, tmp_path: Path) -> Programs:
     return Programs(launcher, tmp_path)
@@ -146,7 +143,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("by", REFUSED)
+@pytest.mark.parametrize("by", ["stdin", *slow("interactive")])
 def test_programs_that_cannot_be_started_again(programs: Programs, by: str) -> None:
     text = textwrap.dedent(TALK)
     _, _, err = programs.run(text, by=by, given=text if by == "stdin" else "")
@@ -183,7 +180,8 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("how", ["raises", *slow("exits", "is killed")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LATER)
 def test_a_replica_that_ends_amid_training(programs: Programs, how: str) -> None:
     """The first raises PeerFailureError, and shows what the other one has said."""
     line, cause, expected = LATER[how]
@@ -219,14 +217,8 @@ WAITS = """
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_the_first_ends(programs: Programs, number: signal.Signals) -> None:
     process = programs.start(TALK + WAITS)
     assert process.stdout is not None
@@ -292,7 +284,8 @@ LAUNCH = """
 """
 
 
-@pytest.mark.parametrize("by", ["stdin", *slow("interactive")])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["stdin", "interactive"])
 def test_launch(programs: Programs, by: str) -> None:
     (programs.folder / "beside.py").write_text("")
     text = f"TRAINS = {by == 'stdin'}\n{textwrap.dedent(LAUNCH)}"

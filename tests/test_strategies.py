@@ -156,13 +156,18 @@ class TestMultiWorkerMirrored(Contract):
         return ManyProcesses(size, "multi_worker")
 
 
-class TestCentralStorage(Contract):
+class TestTrainingCentralStorage(TrainingContract):
     sizes = (3,)
-    copies_parameters = False
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return ManyProcesses(size, "central")
+
+
+class TestCentralStorage(Contract):
+    slow_sizes = (2,)
+    copies_parameters = False
+    make = staticmethod(TestTrainingCentralStorage.make)
 
     def test_out_of_sync_is_seen(self, strategies: Any) -> None:
         """Parameters cannot be; a change by hand would be one of each replica."""

@@ -160,6 +160,7 @@ def test_tf_config_that_names_a_task_twice() -> None:
     assert all(process.returncode != 0 for process in started)
 
 
+@pytest.mark.slow
 def test_the_evaluator_does_not_train() -> None:
     cluster = {"worker": ["localhost:1", "localhost:2"], "evaluator": ["localhost:3"]}
     process = start([], cluster, "evaluator", 0)

@@ -47,13 +47,8 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(order, marks=[pytest.mark.slow] * (order != "fastdist first"))
-        for order in IMPORTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", IMPORTS)
 def test_is_registered_in_any_order_of_imports(order: str, tmp_path: Path) -> None:
     if "entry point" in order and not entry_points(group="torch.distributed.backends"):
         pytest.skip("fastdist is not installed")

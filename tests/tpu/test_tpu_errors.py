@@ -23,12 +23,14 @@ def said(code: str, **environ: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_fastdist_does_not_load_torch_xla() -> None:
     code = "import sys, fastdist as fd; fd.TPUStrategy; print('torch_xla' in sys.modules)"
     assert said(code).strip() == "False"
 
 
 @pytest.mark.skipif(HAS_XLA, reason="torch_xla is installed")
+@pytest.mark.slow
 def test_no_torch_xla() -> None:
     error = said("import fastdist as fd; fd.TPUStrategy()")
     assert "ImportError: TPUs need torch_xla: pip install torch==2.9.* torch_xla==2.9.*" in error

@@ -1,6 +1,7 @@
 """The types of collectives, strategies and their batches, and ten mistakes.
 
-mypy checks this file as a program of a user, also with the installed wheel; nothing runs it.
+mypy and pyright check this file as a program of a user, mypy also with the installed wheel; nothing
+runs it.
 """
 
 from __future__ import annotations

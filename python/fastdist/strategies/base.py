@@ -317,10 +317,17 @@ class Strategy(ABC):
 
     @overload
     def reduce(
+        self,
+        op: CrossReplicaOp,
+        value: Mapping[Any, Any] | list[Any] | tuple[Any, ...],
+        axis: Axes = ...,
+    ) -> Any: ...
+    @overload
+    def reduce(
         self, op: CrossReplicaOp, value: PerReplica[Any] | torch.Tensor | float, axis: Axes = ...
     ) -> torch.Tensor: ...
     @overload
-    def reduce(self, op: CrossReplicaOp, value: Any, axis: Axes = ...) -> Any: ...
+    def reduce(self, op: CrossReplicaOp, value: object, axis: Axes = ...) -> Any: ...
     @final
     def reduce(self, op: CrossReplicaOp, value: Any, axis: Axes = None) -> Any:
         """Reduce per-replica values over all replicas. Every worker must call.

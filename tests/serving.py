@@ -37,7 +37,7 @@ class Servers:
 
     def start_json(self, *options: object) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
         """Start a server; return it and its first line."""
-        process = self.start("--json", "--interval", 0.1, *options)
+        process = self.start("--json", *options)
         return process, read_json(process)
 
     def __enter__(self) -> "Servers":

@@ -1,12 +1,13 @@
 """`fastdist serve` and `fastdist keys`: a server for real clients, and its keys."""
 
+import contextlib
 import json
 import os
-import pty
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.sharded import ShardedVariable
 from fastdist.ps.wire.keys import job_keys, read_keys
+from launched import wait_until
 from serving import BIAS, COMMAND, Servers, end, fill, free_port, read_json_until
 
 
@@ -68,7 +70,6 @@ class TestServer:
         process, first = servers.start_json()
         fill(first["address"])
         line = read_json_until(process, lambda line: len(line["objects"]) == 2)
-        line = read_json_until(process, lambda line: line["requests_per_s"] == 0)
         objects = {entry["name"]: entry for entry in line["objects"]}
         assert (objects["bias"]["steps"], objects["words"]["rows"]) == (3, 5)
         assert line["staleness"] == {"1": 1, "2-3": 1}
@@ -174,13 +175,6 @@ class TestBadInput:
             (["--address", "USED", "--keys", "KEYS"], "Address already in use"),
             (["--keys", "none"], "cannot read the keys in none: No such file or directory"),
             (["--keys", "EMPTY"], "not the keys of a job"),
-            (["--metrics-port", "USED"], "cannot serve metrics at 127.0.0.1:"),
-            (["--metrics-port", "x"], "expected a port or IP:PORT, got 'x'"),
-            (["--metrics-port", "70000"], "expected a port or IP:PORT, got '70000'"),
-            (["--metrics-port", "192.0.2.7:0"], "cannot serve metrics at 192.0.2.7:0: "),
-            (["--interval", "0"], "expected seconds from 0.05 to 86400, got '0'"),
-            (["--interval", "nan"], "expected seconds from 0.05"),
-            (["--interval", "soon"], "expected seconds from 0.05"),
             (["extra"], "unrecognized arguments: extra"),
         ],
     )
@@ -208,37 +202,49 @@ class TestBadInput:
         assert (caught.value.code, stdout) == (2, "")
         assert message in stderr
 
-    @pytest.mark.parametrize(
-        ("missing", "command", "message"),
-        [
-            ("zmq", ["serve"], "fastdist serve: fastdist.ps needs pyzmq: pip install pyzmq"),
-            ("zmq", ["keys"], "fastdist keys: fastdist.ps needs pyzmq: pip install pyzmq"),
-            (
-                "prometheus_client",
-                ["serve", "--metrics-port", "0"],
-                "fastdist serve: metrics need prometheus_client: pip install prometheus-client",
-            ),
-        ],
-    )
-    def test_missing_libraries(self, missing: str, command: list[str], message: str) -> None:
-        code = f"import sys; sys.modules[{missing!r}] = None\n"
-        code += f"from fastdist.cli.main import main\nsys.exit(main({command!r}))"
+    @pytest.mark.parametrize("command", ["serve", "keys"])
+    def test_without_pyzmq(self, command: str) -> None:
+        code = "import sys; sys.modules['zmq'] = None\n"
+        code += f"from fastdist.cli.main import main\nsys.exit(main([{command!r}]))"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 2
-        assert done.stderr == f"{message}\n"
+        assert done.stderr == (f"fastdist {command}: fastdist.ps needs pyzmq: pip install pyzmq\n")
 
-    def test_missing_rich(self) -> None:
-        code = "import sys; sys.modules['rich.live'] = None\n"
-        code += "from fastdist.cli.main import main\nsys.exit(main(['serve']))"
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE
-        )
-        os.close(theirs)
-        _, stderr = process.communicate(timeout=60)
-        os.close(ours)
-        assert process.returncode == 2
-        says = b"the page on the terminal needs rich: pip install rich"
-        assert stderr == b"fastdist serve: " + says + b"\n"
+
+class TestWhatIsPrinted:
+    def test_the_address_alone(self, servers: Servers) -> None:
+        process = servers.start()
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"address: ipc:///")
+        time.sleep(1.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20) == (b"", b"")
+
+    def test_it_continues_when_the_reader_is_gone(self, servers: Servers) -> None:
+        process, first = servers.start_json()
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == (b"fastdist serve: cannot write to stdout: Broken pipe; continues without\n")
+        fill(first["address"])
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr.read() == b""
+
+    def test_a_stalled_reader_does_not_keep_it(self, servers: Servers, tmp_path: Path) -> None:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, bytes(4096))
+        os.set_blocking(write, True)
+        process = servers.start("--json", stdout=write)
+        writes = Path(f"/proc/{process.pid}/wchan")
+        wait_until(lambda: "pipe" in writes.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        os.close(read)
+        os.close(write)

@@ -38,14 +38,7 @@ _LIBRARIES = {
     "cloudpickle": _Library(
         ("cloudpickle",), "cloudpickle", "functions that a coordinator schedules"
     ),
-    "prometheus_client": _Library(
-        ("prometheus-client",), "prometheus-client", "fastdist serve --metrics-port"
-    ),
-    "rich": _Library(
-        ("rich",),
-        "rich",
-        "a progress bar in fastdist bench; the page of fastdist serve",
-    ),
+    "rich": _Library(("rich",), "rich", "a progress bar in fastdist bench"),
     "matplotlib": _Library(("matplotlib",), "matplotlib", "fastdist bench --plot"),
 }
 

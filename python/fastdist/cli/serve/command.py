@@ -1,27 +1,23 @@
-"""Runs a parameter server and shows its activity until a signal ends it."""
+"""Runs a parameter server until a signal ends it."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from fastdist.cli.serve.lines import shown_lines
-from fastdist.cli.serve.metrics import served_metrics
-from fastdist.cli.serve.page import shown_page
-from fastdist.cli.serve.reading import Reading
-
 if TYPE_CHECKING:
     from fastdist.ps import Keys, Server
 
 _USAGE_EXIT_CODE = 2
-_LINE_INTERVAL_S = 10.0
-_PAGE_INTERVAL_S = 1.0
+_INTERVAL_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,23 +29,14 @@ class _Stopped(BaseException):
     """A signal has arrived."""
 
 
-def serve(
-    address: str | None,
-    *,
-    key_file: str | None,
-    metrics: tuple[str, int] | None,
-    interval_s: float | None,
-    as_json: bool,
-) -> int:
+def serve(address: str | None, *, key_file: str | None, as_json: bool) -> int:
     """Serve until a signal arrives.
 
     Args:
         address: where to listen, as ZeroMQ names it; None: any port of this machine, and without
             keys a socket that only this user can open.
         key_file: a file of keys; None uses the setting's keys, if any.
-        metrics: IP address and port for Prometheus.
-        interval_s: seconds between readings; None: 10 for lines, 1 for the page.
-        as_json: print lines of JSON.
+        as_json: print a line of JSON every second, instead of the address once.
 
     Returns:
         The exit code: 0, or 2 if the server could not start.
@@ -57,29 +44,43 @@ def serve(
     try:
         with (
             _opened_server(address, key_file) as server,
-            _metrics(server, metrics) as url,
             suppress(_Stopped),
             _signals_raise(),
         ):
-            about = {"address": server.address} | ({} if url is None else {"metrics": url})
-            is_page = sys.stdout.isatty() and not as_json
-            with shown_page(about) if is_page else shown_lines(about, as_json=as_json) as show:
-                default_s = _PAGE_INTERVAL_S if is_page else _LINE_INTERVAL_S
-                _show_readings(server, show, default_s if interval_s is None else interval_s)
+            _show(server, as_json)
     except (_StartError, ImportError) as error:
         sys.stderr.write(f"fastdist serve: {error}\n")
         return _USAGE_EXIT_CODE
     return 0
 
 
-def _show_readings(server: Server, show: Callable[[Reading], None], interval_s: float) -> NoReturn:
-    reading = None
+def _show(server: Server, as_json: bool) -> NoReturn:
+    is_read = _write(_json_line(server) if as_json else f"address: {server.address}")
     while True:
-        reading = Reading.after(reading, server.stats())
-        show(reading)
-        time.sleep(interval_s)
+        time.sleep(_INTERVAL_S)
         if server.failure is not None:
             raise server.failure
+        if as_json and is_read:
+            is_read = _write(_json_line(server))
+
+
+def _json_line(server: Server) -> str:
+    return json.dumps({"time": time.time(), "address": server.address, **server.stats()})
+
+
+def _write(line: str) -> bool:
+    """Write a line; return False, and say so, if it can no longer be written."""
+    # Not via sys.stdout, which would block on its unwritten buffer when the process exits.
+    data = memoryview(f"{line}\n".encode())
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError as error:
+        sys.stderr.write(
+            f"fastdist serve: cannot write to stdout: {error.strerror}; continues without\n"
+        )
+        return False
+    return True
 
 
 @contextmanager
@@ -115,20 +116,6 @@ def _keys(key_file: str | None) -> Keys | None:
         raise _StartError(f"cannot read the keys in {error.filename}: {error.strerror}") from None
     except ValueError as error:
         raise _StartError(str(error)) from None
-
-
-@contextmanager
-def _metrics(server: Server, place: tuple[str, int] | None) -> Iterator[str | None]:
-    if place is None:
-        yield None
-        return
-    with ExitStack() as stack:
-        try:
-            url = stack.enter_context(served_metrics(server.stats, *place))
-        except OSError as error:
-            host, port = place
-            raise _StartError(f"cannot serve metrics at {host}:{port}: {error.strerror}") from None
-        yield url
 
 
 @contextmanager

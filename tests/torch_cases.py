@@ -634,14 +634,3 @@ def what_groups_tell() -> None:
             [torch.zeros(2, dtype=torch.complex32)] * group.size(),
             dist.ReduceOp.MAX,
         )
-
-
-@more_than_gloo
-def monitored_barrier() -> None:
-    world: Any = dist.group.WORLD
-    world.monitored_barrier(timedelta(seconds=30))
-    if dist.get_rank() != 1:
-        text = "Rank 1 failed to pass" if dist.get_rank() == 0 else "rank 0: it did not answer"
-        with pytest.raises(dist.DistBackendError, match=text):
-            world.monitored_barrier(timedelta(seconds=0.5))
-    dist.barrier()

@@ -248,7 +248,6 @@ class AdoptedModules:
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
-                on_one_device=self._options.implementation == "reduce_to_one_device",
                 overlaps=communicators.overlaps or self._device.type == "cuda",
             )
         refs = (reduced.ref for model in self._models for reduced in model.parameters)

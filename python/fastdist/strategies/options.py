@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from fastdist.collectives.communicator import Compression
 from fastdist.training.contributions import GradientReduction
-
-Implementation = Literal["auto", "all_reduce", "reduce_to_one_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +16,6 @@ class CommunicationOptions:
     Attributes:
         bucket_bytes: maximum total size of gradients that are reduced together.
         timeout_s: seconds to wait for other replicas; None: the communicator's default.
-        implementation: the algorithm that reduces gradients (tf.distribute's CrossDeviceOps).
-            "all_reduce": all replicas at once, by the fastest transport.
-            "reduce_to_one_device": on the first replica, which broadcasts the result. "auto":
-            "all_reduce".
         compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.
         overlap: True: reduce gradients during backward. False: in one call after backward, which is
             faster if replicas use all cores. "auto": True on GPUs, and on the CPU if every machine
@@ -38,7 +32,6 @@ class CommunicationOptions:
 
     bucket_bytes: int = 8 << 20
     timeout_s: float | None = None
-    implementation: Implementation = "auto"
     compress: Compression | None = None
     overlap: bool | Literal["auto"] = "auto"
     gradient_reduction: GradientReduction = "mean"
@@ -50,11 +43,6 @@ class CommunicationOptions:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
         if self.compress not in (None, "fp16", "bf16", "fp8"):
             raise ValueError(f'compress must be None, "fp16", "bf16" or "fp8", got {self.compress}')
-        if self.implementation not in get_args(Implementation):
-            names = ", ".join(f'"{name}"' for name in get_args(Implementation))
-            raise ValueError(f"implementation must be one of {names}, got {self.implementation!r}")
-        if self.compress is not None and self.implementation == "reduce_to_one_device":
-            raise ValueError('compress does not work with implementation="reduce_to_one_device"')
         if self.overlap not in (True, False, "auto"):
             raise ValueError(f'overlap must be True, False or "auto", got {self.overlap!r}')
         if self.gradient_reduction not in ("mean", "sum"):

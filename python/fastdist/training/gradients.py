@@ -70,7 +70,6 @@ class GradientSync:
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
         compress: as for `Communicator.all_reduce`.
-        on_one_device: reduce on the first replica, which then broadcasts the result.
         overlaps: True: the communicator's progress thread reduces buckets during backward; False:
             one call reduces all buckets after backward. The same on all replicas.
     """
@@ -90,7 +89,6 @@ class GradientSync:
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
         compress: Compression | None = None,
-        on_one_device: bool = False,
         overlaps: bool = True,
     ) -> None:
         self._accumulation = accumulation
@@ -110,7 +108,6 @@ class GradientSync:
         self._record: torch.Tensor | None = None  # of steps and batches; None until it is sent
         self._reduction = reduction
         self._compress = compress
-        self._on_one_device = on_one_device
         self._overlaps = overlaps
         self._device = torch.device("cpu")
         self._is_running = False
@@ -291,10 +288,7 @@ class GradientSync:
         if weight is not None:
             op = "sum"
         work = None
-        if self._on_one_device:
-            self._communicator.reduce(sent, op, 0, async_op=True)
-            work = self._communicator.broadcast(sent, 0, async_op=True)
-        elif self._overlaps:
+        if self._overlaps:
             work = self._communicator.all_reduce(sent, op, compress=self._compress, async_op=True)
         else:
             self._communicator.all_reduce(sent, op, compress=self._compress)

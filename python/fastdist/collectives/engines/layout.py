@@ -27,11 +27,6 @@ class Layout:
         """The number of ranks in the largest place."""
         return max(map(len, self.places))
 
-    @property
-    def leaders(self) -> tuple[int, ...]:
-        """The first rank of each place."""
-        return tuple(ranks[0] for ranks in self.places)
-
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the place of a rank and the rank's number within that place."""
         for place, ranks in enumerate(self.places):

@@ -16,7 +16,7 @@ from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.calls import Calls, Job, Left
 from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
-from fastdist.integrations.torch_backend.meeting import StoreBootstrap, host_of, missing_ranks
+from fastdist.integrations.torch_backend.meeting import StoreBootstrap, host_of
 
 
 class ProcessGroupFastdist(Calls):
@@ -37,17 +37,13 @@ class ProcessGroupFastdist(Calls):
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
-        return cls(comm, options.store, bootstrap.number, timeout_s, options.group_id)
+        return cls(comm, options.store, timeout_s, options.group_id)
 
-    def __init__(
-        self, comm: Communicator, store: Any, meeting: int, timeout_s: float, name: str
-    ) -> None:
+    def __init__(self, comm: Communicator, store: Any, timeout_s: float, name: str) -> None:
         super().__init__(comm, timeout_s)
         self._store = store
-        self._meeting = meeting  # its number in the store
         self._group_name = name
         self._group_desc = ""
-        self._monitored = 0  # barriers
         self._others: dict[str, Any] = {}
         self._has_left = False
 
@@ -196,40 +192,3 @@ class ProcessGroupFastdist(Calls):
             for other in self._others.values():
                 if other is not None:
                     getattr(other, name)()
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait like `barrier`, by torch's store alone, and tell which ranks did not come.
-
-        The group stays usable. torch.distributed.monitored_barrier refuses all backends but Gloo:
-        call this method of the group.
-
-        Args:
-            timeout: how long to wait; the group's timeout if None.
-            wait_all_ranks: rank 0 names all ranks that did not come, instead of the first.
-
-        Raises:
-            DistBackendError: a rank did not come in time.
-        """
-        self._monitored += 1
-        rank = self._comm.rank
-        wait = timedelta(seconds=self._timeout_s) if timeout is None else timeout
-        key = f"monitored/{self._meeting}/{self._monitored}"
-        missing = missing_ranks(self._store, key, rank, self._comm.world_size, wait)
-        if not missing:
-            return
-        within = f"in {wait.total_seconds() * 1e3:g} ms"
-        if rank != 0:
-            text = (
-                f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
-                f"waiting for send/recv from rank 0: it did not answer {within}"
-            )
-        elif not wait:
-            text = f"Rank 0 timed out in monitoredBarrier {within}"
-        elif wait_all_ranks:
-            names = ", ".join(map(str, missing))
-            text = f"Ranks {names} failed to pass monitoredBarrier {within}"
-        else:
-            text = f"Rank {missing[0]} failed to pass monitoredBarrier {within}"
-        raise DistBackendError(text)

@@ -33,11 +33,6 @@ class StoreBootstrap:
         self._number: int = store.add(f"fastdist/meetings/{rank}", 1)
         self._calls = 0
 
-    @property
-    def number(self) -> int:
-        """The number of this meeting in its store, from 1."""
-        return self._number
-
     def Get_rank(self) -> int:
         """Return this rank."""
         return self._rank
@@ -65,7 +60,7 @@ class StoreBootstrap:
     def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
         missing: tuple[int, ...] = ()
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            missing = tuple(_absent(self._store, keys))
+            missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
         who = f"ranks {list(missing)} did" if missing else "other ranks did"
         return ClusterConfigError(
             f"rendezvous: {who} not come to the process group within {self._timeout_s:g} s, seen "
@@ -73,28 +68,6 @@ class StoreBootstrap:
             'or new_group with backend "fastdist" and the same ranks?',
             missing,
         )
-
-
-def missing_ranks(store: Any, key: str, rank: int, size: int, timeout: timedelta) -> list[int]:
-    """Wait until every rank has called; return the ranks that did not come in time.
-
-    Rank 0 waits for all ranks, which wait for its answer.
-    """
-    posted = [f"{key}/{r}" for r in range(size)]
-    store.set(posted[rank], "here")
-    try:
-        # Stores take a timeout of zero for none at all.
-        store.wait(posted if rank == 0 else [f"{key}/all"], max(timeout, timedelta(milliseconds=1)))
-    except RuntimeError:
-        return _absent(store, posted) or [0]
-    if rank == 0:
-        store.set(f"{key}/all", "here")
-    return []
-
-
-def _absent(store: Any, keys: list[str]) -> list[int]:
-    """Return the ranks whose keys are not in the store; keys are by rank."""
-    return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
 def host_of(store: Any) -> str | None:

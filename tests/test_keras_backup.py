@@ -344,6 +344,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_told_replica_makes_all_save_and_exit(tmp_path: Path) -> None:
     undisturbed = start(tmp_path / "undisturbed")
     told = start(tmp_path / "told", 1, 17, signal.SIGTERM)

@@ -103,7 +103,8 @@ def test_doctor_says_which_library_and_why_no_gpu() -> None:
     assert _core.why_no_cuda() in facts["cuda"].text
     nccl = facts["nccl"]
     assert (nccl.value is None) == ("nccl_functions" not in facts)
-    assert nccl.text.startswith("2.") or "was not found" in nccl.text
+    assert ("was not found" in nccl.text) == (nccl.value is None)
+    assert nccl.value is None or nccl.text.startswith("2.")
 
 
 def test_what_the_process_has_loaded_comes_first(nccl: Path, tmp_path: Path) -> None:

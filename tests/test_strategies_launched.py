@@ -11,6 +11,9 @@ from tempfile import TemporaryDirectory
 
 import test_strategies
 from ranks import ProcessRanks
+from strategy_contract import StrategyContract
+from strategy_programs import ProgramsContract
+from strategy_training import TrainingContract
 from test_strategies import (  # noqa: F401
     Contract,
     ManyProcesses,
@@ -57,7 +60,7 @@ def launched(size: int, launcher: str, kind: str) -> ManyProcesses:
 
 
 class TestSelfStarted(Contract):
-    slow_sizes = (2, 3)
+    slow_sizes = (2,)
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
@@ -75,7 +78,16 @@ class TestSelfStartedCentral(Contract):
     test_out_of_sync_is_seen = test_strategies.TestCentralStorage.test_out_of_sync_is_seen
 
 
-class TestFastdistRun(Contract):
+class Started(StrategyContract, TrainingContract, ProgramsContract):
+    """Of the contract, what a launcher might change."""
+
+
+class TestThreeSelfStarted(Started):
+    slow_sizes = (3,)
+    make = staticmethod(TestSelfStarted.make)
+
+
+class TestFastdistRun(Started):
     slow_sizes = (2,)
 
     @staticmethod
@@ -83,7 +95,7 @@ class TestFastdistRun(Contract):
         return launched(size, "fastdist run", "mirrored")
 
 
-class TestTorchrun(Contract):
+class TestTorchrun(Started):
     slow_sizes = (2,)
 
     @staticmethod

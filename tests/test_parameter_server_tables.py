@@ -263,6 +263,7 @@ def test_cached_rows(cluster: PsCluster) -> None:
     np.testing.assert_allclose(last, -0.2, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_narrow_wires(cluster: PsCluster) -> None:
     for wire in ("bfloat16", "float16", "int8"):
         strategy = cluster.strategy(wire=wire, max_staleness=0)

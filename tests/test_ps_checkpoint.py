@@ -149,6 +149,7 @@ def test_save_while_in_use(stack: ExitStack, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*named, "index.json"}
 
 
+@pytest.mark.slow
 def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path) -> None:
     """Adagrad's slot counts pushes of ones, which determines the value."""
     client = stack.enter_context(Client([stack.enter_context(Server()).address]))

@@ -143,7 +143,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("by", ["stdin", *slow("interactive")])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", REFUSED)
 def test_programs_that_cannot_be_started_again(programs: Programs, by: str) -> None:
     text = textwrap.dedent(TALK)
     _, _, err = programs.run(text, by=by, given=text if by == "stdin" else "")
@@ -163,7 +164,8 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ["reads stdin", *slow("exits", "raises", "is killed")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
 def test_a_replica_that_ends_before_the_strategy(programs: Programs, how: str) -> None:
     line, cause, hint = ENDS[how]
     code, _, err = programs.run(f"import os, sys\n{line}\n{textwrap.dedent(TALK)}", given="x\n")

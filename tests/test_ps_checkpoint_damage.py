@@ -106,7 +106,7 @@ def test_missing_and_duplicated_rows(
     index["files"][name] = change(names)
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(
-        ValueError, match=r"missing|duplicated|not of all owners|hold 50 rows|no checksum"
+        ValueError, match=r"missing|duplicated|missing for some servers|hold 50 rows|no checksum"
     ):
         restore_checkpoint(job.client, tmp_path, job.things)
     require_same(job.values(), before)

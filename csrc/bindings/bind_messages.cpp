@@ -62,7 +62,7 @@ class Messages {
         py::make_tuple(array, in->take_holder()), py::none(), timeout, async);
   }
 
-  // Returns what a Receive says when it has ended.
+  // The result is the Receive, which reports its source once done.
   py::object recv(py::handle array, int src, std::uint64_t tag, Timeout timeout, bool async) {
     Arrays to(array, Access::kWrite, "array");
     const auto receive = std::make_shared<Receive>(to.views()[0], tag);

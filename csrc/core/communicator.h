@@ -44,7 +44,7 @@ struct CallOptions {
   const Signature* shown = nullptr;
   // GPU engines: the CUDA stream that the call is enqueued on; null is the default stream.
   void* stream = nullptr;
-  // Of a send: what the receiver chooses among its receives by; see `Inbox`.
+  // The tag of a send, matched by the receiver's `Inbox`.
   std::uint64_t tag = 0;
 };
 

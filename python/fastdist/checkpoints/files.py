@@ -78,15 +78,18 @@ class Checksums:
 
 
 def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> None:
-    """Write a checkpoint; it has its name when it is whole and on the disk. Starts no thread.
+    """Write a checkpoint, and rename it to its final name after all of it is flushed.
+
+    Starts no thread.
 
     Args:
-        path: of the directory to make; a checkpoint that lies there is replaced at the end.
-        parts: by name.
-        checksums: of these parts.
+        path: the directory to make; replaces a checkpoint of that name at the end.
+        parts: the files of each part, by its name.
+        checksums: those of these parts.
 
     Raises:
-        OSError: the disk is full, or the directory cannot be written; what lay there is unchanged.
+        OSError: the disk is full, or the directory cannot be written; an earlier checkpoint of
+            that name is unchanged.
     """
     from safetensors.torch import save_file
 

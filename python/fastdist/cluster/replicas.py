@@ -99,9 +99,9 @@ def started_replica() -> StartedReplica | None:
 
 
 def patience_s() -> float:
-    """Seconds that other replicas may come later than those of a launcher.
+    """Extra rendezvous time, in seconds, for replicas that rerun the program from its start.
 
-    They run the program from its beginning, which has taken this process its whole life so far.
+    This process's whole life so far has gone into what they rerun.
     """
     if _Known.own is None:
         return 0.0

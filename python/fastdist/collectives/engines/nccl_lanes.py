@@ -174,7 +174,7 @@ class Lane:
             self._ended.set()
 
     def _shared_id(self) -> bytes:
-        """Send or receive the id, without ever looking as if this rank could only wait."""
+        """Exchange the id asynchronously, so that the deadlock check sees no blocked rank."""
         made = _core.new_nccl_id() if self._op == "send" else bytes(ID_BYTES)
         shared = np.frombuffer(made, np.uint8).copy()
         letter = self._mail[self._op](shared, self._peer, self._timeout_s, True)

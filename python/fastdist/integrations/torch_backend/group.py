@@ -1,4 +1,4 @@
-"""The process group as torch sees it: how it is made, split and left, and what it serves."""
+"""The process group: creation, splitting and shutdown."""
 
 from __future__ import annotations
 

@@ -48,17 +48,17 @@ def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 def reduction_of(
     op: Any, written: Sequence[torch.Tensor], finish: Finish, size: int
 ) -> tuple[Any, Any, Finish]:
-    """Return how the engines do one of torch's reductions.
+    """Map one of torch's reductions to the engines'.
 
     Args:
         op: torch's reduction.
         written: the tensors that the engine writes, of one dtype.
-        finish: what is to be called when the engine has written them.
+        finish: called when the engine has written them.
         size: the number of ranks.
 
     Returns:
-        The engines' name, the factor to multiply the inputs by before (or None), and what is to be
-        called afterwards: the mean of integers is a sum that is divided there, as NCCL does it.
+        The engines' name, the factor of the inputs (or None), and a function to call afterwards,
+        which divides the sum for a mean of integers, as NCCL does.
     """
     name = _NAMES.get(hash(op))
     if name is None:

@@ -1,4 +1,4 @@
-"""Tensors as the engines take them, for tensors as torch.distributed takes them."""
+"""Converts torch.distributed's tensors into dense tensors that engines accept."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def all_to_write(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], F
 
 
 def all_of(finishes: Sequence[Finish]) -> Finish:
-    """Return what does all of these, if any do something."""
+    """Return a function that calls all of these, or None if there are none."""
     some = [finish for finish in finishes if finish is not None]
 
     def finish_all() -> None:

@@ -60,7 +60,7 @@ class Deduplicator:
             progress = known.progress.get(number, Progress.NEW)
             if progress is Progress.NEW:
                 if len(known.progress) >= MAX_REQUESTS:
-                    raise ValueError(f"over {MAX_REQUESTS} changes without a reply")
+                    raise ValueError(f"too many unanswered changes (limit {MAX_REQUESTS})")
                 known.progress[number] = Progress.RUNNING
             return progress
 

@@ -296,7 +296,9 @@ def _require_complete(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int
         if not is_whole or any(
             part != Part(spec.name, 0, -1, part.owner, owners) for part in parts
         ):
-            raise ValueError(f"{spec.name!r}: the files are of {set(parts)}, not of all owners")
+            raise ValueError(
+                f"{spec.name!r}: files are missing for some servers: found {set(parts)}"
+            )
 
 
 def _require_rows(name: str, held: Iterable[tuple[int, int]], begin: int, end: int) -> None:

@@ -1,8 +1,6 @@
 #include "bindings/checker.h"
 
 #include <chrono>
-#include <optional>
-#include <string>
 #include <utility>
 
 namespace fastdist::bindings {
@@ -60,16 +58,6 @@ bool HostChecker::settle(std::chrono::nanoseconds limit) noexcept {
   } catch (...) {  // no memory: the comparison has ended
     return true;
   }
-}
-
-std::optional<Error> HostChecker::find_lost() const {
-  const auto rank = hosts_.communicator().find_lost();
-  if (!rank) return std::nullopt;
-  return Error(ErrorCode::kPeerFailure,
-               "rank " + std::to_string(*rank) +
-                   " has died or aborted while calls on GPUs waited for it; the communicator was "
-                   "aborted",
-               {*rank});
 }
 
 }  // namespace fastdist::bindings

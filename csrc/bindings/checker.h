@@ -26,7 +26,9 @@ class HostChecker final : public nccl::Checker {
   bool agree(const Signature& signature, bool flag, const CallOptions& options) override;
   void compare_later(const Signature& signature, const CallOptions& options) override;
   bool settle(std::chrono::nanoseconds limit) noexcept override;
-  [[nodiscard]] std::optional<Error> find_lost() const override;
+  [[nodiscard]] std::optional<int> find_lost() const override {
+    return hosts_.communicator().find_lost();
+  }
 
   // The comparison of the last call that was compared later.
   [[nodiscard]] std::shared_ptr<Work> last() const {

@@ -230,11 +230,7 @@ void HostCommunicator::throw_mismatch() {
   std::vector<CallOfRank> calls;
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) await(p, peer(p).control->site.call, sequence_);
-    const Header& h = header_of(p);
-    calls.push_back({unpack_signature(h.signature.load(std::memory_order_relaxed),
-                                      h.count.load(std::memory_order_relaxed),
-                                      h.list.load(std::memory_order_relaxed)),
-                     peer(p).control->site.text.data()});
+    calls.push_back({signature_in(header_of(p)), peer(p).control->site.text.data()});
   }
   throw mismatch_of(sequence_, rank_, calls);
 }

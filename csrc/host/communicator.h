@@ -24,7 +24,7 @@
 
 #include "core/array_list.h"
 #include "core/communicator.h"
-#include "core/error.h"
+#include "core/failure.h"
 #include "core/signature.h"
 #include "host/copy_to_peers.h"
 #include "host/layout.h"
@@ -59,12 +59,17 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
   // Returns another rank whose process has died in use of the communicator. Thread-safe.
   [[nodiscard]] std::optional<int> find_dead() const noexcept;
-  // Sets the numbers of the ranks in errors, for ranks that are part of a larger job.
-  void set_labels(std::vector<int> labels) { labels_ = std::move(labels); }
-  // Gives up for a cause beyond this machine, which all ranks then throw. Thread-safe.
-  void abandon(const Error& cause) noexcept;
-  // Returns the cause for which a rank has called `abandon`. Thread-safe.
-  [[nodiscard]] std::optional<Error> find_cause() const;
+  // Sets the numbers of the ranks in errors, for ranks that are part of a job of `job_size` ranks.
+  void set_labels(std::vector<int> labels, int job_size) {
+    labels_ = std::move(labels);
+    job_size_ = job_size;
+  }
+  // Gives up for a reason beyond this machine, which all ranks then throw. Thread-safe.
+  void abandon(const Failure& reason) noexcept { announce(reason, RankState::kTold); }
+  // Returns the reason for which a rank has called `abandon`. Thread-safe.
+  [[nodiscard]] std::optional<Failure> find_told() const;
+  // Returns why this rank has failed. Thread-safe.
+  [[nodiscard]] std::optional<Failure> failure() const { return failure_of(rank_); }
 
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
   void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
@@ -181,7 +186,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
   [[nodiscard]] std::vector<int> find_deadlock() const;
-  [[nodiscard]] std::string describe_deadlock() const;
+  [[nodiscard]] std::string waits() const;
 
   // failures.cpp: detects peers that have left, announces failures and describes them.
   void check_interrupt(const Wait& wait);
@@ -189,13 +194,14 @@ class HostCommunicator final : public BlockingCommunicator {
   void check_timeout(const Wait& wait, int p);
   [[nodiscard]] bool has_left(int p) const noexcept;
   [[nodiscard]] std::optional<int> find_left(int p, const Wait& wait) const noexcept;
-  [[nodiscard]] std::string describe_exit(int p) const;
+  [[nodiscard]] std::optional<Failure> failure_of(int p,
+                                                  RankState least = RankState::kFailed) const;
   [[noreturn]] void throw_peer_failure(int p, const Wait& wait);
-  [[noreturn]] void fail(RankState why, int failed_rank, const Error& error);
-  void announce_failure(RankState why, int failed_rank) noexcept;
+  [[noreturn]] void fail(const Failure& failure, const Wait& wait);
+  void announce(const Failure& failure, RankState state) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] std::uint64_t last_sequence(int p) const noexcept;
-  [[nodiscard]] std::string last_calls() const;
+  [[nodiscard]] std::vector<LastCall> last_calls() const;
 
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
@@ -230,6 +236,7 @@ class HostCommunicator final : public BlockingCommunicator {
   std::shared_ptr<Machine> machine_;
   std::vector<int> members_;
   std::vector<int> labels_;
+  int job_size_ = static_cast<int>(members_.size());
   int rank_;
   std::shared_ptr<SharedBlock> block_;
   Tuning tuning_;
@@ -242,7 +249,7 @@ class HostCommunicator final : public BlockingCommunicator {
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();
   std::atomic<int> submitted_{0};
-  std::mutex abandon_mutex_;
+  std::mutex announce_mutex_;
   std::uint64_t waits_ = 0;  // number of published waits
   std::uint64_t sequence_ = 0;
   std::size_t position_ = 0;  // in the rings, the same on all ranks

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/failure.h"
 #include "host/communicator.h"
 
 namespace fastdist::host {
@@ -25,9 +25,11 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
   if (!wait.is_published) publish_wait(p, counter, value, wait);
   std::vector<int> ranks = find_deadlock();
   if (ranks.empty()) return;
-  const int next = ranks.front();
-  fail(RankState::kDeadlock, next,
-       Error(ErrorCode::kMismatch, describe_deadlock(), std::move(ranks)));
+  fail({.kind = FailureKind::kDeadlock,
+        .ranks = std::move(ranks),
+        .noticed_by = rank_,
+        .detail = waits()},
+       wait);
 }
 
 void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t value,
@@ -66,7 +68,7 @@ std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const 
   return Blocked{number, static_cast<int>(rank)};
 }
 
-// Returns the other ranks of the chain of waits that begins with this rank's, if it is a deadlock.
+// Returns the ranks of the chain of waits that begins with this rank's, if it is a deadlock.
 std::vector<int> HostCommunicator::find_deadlock() const {
   std::vector<Blocked> waits(peers_.size());
   std::vector<int> chain;
@@ -82,29 +84,19 @@ std::vector<int> HostCommunicator::find_deadlock() const {
     const std::optional<Blocked> wait = blocked(p);
     return wait && wait->number == waits[static_cast<std::size_t>(p)].number;
   });
-  if (!lasts) return {};
-  chain.erase(chain.begin());
-  return chain;
+  return lasts ? chain : std::vector<int>{};
 }
 
-std::string HostCommunicator::describe_deadlock() const {
-  std::string text = "ranks wait for each other, and none of their calls can end (seen from rank " +
-                     std::to_string(rank_) + " of " + std::to_string(size()) + "):";
-  for (int p = 0; p < size(); ++p) {
-    const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+std::string HostCommunicator::waits() const {
+  std::vector<std::optional<WaitOfRank>> waits(peers_.size());
+  for (std::size_t p = 0; p < peers_.size(); ++p) {
+    const Control& control = *peers_[p].control;
     const BlockedWait& wait = control.blocked;
-    text += "\n  rank " + std::to_string(p) + ": ";
-    if (wait.number.load(std::memory_order_acquire) == 0) {
-      text += "not waiting yet";
-      continue;
-    }
-    text += describe(unpack_signature(wait.signature.load(std::memory_order_relaxed),
-                                      wait.count.load(std::memory_order_relaxed),
-                                      wait.list.load(std::memory_order_relaxed))) +
-            ", for rank " + std::to_string(wait.rank.load(std::memory_order_relaxed));
-    if (control.site.text[0] != '\0') text += std::string(" at ") + control.site.text.data();
+    if (wait.number.load(std::memory_order_acquire) == 0) continue;
+    waits[p] = {signature_in(wait), static_cast<int>(wait.rank.load(std::memory_order_relaxed)),
+                control.site.text.data()};
   }
-  return text;
+  return describe_waits(waits, rank_);
 }
 
 }  // namespace fastdist::host

@@ -3,107 +3,38 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "core/error.h"
+#include "core/failure.h"
 #include "host/communicator.h"
 
 namespace fastdist::host {
-namespace {
 
-std::string seconds(std::chrono::nanoseconds duration) {
-  std::string text = std::to_string(std::chrono::duration<double>(duration).count());
-  text.resize(text.find('.') + 2);
-  return text + " s";
+std::optional<Failure> HostCommunicator::failure_of(int p, RankState least) const {
+  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+  const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
+  if (state < least) return std::nullopt;
+  auto failure = read(control.failure, job_size_);
+  const int rank = label(p);
+  return failure ? failure : Failure{FailureKind::kMalformed, {rank}, rank};
 }
 
-Error cause_of(const FailureCause& cause) {
-  return {static_cast<ErrorCode>(cause.code),
-          cause.text.data(),
-          {cause.failed.begin(), cause.failed.begin() + cause.ranks}};
-}
-
-}  // namespace
-
-// Throws the cause again if an earlier call has failed.
+// Throws the failure again if an earlier call has failed.
 void HostCommunicator::check_usable() const {
-  if (generation_ != process_generation()) {
-    throw Error(ErrorCode::kState,
-                "the communicator belongs to the parent process; a forked child cannot use it");
-  }
+  if (generation_ != process_generation()) throw error_if_forked();
   const Control& control = *peers_[static_cast<std::size_t>(rank_)].control;
   const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
   if (state == RankState::kActive) return;
-  const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
-  const std::string unusable = "the communicator cannot be used any more on rank " + name(rank_) +
-                               ", make a new one: in an earlier call, ";
-  switch (state) {
-    case RankState::kActive:
-    case RankState::kClosed:
-      break;
-    case RankState::kTimeout:
-      throw Error(ErrorCode::kTimeout,
-                  unusable + "rank " + name(failed_rank) + " did not come in time",
-                  {label(failed_rank)});
-    case RankState::kPeerFailure:
-      throw Error(ErrorCode::kPeerFailure,
-                  unusable + "rank " + name(failed_rank) + describe_exit(failed_rank),
-                  {label(failed_rank)});
-    case RankState::kInterrupted:
-      throw Error(ErrorCode::kState, unusable + "this rank was interrupted");
-    case RankState::kDeadlock:
-      throw Error(
-          ErrorCode::kMismatch,
-          unusable + "it waited for rank " + name(failed_rank) + ", which waited for other ranks",
-          {label(failed_rank)});
-    case RankState::kCause: {
-      const Error cause = cause_of(control.cause);
-      throw Error(cause.code(), unusable + cause.what(), cause.ranks());
-    }
-  }
-  throw Error(ErrorCode::kState, "the communicator is closed on rank " + name(rank_));
+  if (state == RankState::kClosed) throw error_if_closed(label(rank_));
+  throw error_after(*failure_of(rank_), label(rank_));
 }
 
 // Throws if any rank has failed: the call cannot finish, whichever rank this rank waits for.
 void HostCommunicator::check_failures(const Wait& wait) {
   check_usable();
   for (int p = 0; p < size(); ++p) {
-    const Control& control = *peer(p).control;
-    const auto state = control.state.load(std::memory_order_acquire);
-    if (state == static_cast<std::uint32_t>(RankState::kActive)) continue;
-    const int failed_rank = static_cast<int>(control.failed_rank.load(std::memory_order_relaxed));
-    const std::string who = describe(wait.shown()) + " on rank " + name(rank_) + ": ";
-    switch (static_cast<RankState>(state)) {
-      case RankState::kActive:
-      case RankState::kClosed:
-        break;
-      case RankState::kTimeout:
-        fail(RankState::kTimeout, failed_rank,
-             Error(ErrorCode::kTimeout,
-                   who + "rank " + name(p) + " gave up waiting for rank " + name(failed_rank) +
-                       last_calls(),
-                   {label(failed_rank)}));
-      case RankState::kPeerFailure:
-        fail(RankState::kPeerFailure, failed_rank,
-             Error(ErrorCode::kPeerFailure,
-                   who + "rank " + name(failed_rank) + describe_exit(failed_rank) +
-                       " (noticed by rank " + name(p) + ")" + last_calls(),
-                   {label(failed_rank)}));
-      case RankState::kInterrupted:
-        fail(RankState::kPeerFailure, p,
-             Error(ErrorCode::kPeerFailure,
-                   who + "rank " + name(p) + " was interrupted" + last_calls(), {label(p)}));
-      case RankState::kDeadlock:
-        fail(RankState::kDeadlock, p, Error(ErrorCode::kMismatch, describe_deadlock(), {label(p)}));
-      case RankState::kCause: {
-        const Error cause = cause_of(control.cause);
-        abandon(cause);
-        throw Error(cause.code(), who + cause.what(), cause.ranks());
-      }
-    }
+    if (const auto failure = failure_of(p)) fail(*failure, wait);
   }
 }
 
@@ -145,32 +76,29 @@ std::optional<int> HostCommunicator::find_dead() const noexcept {
   return std::nullopt;
 }
 
-std::string HostCommunicator::describe_exit(int p) const {
-  const auto state =
-      peers_[static_cast<std::size_t>(p)].control->state.load(std::memory_order_acquire);
-  return state == static_cast<std::uint32_t>(RankState::kClosed) ? " has closed the communicator"
-                                                                 : " has died";
-}
-
-// Throws the cause that a rank has announced, perhaps since the last check, rather than its
+// Throws the failure that a rank has announced, perhaps since the last check, rather than its
 // absence.
 void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
   check_failures(wait);
-  fail(RankState::kPeerFailure, p,
-       Error(ErrorCode::kPeerFailure,
-             describe(wait.shown()) + " on rank " + name(rank_) + ": rank " + name(p) +
-                 describe_exit(p) + last_calls(),
-             {label(p)}));
+  const auto state = static_cast<RankState>(peer(p).control->state.load(std::memory_order_acquire));
+  const auto kind = state == RankState::kClosed ? FailureKind::kClosed : FailureKind::kDied;
+  fail({kind, {label(p)}, label(rank_)}, wait);
 }
 
 void HostCommunicator::check_interrupt(const Wait& wait) {
+  const int self = label(rank_);
   try {
     wait.options->caller->check_interrupt();
-  } catch (const Error& cause) {
-    abandon(cause);
+  } catch (const Error& error) {
+    announce({.kind = FailureKind::kError,
+              .ranks = error.ranks(),
+              .noticed_by = self,
+              .detail = error.what(),
+              .code = error.code()},
+             RankState::kFailed);
     throw;
   } catch (...) {
-    announce_failure(RankState::kInterrupted, rank_);
+    announce({FailureKind::kInterrupted, {self}, self}, RankState::kFailed);
     throw;
   }
 }
@@ -181,54 +109,30 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   std::vector<int> missing;
   const bool collective = wait.bell == &me().control->bell;
   for (int q = 0; collective && q < size(); ++q) {
-    if (last_sequence(q) < sequence_) missing.push_back(q);
+    if (last_sequence(q) < sequence_) missing.push_back(label(q));
   }
-  if (missing.empty()) missing.push_back(p);
-  std::string names;
-  for (int& q : missing) {
-    names += (names.empty() ? "" : ", ") + name(q);
-    q = label(q);
-  }
-  fail(RankState::kTimeout, p,
-       Error(ErrorCode::kTimeout,
-             describe(wait.shown()) + " on rank " + name(rank_) + " reached its timeout after " +
-                 seconds(waited) + " waiting for rank " + names + last_calls(),
-             std::move(missing)));
+  if (missing.empty()) missing.push_back(label(p));
+  fail({FailureKind::kTimeout, std::move(missing), label(rank_), waited}, wait);
 }
 
-void HostCommunicator::abandon(const Error& cause) noexcept {
+// The first failure stays.
+void HostCommunicator::announce(const Failure& failure, RankState state) noexcept {
   Control& control = *me().control;
-  const std::lock_guard lock(abandon_mutex_);
-  if (control.state.load(std::memory_order_relaxed) !=
-      static_cast<std::uint32_t>(RankState::kActive)) {
-    return;
+  {
+    const std::lock_guard lock(announce_mutex_);
+    const auto active = static_cast<std::uint32_t>(RankState::kActive);
+    if (control.state.load(std::memory_order_relaxed) != active) return;
+    write(failure, control.failure);
+    control.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
   }
-  FailureCause& shared = control.cause;
-  const std::string_view text = cause.what();
-  const std::size_t length = std::min(text.size(), shared.text.size() - 1);
-  shared.code = static_cast<std::uint32_t>(cause.code());
-  shared.ranks = static_cast<std::uint32_t>(std::min(cause.ranks().size(), shared.failed.size()));
-  std::copy_n(cause.ranks().begin(), shared.ranks, shared.failed.begin());
-  std::copy_n(text.data(), length, shared.text.data());
-  shared.text[length] = '\0';
-  announce_failure(RankState::kCause, rank_);
+  wake_everyone();
 }
 
-std::optional<Error> HostCommunicator::find_cause() const {
-  for (const Peer& p : peers_) {
-    if (p.control->state.load(std::memory_order_acquire) ==
-        static_cast<std::uint32_t>(RankState::kCause)) {
-      return cause_of(p.control->cause);
-    }
+std::optional<Failure> HostCommunicator::find_told() const {
+  for (int p = 0; p < size(); ++p) {
+    if (auto failure = failure_of(p, RankState::kTold)) return failure;
   }
   return std::nullopt;
-}
-
-void HostCommunicator::announce_failure(RankState why, int failed_rank) noexcept {
-  Control& control = *me().control;
-  control.failed_rank.store(static_cast<std::uint32_t>(failed_rank), std::memory_order_relaxed);
-  control.state.store(static_cast<std::uint32_t>(why), std::memory_order_seq_cst);
-  wake_everyone();
 }
 
 // Includes this rank's own threads. A peer's transfer with a third rank notices at its next poll.
@@ -244,9 +148,9 @@ void HostCommunicator::wake_everyone() noexcept {
   }
 }
 
-void HostCommunicator::fail(RankState why, int failed_rank, const Error& error) {
-  announce_failure(why, failed_rank);
-  throw error;
+void HostCommunicator::fail(const Failure& failure, const Wait& wait) {
+  announce(failure, RankState::kFailed);
+  throw error_in(failure, wait.shown(), label(rank_), last_calls());
 }
 
 std::uint64_t HostCommunicator::last_sequence(int p) const noexcept {
@@ -255,21 +159,14 @@ std::uint64_t HostCommunicator::last_sequence(int p) const noexcept {
                   them.slots[1]->sequence.load(std::memory_order_acquire));
 }
 
-// Describes each rank's last collective, for messages.
-std::string HostCommunicator::last_calls() const {
-  std::string text = "; last collective of each rank:";
+std::vector<LastCall> HostCommunicator::last_calls() const {
+  std::vector<LastCall> calls;
   for (int p = 0; p < size(); ++p) {
     const std::uint64_t sequence = last_sequence(p);
     const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
-    text += "\n  rank " + name(p) + ": ";
-    text += sequence == 0
-                ? "none"
-                : "call " + std::to_string(sequence) + ", " +
-                      describe(unpack_signature(h.signature.load(std::memory_order_relaxed),
-                                                h.count.load(std::memory_order_relaxed),
-                                                h.list.load(std::memory_order_relaxed)));
+    calls.push_back({label(p), sequence, signature_in(h)});
   }
-  return text;
+  return calls;
 }
 
 }  // namespace fastdist::host

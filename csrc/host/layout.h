@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/failure.h"
 #include "host/signal.h"
 
 namespace fastdist::host {
@@ -28,15 +29,12 @@ inline constexpr std::uint64_t kAllRounds = (std::uint64_t{1} << kRoundBits) - 1
   return sequence << kRoundBits | round;
 }
 
-// The state of a rank in a communicator: active, closed, or the reason for its failure.
+// The state of a rank in a communicator. The last two say that `Control::failure` is set.
 enum class RankState : std::uint32_t {
   kActive,
   kClosed,
-  kTimeout,
-  kPeerFailure,
-  kInterrupted,
-  kDeadlock,
-  kCause  // in `Control::cause`
+  kFailed,
+  kTold  // failed for a reason beyond the communicator
 };
 
 // One cache line that announces a call: its number, its signature, the location of the arrays, and
@@ -52,6 +50,14 @@ struct alignas(kCacheLine) Header {
 };
 static_assert(sizeof(Header) == kCacheLine);
 
+// Returns the signature in a Header or a BlockedWait.
+template <class Announced>
+[[nodiscard]] Signature signature_in(const Announced& call) noexcept {
+  return unpack_signature(call.signature.load(std::memory_order_relaxed),
+                          call.count.load(std::memory_order_relaxed),
+                          call.list.load(std::memory_order_relaxed));
+}
+
 // The location of a call that does not match other ranks' calls: "file.py:12 in train".
 struct alignas(kCacheLine) CallSite {
   Counter call;  // the number of the call that `text` describes
@@ -62,14 +68,6 @@ struct alignas(kCacheLine) CallSite {
     std::copy_n(location.data(), length, text.data());
     text[length] = '\0';
   }
-};
-
-// Why a rank has given up, if that has another cause than this communicator.
-struct FailureCause {
-  std::uint32_t code;  // an ErrorCode
-  std::uint32_t ranks;
-  std::array<std::int32_t, 16> failed;  // the first `ranks` are set
-  std::array<char, 4000> text;
 };
 
 // The wait of a rank that makes no other call until it ends. Published by long waits. `number` is
@@ -91,9 +89,8 @@ struct Control {
   alignas(kCacheLine) Counter gathered;   // rounds for which the peers' results have been read
   alignas(kCacheLine) Counter accessing;  // the call that uses peers' arrays in place now, or 0
   alignas(kCacheLine) std::atomic<std::uint32_t> state;
-  std::atomic<std::uint32_t> failed_rank;  // the rank that caused `state`
-  std::atomic<std::uint32_t> closed;       // number of ranks that no longer use this block
-  FailureCause cause;
+  std::atomic<std::uint32_t> closed;  // number of ranks that no longer use this block
+  FailureRecord failure;              // written before `state`
   CallSite site;
   BlockedWait blocked;
   std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on

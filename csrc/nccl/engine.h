@@ -74,8 +74,8 @@ class Checker {
   virtual void on_failure(Fail fail) = 0;
   // Waits until all calls are compared. Returns false if `limit` passes first.
   virtual bool settle(std::chrono::nanoseconds limit) noexcept = 0;
-  // Returns a lost rank as the error that calls waiting for it should throw. Thread-safe.
-  [[nodiscard]] virtual std::optional<Error> find_lost() const = 0;
+  // Returns a rank that has died or failed. Thread-safe.
+  [[nodiscard]] virtual std::optional<int> find_lost() const = 0;
 };
 
 class GpuCommunicator : public Communicator {

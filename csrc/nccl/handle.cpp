@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "core/failure.h"
 #include "cuda/stream.h"
 
 namespace fastdist::nccl {
@@ -84,9 +85,8 @@ void Handle::settle(const CallOptions& options, const char* call) {
       check_usable();
     }
     if (Clock::now() - start > options.timeout) {
-      const double seconds = std::chrono::duration<double>(options.timeout).count();
       fail({ErrorCode::kTimeout, std::string(call) + " has not finished after " +
-                                     std::to_string(seconds) + " s; not all ranks have called it"});
+                                     text_of(options.timeout) + "; not all ranks have called it"});
       check_usable();
     }
     try {

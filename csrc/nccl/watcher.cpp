@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "core/failure.h"
+
 namespace fastdist::nccl {
 namespace {
 
@@ -82,17 +84,6 @@ void Watcher::drain() noexcept {
   state_->drained.wait(lock, [this] { return state_->calls.empty() || !handle_->is_usable(); });
 }
 
-Error Watcher::timeout_error(const Call& call) const {
-  const double seconds = std::chrono::duration<double>(call.timeout).count();
-  std::string text = std::to_string(seconds);
-  text.erase(text.find_last_not_of('0') + 1);
-  if (text.back() == '.') text.pop_back();
-  return {ErrorCode::kTimeout, describe(call.signature) + " has not finished on rank " +
-                                   std::to_string(rank_) + " within " + text +
-                                   " s: a rank has not called it, is late or has died; the "
-                                   "communicator was aborted"};
-}
-
 void Watcher::drop_done(std::unique_lock<std::mutex>& lock) {
   auto& calls = state_->calls;
   while (!calls.empty()) {
@@ -115,13 +106,19 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   }
   const Call& oldest = state_->calls.front();
   const auto age = Clock::now() - oldest.start;
-  if (age > oldest.timeout) return timeout_error(oldest);
+  const Signature signature = oldest.signature;
+  if (age > oldest.timeout) {
+    return error_in({FailureKind::kUnfinished, {}, rank_, oldest.timeout}, signature, rank_, {});
+  }
   lock.unlock();
   auto error = handle_->background_error();
   // Calls that do not match may be its cause, and are told instead.
   if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
   const bool is_of_nccl = error.has_value();
-  if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) error = checker_->find_lost();
+  if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) {
+    const auto lost = checker_->find_lost();
+    if (lost) error = error_in({FailureKind::kAborted, {*lost}, rank_}, signature, rank_, {});
+  }
   lock.lock();
   // Peers that have seen a mismatch abort, perhaps before this rank has made the call that does not
   // match, while its last one is ending.

@@ -98,7 +98,6 @@ class Watcher {
   void drop_done(std::unique_lock<std::mutex>& lock);
   // Removes finished calls; returns the error if something failed.
   [[nodiscard]] std::optional<Error> poll(std::unique_lock<std::mutex>& lock);
-  [[nodiscard]] Error timeout_error(const Call& call) const;
 
   std::shared_ptr<Handle> handle_;
   int rank_;

@@ -14,37 +14,30 @@ namespace {
 
 enum class Kind : std::uint32_t { kReceived, kMismatch, kClosed, kFailure, kQuestion, kState };
 
-// Precedes each answer; `bytes` of text follow.
+// Precedes each answer; `bytes` of text follow, or of a FailureRecord.
 struct Head {
   Kind kind;
   std::uint32_t bytes;
   std::uint64_t number;     // of the transfer
   std::uint64_t signature;  // of a mismatch, packed
   std::uint64_t count;
-  std::uint32_t code;   // of a failure
-  std::uint32_t ranks;  // how many of `failed` are set
-  std::array<std::int32_t, 16> failed;
 };
 
 constexpr std::size_t kLongestText = 4096;
 
-// True for a head that an AnswerWriter of a communicator of `ranks` ranks may write.
-bool is_valid(const Head& head, int ranks) {
-  const auto is_rank = [ranks](int p) { return p >= 0 && p < ranks; };
-  return head.kind <= Kind::kState && head.bytes <= kLongestText &&
-         head.code <= static_cast<std::uint32_t>(ErrorCode::kState) &&
-         head.ranks <= head.failed.size() &&
-         std::all_of(head.failed.begin(), head.failed.begin() + head.ranks, is_rank);
+// True for a head that an AnswerWriter may write.
+bool is_valid(const Head& head) {
+  return head.kind <= Kind::kState &&
+         head.bytes <= (head.kind == Kind::kFailure ? sizeof(FailureRecord) : kLongestText);
 }
 
 constexpr int kWritePatienceMs = 200;
 
-std::vector<std::byte> compose(Head head, const std::string& text) {
-  const std::size_t bytes = std::min(text.size(), kLongestText);
-  head.bytes = static_cast<std::uint32_t>(bytes);
-  std::vector<std::byte> message(sizeof(Head) + bytes);
+std::vector<std::byte> compose(Head head, std::string_view text) {
+  head.bytes = static_cast<std::uint32_t>(text.size());
+  std::vector<std::byte> message(sizeof(Head) + text.size());
   std::memcpy(message.data(), &head, sizeof(Head));
-  std::memcpy(message.data() + sizeof(Head), text.data(), bytes);
+  std::memcpy(message.data() + sizeof(Head), text.data(), text.size());
   return message;
 }
 
@@ -71,7 +64,7 @@ void AnswerReader::parse() {
   while (buffer_.size() - at >= sizeof(Head)) {
     Head head;
     std::memcpy(&head, buffer_.data() + at, sizeof(Head));
-    if (!is_valid(head, ranks_)) {
+    if (!is_valid(head)) {
       ended_ = true;
       return;
     }
@@ -89,10 +82,8 @@ void AnswerReader::parse() {
         closed_ = true;
         break;
       case Kind::kFailure:
-        if (!failure_) {
-          failure_.emplace(static_cast<ErrorCode>(head.code), text,
-                           std::vector<int>(head.failed.begin(), head.failed.begin() + head.ranks));
-        }
+        if (!failure_) failure_ = read(text, ranks_);
+        if (!failure_) ended_ = true;
         break;
       case Kind::kQuestion:
         question_ = head.number;
@@ -121,7 +112,7 @@ bool AnswerReader::has_ended() const {
   return ended_;
 }
 
-std::optional<Error> AnswerReader::failure() const {
+std::optional<Failure> AnswerReader::failure() const {
   const std::lock_guard lock(mutex_);
   return failure_;
 }
@@ -143,7 +134,7 @@ void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
   head.number = answer.number;
   head.signature = answer.signature.packed();
   head.count = answer.signature.count;
-  write(compose(head, answer.site));
+  write(compose(head, std::string_view(answer.site).substr(0, kLongestText)));
 }
 
 void AnswerWriter::tell_closed() noexcept {
@@ -152,13 +143,12 @@ void AnswerWriter::tell_closed() noexcept {
   write(compose(head, ""));
 }
 
-void AnswerWriter::tell_failure(const Error& error) noexcept {
+void AnswerWriter::tell_failure(const Failure& failure) noexcept {
   Head head{};
   head.kind = Kind::kFailure;
-  head.code = static_cast<std::uint32_t>(error.code());
-  head.ranks = static_cast<std::uint32_t>(std::min(error.ranks().size(), head.failed.size()));
-  std::copy_n(error.ranks().begin(), head.ranks, head.failed.begin());
-  write(compose(head, error.what()));
+  FailureRecord record{};
+  fastdist::write(failure, record);
+  write(compose(head, bytes_of(record)));
 }
 
 void AnswerWriter::ask(std::uint64_t number) noexcept {
@@ -172,7 +162,7 @@ void AnswerWriter::tell_state(std::uint64_t number, const std::string& state) no
   Head head{};
   head.kind = Kind::kState;
   head.number = number;
-  write(compose(head, state));
+  write(compose(head, std::string_view(state).substr(0, kLongestText)));
 }
 
 // A peer reads its answers whenever it waits, so the kernel's buffer has room for them.

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
+#include "core/failure.h"
 #include "core/signature.h"
 
 namespace fastdist::net {
@@ -37,7 +37,7 @@ class AnswerReader {
   // The peer has closed the connection: it has closed the communicator, or has died.
   [[nodiscard]] bool has_ended() const;
   // Why the peer gave up.
-  [[nodiscard]] std::optional<Error> failure() const;
+  [[nodiscard]] std::optional<Failure> failure() const;
   // Returns the number of a question for this rank's state, once.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
   // Returns the peer's answer to question `number` or a later one, if it has come.
@@ -53,7 +53,7 @@ class AnswerReader {
   Acknowledgement last_;
   bool closed_ = false;
   bool ended_ = false;
-  std::optional<Error> failure_;
+  std::optional<Failure> failure_;
   std::optional<std::uint64_t> question_;
   std::uint64_t state_number_ = 0;
   std::string state_;
@@ -66,7 +66,7 @@ class AnswerWriter {
 
   void acknowledge(const Acknowledgement& answer) noexcept;
   void tell_closed() noexcept;
-  void tell_failure(const Error& error) noexcept;
+  void tell_failure(const Failure& failure) noexcept;
   void ask(std::uint64_t number) noexcept;
   void tell_state(std::uint64_t number, const std::string& state) noexcept;
 

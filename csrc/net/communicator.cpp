@@ -31,7 +31,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
       for (const int fd : peer(p).fds()) guard_from_forks(fd);
     }
   }
-  inner_->set_labels(ranks_of(machine_of(rank_)));
+  inner_->set_labels(ranks_of(machine_of(rank_)), size());
   inner_->count_submitted(1);  // it does not know which waits of this rank lie beyond it
   for (const std::vector<int>& ranks : machines_) {
     order_.insert(order_.end(), ranks.begin(), ranks.end());
@@ -98,8 +98,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   } catch (const Error&) {
     throw;  // `fail` has told the others, or the ranks agree on a mismatch
   } catch (...) {
-    abandon(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(rank_) + " was interrupted",
-                  {rank_}));
+    abandon({FailureKind::kInterrupted, {rank_}, rank_});
     throw;
   }
 }
@@ -161,8 +160,7 @@ void NetCommunicator::throw_mismatch() {
   for (std::size_t i = 0; i < order_.size(); ++i) {
     const auto p = static_cast<std::size_t>(order_[i]);
     const auto* text = reinterpret_cast<const char*>(sites.data() + i * own.size());
-    calls[p] = {unpack_signature(last_[p].signature, last_[p].count, last_[p].list),
-                std::string(text, ::strnlen(text, own.size()))};
+    calls[p] = {last_[p].call(), std::string(text, ::strnlen(text, own.size()))};
   }
   throw mismatch_of(sequence_, rank_, calls);
 }

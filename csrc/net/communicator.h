@@ -26,7 +26,7 @@
 
 #include "core/array_list.h"
 #include "core/communicator.h"
-#include "core/error.h"
+#include "core/failure.h"
 #include "core/process.h"
 #include "core/signature.h"
 #include "host/communicator.h"
@@ -104,6 +104,9 @@ class NetCommunicator final : public BlockingCommunicator {
     std::uint64_t signature = 0;
     std::uint64_t count = 0;
     std::uint64_t list = 0;
+    [[nodiscard]] Signature call() const noexcept {
+      return unpack_signature(signature, count, list);
+    }
     [[nodiscard]] bool matches(const CallHead& other) const noexcept {
       return signature == other.signature && count == other.count && list == other.list;
     }
@@ -206,13 +209,12 @@ class NetCommunicator final : public BlockingCommunicator {
   [[noreturn]] void throw_malformed(int p, const Signature& signature);
   [[noreturn]] void throw_late(int p, Wait& wait, Clock::duration waited);
   [[noreturn]] void throw_inner(const Error& error, Wait& wait);
-  [[noreturn]] void throw_noticed(const Error& cause, int noticed_by, const Signature& signature);
-  [[noreturn]] void fail(const Error& cause, const Signature& signature);
-  void abandon(const Error& cause) noexcept;
+  [[noreturn]] void throw_told(const Failure& failure, const Signature& signature);
+  [[noreturn]] void fail(const Failure& failure, const Signature& signature);
+  void abandon(const Failure& failure) noexcept;
   void warn_of_silence(Wait& wait);
   [[nodiscard]] bool is_unreachable(int p, std::chrono::milliseconds silence) const;
-  [[nodiscard]] std::string prefix(const Signature& signature) const;
-  [[nodiscard]] std::string last_calls() const;
+  [[nodiscard]] std::vector<LastCall> last_calls() const;
 
   // deadlock.cpp
   void check_deadlock(Wait& wait);
@@ -284,7 +286,7 @@ class NetCommunicator final : public BlockingCommunicator {
   mutable std::mutex failure_mutex_;
   std::atomic<std::int64_t> moved_at_{0};  // when bytes of a stream moved last
   std::atomic<std::int64_t> dead_at_{0};   // when the death of a rank of this machine was noticed
-  std::optional<Error> failure_;           // the reason, without the call that noticed it
+  std::optional<Failure> failure_;
 
   std::uint64_t sequence_ = 0;
   // Of the current collective.

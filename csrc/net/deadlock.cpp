@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/mismatch.h"
 #include "net/communicator.h"
 
 namespace fastdist::net {
@@ -160,7 +159,7 @@ std::vector<int> NetCommunicator::find_late(const Wait& wait, const std::vector<
       if (p == rank_) continue;
       AnswerReader& answers = peer(p).answers;
       answers.poll();
-      if (const auto cause = answers.failure()) throw_noticed(*cause, p, wait.signature);
+      if (const auto told = answers.failure()) throw_told(*told, wait.signature);
       const bool answers_now = answers.state(question).has_value();
       // An answer to an earlier question tells as well that the rank has come.
       const auto state = answers.state(1);
@@ -214,24 +213,19 @@ void NetCommunicator::check_deadlock(Wait& wait) {
   }
   std::vector<int> stuck = find_stuck(ranks);
   if (std::find(stuck.begin(), stuck.end(), rank_) == stuck.end()) return;
-  std::string text = "ranks wait for each other, and none of their calls can end (seen from rank " +
-                     std::to_string(rank_) + " of " + std::to_string(size()) + "):";
+  std::vector<std::optional<WaitOfRank>> waits(n);
   for (int p = 0; p < size(); ++p) {
     const auto& rank = ranks[static_cast<std::size_t>(p)];
-    text += "\n  rank " + std::to_string(p) + ": ";
-    if (!rank) {
-      text += "not waiting yet";
-      continue;
-    }
-    text += describe(rank->call);
+    if (!rank) continue;
     const std::vector<int> missing = missing_for(p, ranks);
-    if (!missing.empty()) text += ", for rank " + std::to_string(missing.front());
-    if (!rank->site.empty()) text += " at " + rank->site;
+    waits[static_cast<std::size_t>(p)] = {
+        rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()), rank->site};
   }
-  stuck.erase(std::remove(stuck.begin(), stuck.end(), rank_), stuck.end());
-  const Error error(ErrorCode::kMismatch, text, std::move(stuck));
-  abandon(error);
-  throw error;
+  fail({.kind = FailureKind::kDeadlock,
+        .ranks = std::move(stuck),
+        .noticed_by = rank_,
+        .detail = describe_waits(waits, rank_)},
+       wait.signature);
 }
 
 }  // namespace fastdist::net

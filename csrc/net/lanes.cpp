@@ -68,8 +68,7 @@ void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
   } catch (const Error&) {
     throw;
   } catch (...) {
-    abandon(Error(ErrorCode::kPeerFailure, "rank " + std::to_string(rank_) + " was interrupted",
-                  {rank_}));
+    abandon({FailureKind::kInterrupted, {rank_}, rank_});
     throw;
   }
 }

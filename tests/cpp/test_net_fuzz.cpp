@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/failure.h"
 #include "machines.h"
 #include "net/communicator.h"
 #include "net/connect.h"
@@ -123,8 +124,6 @@ struct TransferHead {
 struct AnswerHead {
   std::uint32_t kind, bytes;
   std::uint64_t number, signature, count;
-  std::uint32_t code, ranks;
-  std::array<std::int32_t, 16> failed;
 };
 struct State {
   std::uint64_t sequence, signature, count, list;
@@ -132,14 +131,32 @@ struct State {
   std::array<std::uint32_t, 4> counts;  // sent to and received from ranks 0 and 1
 };
 
+constexpr std::uint32_t kFailureAnswer = 3;
 constexpr std::uint32_t kStateAnswer = 5;
+
+Bytes failure(Random& random, const std::string& detail) {
+  FailureRecord record{};
+  write({.kind = static_cast<FailureKind>(random.below(12)),
+         .ranks = {1},
+         .noticed_by = static_cast<int>(random.below(2)),
+         .detail = detail,
+         .code = static_cast<ErrorCode>(random.below(10))},
+        record);
+  const std::string_view bytes = fastdist::bytes_of(record);
+  const auto* data = reinterpret_cast<const std::byte*>(bytes.data());
+  return {data, data + bytes.size()};
+}
 
 Bytes answer(Random& random, std::uint32_t kind, std::uint64_t signature) {
   State state{1, signature, 3, 0, 1, 2, 1, 0, {}};
   const std::string text = "train.py:7";
-  AnswerHead head{kind, 0, 1, signature, 3, static_cast<std::uint32_t>(random.below(10)), 1, {1}};
-  Bytes body = kind == kStateAnswer ? bytes_of(state) : Bytes();
-  for (const char c : text) body.push_back(static_cast<std::byte>(c));
+  AnswerHead head{kind, 0, 1, signature, 3};
+  Bytes body = kind == kStateAnswer     ? bytes_of(state)
+               : kind == kFailureAnswer ? failure(random, text)
+                                        : Bytes();
+  if (kind != kFailureAnswer) {
+    for (const char c : text) body.push_back(static_cast<std::byte>(c));
+  }
   random.change(body);
   head.bytes = static_cast<std::uint32_t>(body.size());
   Bytes bytes = bytes_of(head);

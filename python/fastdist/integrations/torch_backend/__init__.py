@@ -29,7 +29,7 @@ def register(*_: Any) -> None:
 
 
 def register_with_torch() -> None:
-    """Register the backend now if torch.distributed is imported, or else when it will be."""
+    """Register the backend now, or when torch.distributed is imported later."""
     if _C10D in sys.modules:
         register()
     else:
@@ -45,7 +45,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _WhenImported:
-    """Finds torch's module of process groups once, and registers the backend when it has run."""
+    """An import hook that registers the backend once torch.distributed has been imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""The collectives of a process group, by the names under which c10d's C++ and Python call them."""
+"""The collectives of a process group, under the names that c10d's C++ and Python call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import fastdist._core as _core
 from fastdist.collectives.communicator import Communicator, Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
-from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, usual
+from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, normalize_arguments
 from fastdist.integrations.torch_backend.reductions import (
     combined,
     reduction_of,
@@ -63,7 +63,7 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class Job:
-    """The ranks of this job, as far as this process knows them."""
+    """What this process knows about the ranks of its job."""
 
     most_ranks_here = 0  # of all groups, on this machine
 
@@ -75,7 +75,7 @@ class Job:
 
 
 class Left:
-    """Takes the place of a communicator, and of its messages, that this rank has left."""
+    """Replaces the communicator of a group that this rank has left; every use raises an error."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -88,7 +88,7 @@ class Left:
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a collective that serves tensors of every device, and that profilers see."""
+    """Wrap a collective: forward other devices to their backend, and record it for profilers."""
     name = method.__name__
     form = FORMS[name]
     takes_lists, others = form.depths[0] > 0, form.others
@@ -100,7 +100,9 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
             or (takes_lists and type(given) is not list)
             or (rest and type(rest[-1]) in others)
         ):
-            given, *rest = usual(name, [given, *rest] if given is not None else [], named)  # type: ignore[assignment]
+            given, *rest = normalize_arguments(
+                name, [given, *rest] if given is not None else [], named
+            )  # type: ignore[assignment]
         tensor = given
         while type(tensor) is list:
             tensor = tensor[0] if tensor else _first_tensor(rest, name)
@@ -117,7 +119,7 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
-    """Return the first tensor after an empty list, which ranks that only send pass."""
+    """Return the first tensor; ranks that only send pass an empty list before it."""
     for item in _flat(list(arguments)):
         if isinstance(item, torch.Tensor):
             return item
@@ -125,9 +127,9 @@ def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
 
 
 def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
-    """Make a call, as an event that lasts as long as the call takes in this thread.
+    """Make a call inside a profiler event that ends when the call returns.
 
-    An event that ended in another thread would crash a profiler that has stopped by then.
+    If the event ended in another thread, after the profiler had stopped, it would crash.
     """
     given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
     title = f"{NAME}:{_TITLES.get(name, name)}"
@@ -151,7 +153,7 @@ _TITLES = {
 
 
 class Calls(_ProcessGroup):
-    """The collectives of one rank. `_other_group` is of the whole group, which inherits this.
+    """The collectives of one rank. The process group inherits this, and defines `_other_group`.
 
     Args:
         comm: the communicator of the group's ranks.
@@ -168,7 +170,7 @@ class Calls(_ProcessGroup):
         self._messages: Any = _core.Messages(comm.engine.compiled).calls()
 
     def _completer(self, *lane: Any) -> Completer:
-        """Return what completes futures: of collectives, or of messages to or from one rank."""
+        """Return the thread that completes futures of collectives, or of one rank's messages."""
         made = self._completers.get(lane)
         if made is None:
             made = self._completers.setdefault(lane, Completer())
@@ -187,8 +189,8 @@ class Calls(_ProcessGroup):
 
         Args:
             opts: torch's options of the call.
-            written: the tensors that the caller finds the results in.
-            finish: copies the results there, if the call writes elsewhere.
+            written: the tensors that hold the results for the caller.
+            finish: copies the results into them, if the call writes to other memory.
             call: the communicator's method, with its arguments.
         """
         seconds = opts.timeout.total_seconds() if type(opts) in TIMED else self._timeout_s
@@ -220,10 +222,10 @@ class Calls(_ProcessGroup):
 
     @staticmethod
     def _may_wait(written: Sequence[torch.Tensor]) -> bool:
-        """Return whether an asynchronous call runs in another thread.
+        """Return True if an asynchronous call may run in another thread.
 
-        Not if torch's C++ made it during backward, as DDP does, and no core is idle: then that
-        thread would only take the time of this one.
+        If torch's C++ makes the call during backward, as DDP does, and no core is idle, another
+        thread would only take time from this one.
         """
         if not written or not written[0].is_cpu:
             return True
@@ -231,7 +233,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
-        """Reduce a tensor in place over all ranks; several as if each had a rank of its own."""
+        """Reduce a tensor in place over all ranks; several count as tensors of as many ranks."""
         if len(tensors) > 1:
             return self._all_reduce_several(tensors, opts)
         tensor = _one(tensors)
@@ -284,7 +286,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = _BroadcastOptions) -> Any:
-        """Copy the root's tensor, one of several, to all tensors of all ranks."""
+        """Copy one of the root's tensors to all tensors of all ranks."""
         plain, finish = to_write(tensors[opts.rootTensor])
         if len(tensors) > 1:
             source = tensors[opts.rootTensor]
@@ -314,7 +316,7 @@ class Calls(_ProcessGroup):
     def _all_gather_several(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
-        """Copy several tensors of each rank into each of as many lists."""
+        """Copy several tensors of each rank into one list for each of them."""
         size, first = self._comm.world_size, outputs[0]
         lengths = {len(received) for received in outputs}
         if len(outputs) != len(inputs) or lengths != {size * len(inputs)}:
@@ -352,7 +354,7 @@ class Calls(_ProcessGroup):
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = _AllgatherOptions
     ) -> Any:
-        """Join the tensors of all ranks in one tensor."""
+        """Concatenate the tensors of all ranks into one tensor."""
         plain, finish = to_write(output)
         return self._make(opts, [output], finish, self._comm.all_gather, to_read(given), out=plain)
 
@@ -475,7 +477,7 @@ class Calls(_ProcessGroup):
         input_splits: Sequence[int] | None = None,
         opts: Any = _AllToAllOptions,
     ) -> Any:
-        """Send part i of a tensor to rank i; the parts' rows may be given."""
+        """Send part i of a tensor to rank i; splits may give the number of rows of each part."""
         plain, finish = to_write(output)
         splits = None
         if output_splits or input_splits:
@@ -504,7 +506,7 @@ class Calls(_ProcessGroup):
         )
 
     def average(self, tensor: torch.Tensor, compress: Compression) -> Any:
-        """Average a tensor in place over all ranks, in fewer bits; return a future of it."""
+        """Average a tensor in place over all ranks, compressed; return its future."""
         options = _ASYNC if not tensor.is_cpu or Job.has_idle_cores() else _SYNC
         call = self._comm.all_reduce
         work = self._make(options, [tensor], None, call, tensor, "mean", compress=compress)
@@ -514,7 +516,7 @@ class Calls(_ProcessGroup):
     def barrier(self, opts: Any = _BarrierOptions, timeout: timedelta | None = None) -> Any:
         """Wait until every rank has called."""
         if timeout is not None or type(opts) is timedelta:
-            (opts,) = usual("barrier", [], {"timeout": timeout or opts})
+            (opts,) = normalize_arguments("barrier", [], {"timeout": timeout or opts})
         return self._make(opts, (), None, self._comm.barrier)
 
     # Messages. On GPUs, NCCL has no tags.
@@ -602,7 +604,7 @@ def _caller() -> FrameType:
 
 
 class _Options:
-    """Options of calls that torch passes none for."""
+    """The options of a call for which torch passes none."""
 
     def __init__(self, is_async: bool) -> None:
         self.asyncOp = is_async

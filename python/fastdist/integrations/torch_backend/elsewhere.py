@@ -1,4 +1,4 @@
-"""Groups of torch's own backends, for the devices of a group that fastdist does not serve."""
+"""Process groups of torch's own backends, for devices that fastdist does not serve."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch._C import _distributed_c10d as c10d
 def group_of_other_backend(
     name: str, device: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> Any:
-    """Make a process group on which one of torch's backends serves one type of device.
+    """Make a process group of one of torch's backends for one type of device.
 
     Args:
-        name: of the backend: "nccl" or "gloo".
-        device: type of the devices.
+        name: the backend, "nccl" or "gloo".
+        device: the type of device.
         store: the group's store.
         rank: this rank.
         size: the number of ranks.
-        timeout: of the group.
+        timeout: the group's timeout.
 
     Raises:
         ValueError: another backend is named.

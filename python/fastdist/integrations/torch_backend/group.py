@@ -28,7 +28,7 @@ class ProcessGroupFastdist(Calls):
 
     @classmethod
     def of_options(cls, options: Any) -> ProcessGroupFastdist:
-        """Make the group of torch's options; every rank of the group must call."""
+        """Make a group from torch's options; every rank of the group must call."""
         rank, size = options.group_rank, options.group_size
         timeout_s = options.timeout.total_seconds()
         bootstrap = StoreBootstrap(options.store, rank, size, timeout_s)
@@ -70,7 +70,7 @@ class ProcessGroupFastdist(Calls):
         self._group_desc = description
 
     def get_group_store(self) -> Any:
-        """Return the store in which the ranks met."""
+        """Return the store that the ranks used to find each other."""
         return self._store
 
     @property
@@ -90,7 +90,7 @@ class ProcessGroupFastdist(Calls):
         return self if other is None else other._get_backend(device)
 
     def _other_group(self, device: torch.device) -> Any:
-        """Return the group of another backend that serves this type of device; None: this does."""
+        """Return the other backend's group for this type of device; None: this group serves it."""
         kind = device.type
         if kind not in self._others:
             backends = self._backends()
@@ -111,7 +111,7 @@ class ProcessGroupFastdist(Calls):
 
     @property
     def options(self) -> Any:
-        """The options that the group was made with, as torch's own backends tell them."""
+        """The options of the group, in the form of torch's own backends."""
         return c10d.Backend.Options(NAME, timedelta(seconds=self._timeout_s))
 
     def split_group(
@@ -126,8 +126,8 @@ class ProcessGroupFastdist(Calls):
         """Make a group of some of the ranks; every rank must call, with its own group's ranks.
 
         Args:
-            ranks: ranks of this group. Ranks of a call of another rank must be the same or others.
-            timeout: of the new group; this group's if None.
+            ranks: some ranks of this group. The lists of two ranks must be equal or disjoint.
+            timeout: the new group's timeout; None: this group's.
             opts: must be None.
             group_name: name of the new group, unique to it.
             group_desc: its description.
@@ -153,10 +153,10 @@ class ProcessGroupFastdist(Calls):
         return made
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the numbers begin at 0 on every rank."""
+        """Do nothing: sequence numbers begin at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has called."""
+        """Return the number of collectives that this rank has called."""
         return self._made
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -165,7 +165,7 @@ class ProcessGroupFastdist(Calls):
     set_timeout = _set_default_timeout
 
     def shutdown(self) -> None:
-        """Leave the group when the asynchronous collectives and sends of this rank have ended.
+        """Wait for this rank's asynchronous collectives and sends, then leave the group.
 
         Ranks that still wait for this rank get an error.
         """
@@ -174,7 +174,7 @@ class ProcessGroupFastdist(Calls):
             self._leave(self._comm.close, "shutdown")
 
     def abort(self) -> None:
-        """Leave the group at once, and end the calls that run on GPUs."""
+        """Leave the group immediately, and abort calls that run on GPUs."""
         if not self._has_left:
             self._leave(self._comm.abort, "abort")
 
@@ -185,7 +185,7 @@ class ProcessGroupFastdist(Calls):
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         finally:
-            # Threads, memory and descriptors end, also if a user keeps the group.
+            # Free threads, memory and descriptors even if a user keeps the group.
             self._comm = self._messages = Left(self._comm.rank, self._comm.world_size)
             for completer in list(self._completers.values()):
                 completer.close()

@@ -1,4 +1,4 @@
-"""The meeting of a process group's ranks, through the store that torch made for the group."""
+"""Rendezvous of a process group's ranks through the store that torch made for the group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from fastdist.errors import ClusterConfigError
 
 
 class StoreBootstrap:
-    """A bootstrap for `fastdist.init`, over a store of torch.
-
-    Every rank makes the same calls.
+    """A bootstrap for `fastdist.init` over a torch store. Every rank makes the same calls.
 
     Args:
-        store: a store of this group alone.
+        store: a store that only this group uses.
         rank: this rank.
         size: the number of ranks.
         timeout_s: seconds to wait for the other ranks.
@@ -42,10 +40,10 @@ class StoreBootstrap:
         return self._size
 
     def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, which JSON can hold.
+        """Return the objects of all ranks; JSON must be able to hold them.
 
         Raises:
-            ClusterConfigError: ranks did not come in time.
+            ClusterConfigError: a rank did not arrive in time.
         """
         keys = [f"fastdist/{self._number}/{self._calls}/{rank}" for rank in range(self._size)]
         self._calls += 1

@@ -1,7 +1,7 @@
-"""The other ways to call a process group's methods: without lists, with options spelled out.
+"""Overloads of a process group's methods: without lists, and with options as arguments.
 
-`group.broadcast(tensor, root)` means `group.broadcast([tensor], options)`, and so on: the methods
-of torch's own process groups are overloaded so.
+`group.broadcast(tensor, root)` means `group.broadcast([tensor], options)`, and so on, as for
+torch's own process groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The ways in which a method is called.
+    """The signatures of a method.
 
     Attributes:
         depths: for each argument of tensors, the depth of its lists.
         plain: names of the arguments between tensors and options.
-        options: the class of the options; None: there are none.
-        fields: the options that may be spelled out, in order.
-        others: types of a last argument that tell such a call, where the first is a list as usual.
+        options: the class of the options; None: the method takes none.
+        fields: the options that may be arguments, in order.
+        others: types of the last argument that mark an overload whose first argument is a list.
     """
 
     depths: tuple[int, ...]
@@ -72,12 +72,11 @@ _timed = {
 TIMED = frozenset(_timed.values())
 
 
-def usual(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+def normalize_arguments(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of a call as lists of tensors, plain arguments and options.
 
     Raises:
-        TypeError: there are too few or too many arguments, or one has a name that is not the
-            method's.
+        TypeError: too few or too many arguments, or an unknown argument name.
     """
     form = FORMS[name]
     named = dict(named)

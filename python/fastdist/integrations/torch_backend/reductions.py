@@ -1,4 +1,4 @@
-"""Torch's reductions as the engines name them."""
+"""Maps torch's reductions to those of the engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from fastdist.integrations.torch_backend.tensors import Finish
 
-# By their hashes, which differ: to compare reductions takes as long as a small collective.
+# By hash: comparing two reductions takes as long as a small collective.
 _NAMES = {
     hash(ReduceOp(kind)): name
     for kind, name in (
@@ -38,7 +38,7 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce tensors of this rank, and return a new one; their mean is left undivided."""
+    """Reduce tensors of this rank into a new one; a mean is only summed, not divided."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         _COMBINE[op](total, tensor, out=total)

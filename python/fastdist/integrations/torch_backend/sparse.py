@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors: the ranks' indices and values are joined and added up."""
+"""all_reduce of sparse tensors: gathers all ranks' indices and values, and adds them up."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def to_read(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_write(tensor: torch.Tensor, always_copy: bool = False) -> tuple[torch.Tensor, Finish]:
-    """Return the tensor, or one that the engines can write and what copies it back."""
+    """Return the tensor, or one that engines can write and a function that copies it back."""
     if is_plain(tensor) and not always_copy:
         return tensor, None
     if torch._debug_has_internal_overlap(tensor) == 1:
@@ -58,12 +58,12 @@ def to_write(tensor: torch.Tensor, always_copy: bool = False) -> tuple[torch.Ten
 
 
 def copying(source: torch.Tensor, target: torch.Tensor) -> Finish:
-    """Return what copies to the target the elements of a tensor that `to_read` has returned."""
+    """Return a function that copies the elements of a result of `to_read` to the target."""
     return lambda: _copy(target, source.view(target.dtype).view(target.shape))
 
 
 def all_to_write(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Finish]:
-    """Do `to_write` for several tensors, of which some may be the same."""
+    """Apply `to_write` to several tensors, some of which may be the same."""
     pairs: list[tuple[torch.Tensor, Finish]] = []
     places = set()
     for tensor in tensors:
@@ -85,7 +85,7 @@ def all_of(finishes: Sequence[Finish]) -> Finish:
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor, of a dtype that the engines know."""
+    """View a contiguous tensor as a dtype that the engines support."""
     if tensor.dtype in _DTYPES:
         return tensor
     if tensor.dtype is torch.complex32:
@@ -101,7 +101,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of all tensors, in order, as one flat tensor."""
+    """Concatenate the elements of all tensors into one flat tensor."""
     whole = _as_one(tensors)
     if whole is not None:
         return whole
@@ -110,7 +110,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Finish]:
-    """Return a flat tensor for the elements of all tensors, and what copies them to those."""
+    """Return a flat tensor for all elements, and a function that copies it to the tensors."""
     whole = _as_one(tensors)
     if whole is not None:
         return whole, None
@@ -139,7 +139,7 @@ def dtype_of(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a view of all tensors if they follow one another in memory."""
+    """Return one view of all tensors if they are adjacent in memory."""
     first = tensors[0]
     storage = first.untyped_storage().data_ptr()
     at = first.data_ptr()

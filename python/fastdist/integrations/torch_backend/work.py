@@ -1,4 +1,4 @@
-"""The works that asynchronous calls of a process group return."""
+"""Works: the results of a process group's asynchronous calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastdist.errors import FastdistError
 
 
 class Done(TorchWork):
-    """A call that has ended well.
+    """A call that has succeeded.
 
     Args:
-        tensors: those that it has written.
-        source: the rank that a message came from.
+        tensors: the tensors that it has written.
+        source: the rank that sent the message.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], source: int = -1) -> None:
@@ -67,8 +67,8 @@ class Pending(TorchWork):
 
     Args:
         work: the call.
-        tensors: those that it writes.
-        finish: called once when the call has ended, by the first that waits.
+        tensors: the tensors that it writes.
+        finish: called once after the call, by the first thread that waits.
         completer: completes futures of works on host memory.
     """
 
@@ -129,7 +129,7 @@ class Pending(TorchWork):
             self._finished.wait(torch.cuda.current_stream(self._gpu))
 
     def _mark_finished(self) -> None:
-        """Note where a GPU's current stream is, whose work has just written the tensors."""
+        """Record an event on the GPU's current stream, whose work has just written the tensors."""
         if self._gpu is None:
             return
         stream = torch.cuda.current_stream(self._gpu)
@@ -196,10 +196,10 @@ class Pending(TorchWork):
 
 
 class Completer:
-    """A thread that waits for calls that end in order, and completes their futures.
+    """A thread that waits for calls in order, and completes their futures.
 
-    It also runs what was added to the futures by `then`. That may wait for futures of further calls
-    of the group, which another such thread completes.
+    It also runs the callbacks added by `then`. If a callback waits for a later call of the group,
+    a second thread completes that call's future.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class Completer:
             del item, work, future
 
     def close(self) -> None:
-        """Complete all futures, whose calls have ended, and end the thread."""
+        """Complete all futures, after their calls have ended, and stop the thread."""
         self._is_closed = True
         self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -100,9 +100,8 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
             or (takes_lists and type(given) is not list)
             or (rest and type(rest[-1]) in others)
         ):
-            given, *rest = normalize_arguments(
-                name, [given, *rest] if given is not None else [], named
-            )  # type: ignore[assignment]
+            positional = [] if given is None else [given, *rest]
+            given, *rest = normalize_arguments(name, positional, named)  # type: ignore[assignment]
         tensor = given
         while type(tensor) is list:
             tensor = tensor[0] if tensor else _first_tensor(rest, name)

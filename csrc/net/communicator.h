@@ -181,6 +181,14 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // A reduction of one run of arrays of one dtype.
   struct Reduction;
+  // What a rank sends to its partners, and what it receives in return: part i is machine i's. With
+  // step 0 all are sent the same.
+  struct Parts {
+    const std::byte* out;
+    std::size_t step;
+    std::byte* in;
+    std::size_t bytes;
+  };
 
   // communicator.cpp
   void run(const Signature& signature, const CallOptions& options, TensorViews payload,
@@ -229,11 +237,19 @@ class NetCommunicator final : public BlockingCommunicator {
                      const CallOptions& options);
   void reduce_payloads(const Reduction& call);
   void reduce_chunks(Reduction& call);
+  [[nodiscard]] std::size_t parts_of(const Reduction& call) const;
   void load(Reduction& call, std::size_t chunk);
+  [[nodiscard]] std::byte* pack(Reduction& call, std::size_t chunk, std::size_t padded);
+  void send_share(Reduction& call, std::size_t chunk);
+  void cross(Reduction& call, std::size_t slot, bool to_all, const Parts& parts,
+             std::vector<std::uint64_t>& arrived);
   void combine(Reduction& call, std::size_t chunk);
   void finish(Reduction& call, std::size_t chunk);
 
   // move.cpp
+  void broadcast_chunks(TensorViews inout, int root);
+  void all_to_all_here(std::byte* in, std::span<const std::size_t> give_at, std::byte* out,
+                       std::span<const std::size_t> take_at, std::span<const std::size_t> table);
   void gather_here(TensorView in, std::byte* out, int root);
   void scatter_here(const std::byte* in, TensorView out, int root);
 

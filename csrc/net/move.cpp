@@ -16,16 +16,22 @@ constexpr std::size_t kLine = 64;
 
 TensorView bytes_at(std::byte* data, std::size_t bytes) { return {data, bytes, DType::kUInt8, 0}; }
 
+std::vector<TensorView> pieces_of(const ArrayList& run, std::size_t begin, std::size_t end) {
+  std::vector<TensorView> found;
+  run.for_each_piece(begin, end,
+                     [&](std::size_t i, std::size_t at, std::size_t, std::size_t bytes) {
+                       found.push_back(bytes_at(run.arrays()[i].data + at, bytes));
+                     });
+  return found;
+}
+
 }  // namespace
 
 void NetCommunicator::barrier(const CallOptions& options) {
   run(Signature{.op = Op::kBarrier}, options, {}, [] {}, nullptr);
 }
 
-// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners
-// on other machines, which share the slices.
 void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {
-  const ArrayList whole(inout);
   const auto copy_payload = [&] {
     if (rank_ == root) return;
     const auto at = std::find(order_.begin(), order_.end(), root) - order_.begin();
@@ -35,69 +41,61 @@ void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& 
       payload += view.bytes();
     }
   };
-  run(signature_of(rooted(Op::kBroadcast, root), inout), options, inout, copy_payload, [&] {
-    const int n = machines();
-    const int here = machine_of(rank_);
-    const int place = (here - machine_of(root) + n) % n;  // in the chain
-    const bool chain = links_.broadcasts_in_chain(n, static_cast<double>(whole.bytes()));
-    const auto shares = static_cast<std::size_t>(is_even_ ? width() : 1);
-    const auto share = static_cast<std::size_t>(local_of(rank_));
-    const std::size_t chunks = (whole.bytes() + kChunkBytes - 1) / kChunkBytes;
-    // Returns where slice `s` of chunk `k` begins.
-    const auto start = [&](std::size_t k, std::size_t s) {
-      const std::size_t begin = k * kChunkBytes;
-      const std::size_t end = std::min(whole.bytes(), begin + kChunkBytes);
-      const std::size_t slice = ((end - begin) / shares + kLine) / kLine * kLine;
-      return std::min(end, begin + s * slice);
-    };
-    const auto views = [&](std::size_t begin, std::size_t end) {
-      std::vector<TensorView> found;
-      whole.for_each_piece(begin, end,
-                           [&](std::size_t i, std::size_t at, std::size_t, std::size_t bytes) {
-                             found.push_back(bytes_at(inout[i].data + at, bytes));
-                           });
-      return found;
-    };
-    const auto share_here = [&](std::size_t begin, std::size_t end, int from) {
-      if (width() == 1 || begin == end) return;
-      const std::vector<TensorView> pieces = views(begin, end);
-      inside(2, [&](const CallOptions& o) { inner_->broadcast(pieces, from, o); });
-    };
-    const auto send_on = [&](std::size_t k) {
-      if (share >= shares) return;
-      for (int next = 1; next < n; ++next) {
-        const int m = (here + next) % n;
-        if (m == machine_of(root) || (chain && next > 1) || (!chain && place != 0)) continue;
-        for (const TensorView& piece : views(start(k, share), start(k, share + 1))) {
-          post_send(partner(m), piece.data, piece.bytes());
-        }
-      }
-      progress();
-    };
-    if (place == 0) {
-      for (std::size_t k = 0; k < chunks; ++k) {
-        share_here(start(k, 0), start(k, shares), local_of(root));
-        send_on(k);
-      }
-    } else {
-      const int source = partner(chain ? (here - 1 + n) % n : machine_of(root));
-      std::vector<std::uint64_t> arrived;
-      for (std::size_t k = 0; k < chunks && share < shares; ++k) {
-        for (const TensorView& piece : views(start(k, share), start(k, share + 1))) {
-          post_receive(source, piece.data, piece.bytes());
-        }
-        arrived.push_back(peer(source).stream.to_receive());
-      }
-      for (std::size_t k = 0; k < chunks; ++k) {
-        if (share < shares) await_received(source, arrived[k]);
-        send_on(k);
-        for (std::size_t s = 0; s < shares; ++s) {
-          share_here(start(k, s), start(k, s + 1), static_cast<int>(s));
-        }
+  run(signature_of(rooted(Op::kBroadcast, root), inout), options, inout, copy_payload,
+      [&] { broadcast_chunks(inout, root); });
+}
+
+// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners
+// on other machines, which share the slices.
+void NetCommunicator::broadcast_chunks(TensorViews inout, int root) {
+  const ArrayList whole(inout);
+  const int n = machines();
+  const int here = machine_of(rank_);
+  const int place = (here - machine_of(root) + n) % n;  // in the chain
+  const bool chain = links_.broadcasts_in_chain(n, static_cast<double>(whole.bytes()));
+  const auto shares = static_cast<std::size_t>(is_even_ ? width() : 1);
+  const auto share = static_cast<std::size_t>(local_of(rank_));
+  const std::size_t chunks = (whole.bytes() + kChunkBytes - 1) / kChunkBytes;
+  // Returns where slice `s` of chunk `k` begins.
+  const auto start = [&](std::size_t k, std::size_t s) {
+    const std::size_t begin = k * kChunkBytes;
+    const std::size_t end = std::min(whole.bytes(), begin + kChunkBytes);
+    const std::size_t slice = ((end - begin) / shares + kLine) / kLine * kLine;
+    return std::min(end, begin + s * slice);
+  };
+  const auto share_here = [&](std::size_t begin, std::size_t end, int from) {
+    if (width() == 1 || begin == end) return;
+    const std::vector<TensorView> pieces = pieces_of(whole, begin, end);
+    inside(2, [&](const CallOptions& o) { inner_->broadcast(pieces, from, o); });
+  };
+  const auto send_on = [&](std::size_t k) {
+    if (share >= shares) return;
+    for (int next = 1; next < n; ++next) {
+      const int m = (here + next) % n;
+      if (m == machine_of(root) || (chain && next > 1) || (!chain && place != 0)) continue;
+      for (const TensorView& piece : pieces_of(whole, start(k, share), start(k, share + 1))) {
+        post_send(partner(m), piece.data, piece.bytes());
       }
     }
-    await_all_sent();
-  });
+    progress();
+  };
+  const int source = partner(chain ? (here - 1 + n) % n : machine_of(root));
+  std::vector<std::uint64_t> arrived;
+  for (std::size_t k = 0; place != 0 && k < chunks && share < shares; ++k) {
+    for (const TensorView& piece : pieces_of(whole, start(k, share), start(k, share + 1))) {
+      post_receive(source, piece.data, piece.bytes());
+    }
+    arrived.push_back(peer(source).stream.to_receive());
+  }
+  for (std::size_t k = 0; k < chunks; ++k) {
+    if (place == 0) share_here(start(k, 0), start(k, shares), local_of(root));
+    if (place != 0 && share < shares) await_received(source, arrived[k]);
+    send_on(k);
+    for (std::size_t s = 0; place != 0 && s < shares; ++s) {
+      share_here(start(k, s), start(k, s + 1), static_cast<int>(s));
+    }
+  }
+  await_all_sent();
 }
 
 // Gathers the arrays of this machine's ranks, on `root` or, if it is -1, on all of them. `out` has
@@ -269,49 +267,56 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
       }
     }
     progress();
-    const std::vector<int>& here = ranks_of(machine_of(rank_));
     std::vector<std::size_t> table;
-    std::vector<std::byte> give, take;
-    for (const int from : here) {
-      for (const int to : here) {
+    for (const int from : ranks_of(machine_of(rank_))) {
+      for (const int to : ranks_of(machine_of(rank_))) {
         table.push_back(
             bytes_between(static_cast<std::size_t>(from), static_cast<std::size_t>(to)));
       }
     }
-    std::size_t give_bytes = 0;
-    std::size_t take_bytes = 0;
-    for (const int q : here) {
-      give_bytes += bytes_between(r, static_cast<std::size_t>(q));
-      take_bytes += bytes_between(static_cast<std::size_t>(q), r);
-    }
-    std::byte* source = in.data + give_at[static_cast<std::size_t>(here.front())];
-    std::byte* target = out.data + take_at[static_cast<std::size_t>(here.front())];
-    if (!is_contiguous()) {
-      source = packed_.of(*inner_, give_bytes);
-      target = unpacked_.of(*inner_, take_bytes);
-      std::size_t at = 0;
-      for (const int q : here) {
-        const std::size_t bytes = bytes_between(r, static_cast<std::size_t>(q));
-        host::copy(source + at, in.data + give_at[static_cast<std::size_t>(q)], bytes, false);
-        at += bytes;
-      }
-    }
-    const TensorView from = bytes_at(source, give_bytes);
-    const TensorView to = bytes_at(target, take_bytes);
-    inside(2, [&](const CallOptions& o) { inner_->all_to_all(from, to, table, o); });
-    if (!is_contiguous()) {
-      std::size_t at = 0;
-      for (const int q : here) {
-        const std::size_t bytes = bytes_between(static_cast<std::size_t>(q), r);
-        host::copy(out.data + take_at[static_cast<std::size_t>(q)], target + at, bytes, false);
-        at += bytes;
-      }
-    }
+    all_to_all_here(in.data, give_at, out.data, take_at, table);
     for (int q = 0; q < size(); ++q) {
       if (!is_here(q)) await_received(q);
     }
     await_all_sent();
   });
+}
+
+// Exchanges the parts between the ranks of this machine: `table` has their bytes, and rank q's
+// begin at `give_at[q]` and `take_at[q]`.
+void NetCommunicator::all_to_all_here(std::byte* in, std::span<const std::size_t> give_at,
+                                      std::byte* out, std::span<const std::size_t> take_at,
+                                      std::span<const std::size_t> table) {
+  const std::vector<int>& here = ranks_of(machine_of(rank_));
+  const auto bytes_of = [](std::span<const std::size_t> at, int q) {
+    return at[static_cast<std::size_t>(q) + 1] - at[static_cast<std::size_t>(q)];
+  };
+  std::size_t give_bytes = 0;
+  std::size_t take_bytes = 0;
+  for (const int q : here) {
+    give_bytes += bytes_of(give_at, q);
+    take_bytes += bytes_of(take_at, q);
+  }
+  std::byte* source = in + give_at[static_cast<std::size_t>(here.front())];
+  std::byte* target = out + take_at[static_cast<std::size_t>(here.front())];
+  if (!is_contiguous()) {
+    source = packed_.of(*inner_, give_bytes);
+    target = unpacked_.of(*inner_, take_bytes);
+    std::byte* to = source;
+    for (const int q : here) {
+      host::copy(to, in + give_at[static_cast<std::size_t>(q)], bytes_of(give_at, q), false);
+      to += bytes_of(give_at, q);
+    }
+  }
+  const TensorView give = bytes_at(source, give_bytes);
+  const TensorView take = bytes_at(target, take_bytes);
+  inside(2, [&](const CallOptions& o) { inner_->all_to_all(give, take, table, o); });
+  if (is_contiguous()) return;
+  const std::byte* from = target;
+  for (const int q : here) {
+    host::copy(out + take_at[static_cast<std::size_t>(q)], from, bytes_of(take_at, q), false);
+    from += bytes_of(take_at, q);
+  }
 }
 
 }  // namespace fastdist::net

@@ -74,6 +74,11 @@ struct NetCommunicator::Reduction {
   }
 };
 
+// Returns into how many parts a share is divided.
+std::size_t NetCommunicator::parts_of(const Reduction& call) const {
+  return call.direct ? 1 : machines_.size();
+}
+
 void NetCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
                                  const CallOptions& options) {
   reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
@@ -170,10 +175,7 @@ void NetCommunicator::reduce_chunks(Reduction& call) {
 // Reduces chunk k within the machine, and starts to send this rank's share.
 void NetCommunicator::load(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
-  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
-  const std::size_t share = call.share(k, parts);
-  const std::size_t length = call.length(k);
-  const std::size_t item = size_of(call.dtype);
+  const std::size_t share = call.share(k, parts_of(call));
   const std::size_t wide_item = size_of(call.wide);
   const std::size_t padded = share * (width() == 1 ? 1 : call.shares);
   // What was sent from the slot must have left.
@@ -182,24 +184,7 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
       await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
     }
   }
-  std::byte* source = Reduction::contiguous(call.in, call.begin(k) * item, length * item);
-  if (source == nullptr || call.wide != call.dtype || padded != length) {
-    std::byte* packed = width() == 1 ? own_[slot].of(*inner_, padded * wide_item)
-                                     : packed_.of(*inner_, padded * wide_item);
-    call.in.for_each_piece(
-        call.begin(k) * item, (call.begin(k) + length) * item,
-        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
-          const std::size_t to = (run_at / item - call.begin(k)) * wide_item;
-          const std::byte* from = call.in.arrays()[i].data + at;
-          if (call.wide == call.dtype) {
-            host::copy(packed + to, from, bytes, false);
-          } else {
-            host::convert(call.wide, packed + to, call.dtype, from, bytes / item, 1.0F);
-          }
-        });
-    std::memset(packed + length * wide_item, 0, (padded - length) * wide_item);
-    source = packed;
-  }
+  std::byte* const source = pack(call, k, padded);
   if (width() == 1) {
     call.own[slot] = source;
   } else {
@@ -215,13 +200,43 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
       }
     });
   }
-  if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
+  if (static_cast<std::size_t>(local_of(rank_)) < call.shares) send_share(call, k);
+}
 
-  // Layout of the slot's buffer: in direct calls a share of each machine, else one part of each;
-  // this rank's own in `wire` are among them if they differ from `wide`.
+// Returns the inputs of chunk k in `wide`, with zeros up to `padded` elements.
+std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t padded) {
+  const std::size_t length = call.length(k);
+  const std::size_t item = size_of(call.dtype);
+  const std::size_t wide_item = size_of(call.wide);
+  std::byte* const source = Reduction::contiguous(call.in, call.begin(k) * item, length * item);
+  if (source != nullptr && call.wide == call.dtype && padded == length) return source;
+  Buffer& buffer = width() == 1 ? own_[k % kSlots] : packed_;
+  std::byte* const packed = buffer.of(*inner_, padded * wide_item);
+  call.in.for_each_piece(call.begin(k) * item, (call.begin(k) + length) * item,
+                         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
+                           const std::size_t to = (run_at / item - call.begin(k)) * wide_item;
+                           const std::byte* from = call.in.arrays()[i].data + at;
+                           if (call.wide == call.dtype) {
+                             host::copy(packed + to, from, bytes, false);
+                           } else {
+                             host::convert(call.wide, packed + to, call.dtype, from, bytes / item,
+                                           1.0F);
+                           }
+                         });
+  std::memset(packed + length * wide_item, 0, (padded - length) * wide_item);
+  return packed;
+}
+
+// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: in direct
+// calls a share of each machine, else one part of each; this rank's own in `wire` are among them if
+// they differ from `wide`.
+void NetCommunicator::send_share(Reduction& call, std::size_t k) {
+  const std::size_t slot = k % kSlots;
+  const std::size_t share = call.share(k, parts_of(call));
+  const std::size_t length = call.length(k);
+  const std::size_t item = size_of(call.dtype);
   const std::size_t wire_item = size_of(call.wire);
-  const std::size_t part = share / parts;
-  const int here = machine_of(rank_);
+  const std::size_t part = share / parts_of(call);
   std::byte* const buffer = parts_[slot].of(
       *inner_, (machines_.size() * part + (call.wire != call.wide ? share : 0)) * wire_item);
   const std::byte* outgoing = call.own[slot];
@@ -231,24 +246,30 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
     host::convert(call.wide, call.own[slot], call.wire, narrow, share, 1.0F);  // as others see it
     outgoing = narrow;
   }
-  const bool to_all = call.name == Op::kAllReduce || !call.direct;
   // A machine's only rank computes into the output, if its share is the whole chunk.
   call.result[slot] =
       width() == 1 && share == length && call.wide == call.dtype && !call.out.arrays().empty()
           ? Reduction::contiguous(call.out, call.begin(k) * item, length * item)
           : nullptr;
   if (call.result[slot] == nullptr) call.result[slot] = results_[slot].of(*inner_, share * item);
+  const std::size_t bytes = part * wire_item;
+  cross(call, slot, call.name == Op::kAllReduce || !call.direct,
+        {outgoing, call.direct ? 0 : bytes, buffer, bytes}, call.first[slot]);
+}
+
+// Starts to exchange parts with the partners: with all, or those that the root's machine lacks.
+void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, const Parts& parts,
+                            std::vector<std::uint64_t>& arrived) {
+  const int here = machine_of(rank_);
   for (int m = 0; m < machines(); ++m) {
     if (m == here) continue;
     const auto i = static_cast<std::size_t>(m);
     const int p = partner(m);
-    if (to_all || m == machine_of(call.root)) {
-      post_send(p, outgoing + (call.direct ? 0 : i * part) * wire_item, part * wire_item);
-    }
+    if (to_all || m == machine_of(call.root)) post_send(p, parts.out + i * parts.step, parts.bytes);
     if (to_all || here == machine_of(call.root)) {
-      post_receive(p, buffer + i * part * wire_item, part * wire_item);
+      post_receive(p, parts.in + i * parts.bytes, parts.bytes);
     }
-    call.first[slot][i] = peer(p).stream.to_receive();
+    arrived[i] = peer(p).stream.to_receive();
     call.sent[slot][i] = peer(p).stream.to_send();
   }
   progress();
@@ -258,9 +279,7 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
 void NetCommunicator::combine(Reduction& call, std::size_t k) {
   if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
   const std::size_t slot = k % kSlots;
-  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
-  const std::size_t share = call.share(k, parts);
-  const std::size_t part = share / parts;
+  const std::size_t part = call.share(k, parts_of(call)) / parts_of(call);
   const int here = machine_of(rank_);
   const std::size_t own_at = call.direct ? 0 : static_cast<std::size_t>(here) * part;
   std::byte* const result = call.result[slot];
@@ -299,28 +318,15 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
               result + own_at * size_of(call.dtype), part);
   if (call.direct) return;
 
-  const bool to_all = call.name == Op::kAllReduce;
-  const std::size_t item = size_of(call.dtype);
-  for (int m = 0; m < machines(); ++m) {
-    if (m == here) continue;
-    const auto i = static_cast<std::size_t>(m);
-    const int p = partner(m);
-    if (to_all || m == machine_of(call.root)) {
-      post_send(p, result + own_at * item, part * item);
-    }
-    if (to_all || here == machine_of(call.root)) {
-      post_receive(p, result + i * part * item, part * item);
-    }
-    call.second[slot][i] = peer(p).stream.to_receive();
-    call.sent[slot][i] = peer(p).stream.to_send();
-  }
-  progress();
+  const std::size_t bytes = part * size_of(call.dtype);
+  cross(call, slot, call.name == Op::kAllReduce,
+        {result + own_at * size_of(call.dtype), 0, result, bytes}, call.second[slot]);
 }
 
 // Gathers the shares of chunk k within the machine.
 void NetCommunicator::finish(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
-  const auto parts = static_cast<std::size_t>(call.direct ? 1 : machines());
+  const std::size_t parts = parts_of(call);
   const std::size_t share = call.share(k, parts);
   const std::size_t item = size_of(call.dtype);
   const std::size_t length = call.length(k);

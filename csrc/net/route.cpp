@@ -21,6 +21,12 @@ std::string text_of(double value, const char* unit) {
   return text + unit;
 }
 
+// True for collectives whose small arrays need no crossing of their own.
+bool travels_with_records(Op op) {
+  return op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||
+         op == Op::kAllGather || op == Op::kGather || op == Op::kBarrier;
+}
+
 }  // namespace
 
 // The first ranks of the machines stand in a ring: each sends to the next one and receives from the
@@ -67,10 +73,16 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
   const double m = machines();
   const double n = size();
   const double local = n / m;
+  if (travels_with_records(op) && argument_bytes <= kPayload) {
+    return {.way = "with the comparison of calls",
+            .why = "up to " + std::to_string(kPayload) + " bytes",
+            .moves_arrays = false,
+            .crossings = 1,
+            .link_bytes = static_cast<double>(sizeof(Record)) * local * (m - 1)};
+  }
   Route route{.way = "straight to their ranks", .why = "", .crossings = 2};
   const std::string links = text_of(links_.latency_s * 1e6, " us and ") +
                             text_of(links_.bytes_per_s / 1e6, " MB/s between machines");
-  const bool is_small = argument_bytes <= kPayload;
   switch (op) {
     case Op::kAllReduce:
     case Op::kReduce: {
@@ -111,15 +123,6 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
     case Op::kEmpty:
     case Op::kGroup:
       break;
-  }
-  const bool carried = op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||
-                       op == Op::kAllGather || op == Op::kGather || op == Op::kBarrier;
-  if (carried && is_small) {
-    route = {.way = "with the comparison of calls",
-             .why = "up to " + std::to_string(kPayload) + " bytes",
-             .moves_arrays = false,
-             .crossings = 1,
-             .link_bytes = static_cast<double>(sizeof(Record)) * local * (m - 1)};
   }
   return route;
 }

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, whole or not there, the same for every strategy."""
+"""Checkpoints: directories of safetensors and JSON, written atomically, for every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that all ranks do together to save and to restore: if one fails, all raise."""
+"""Steps of saving and restoring that all ranks take together: if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Ranks:
 
 
 def together(workers: Communicator | None, work: Callable[[], T]) -> T:
-    """Call `work` on every rank, and raise on all if it fails on one. Every rank must call.
+    """Call `work` on every rank; if it fails on one, all raise. Every rank must call.
 
     Raises:
-        Exception: what `work` raised here, or an error of that kind that names the rank.
+        Exception: the exception of `work` on this rank, or one of its kind that names the rank.
     """
     if workers is None:
         return work()
@@ -76,10 +76,10 @@ def together(workers: Communicator | None, work: Callable[[], T]) -> T:
 
 
 def from_first(workers: Communicator | None, make: Callable[[], T]) -> T:
-    """Return on every rank what `make` returns on rank 0. Every rank must call.
+    """Call `make` on rank 0, and return its result on every rank. Every rank must call.
 
     Raises:
-        Exception: what `make` raised; on other ranks, an error of that kind.
+        Exception: the exception of `make`; on other ranks, one of its kind.
     """
     if workers is None:
         return make()
@@ -88,7 +88,7 @@ def from_first(workers: Communicator | None, make: Callable[[], T]) -> T:
 
 
 def spread(workers: Communicator | None, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy rank 0's tensors into those of the other ranks. Every rank must call."""
+    """Copy rank 0's tensors into the other ranks' tensors. Every rank must call."""
     if workers is not None and tensors:
         workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
 

@@ -92,8 +92,8 @@ class Checkpoint:
     def save(self, path: str | Path) -> Path:
         """Write all parts into a new directory. Every replica must call, outside `run`.
 
-        The directory has its name when it is whole and on the disk. See `CheckpointManager` for
-        a series of checkpoints.
+        The directory gets its name after all of it is flushed. See `CheckpointManager` for a
+        series of checkpoints.
 
         Returns:
             The directory's path.
@@ -117,16 +117,16 @@ class Checkpoint:
     def restore(self, path: str | Path) -> None:
         """Restore all parts from a directory that was saved. Every replica must call.
 
-        What the directory has and this checkpoint has not is left out. If anything does not fit,
-        nothing is changed: names and shapes are compared before, and objects other than modules
-        get their states back if one of them refuses its new state.
+        Parts that only the directory has are ignored. If anything does not fit, nothing is
+        changed: names and shapes are compared first, and objects other than modules get their
+        states back if one of them refuses its new state.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: a ValueError: bytes are missing or have changed; the message
                 names the file and the tensor.
-            ValueError: it was saved of another model, whose names and shapes the message lists; of
-                an object of another class; of other data; or by a newer release.
+            ValueError: another model was saved (the message lists names and shapes), an object
+                of another class, or other data; or a newer release wrote the checkpoint.
             Exception: what an object's `load_state_dict` raises.
         """
         path = Path(path).absolute()
@@ -255,7 +255,7 @@ class Checkpoint:
 
 
 def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
-    """Read parts of a checkpoint, those that it has; every byte is checked.
+    """Read the given parts that a checkpoint has; check every byte.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -271,7 +271,7 @@ def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
 
 
 def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors on the CPU; those that are there are not copied."""
+    """Return the tensors on the CPU; tensors that are on it are not copied."""
     del name
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
@@ -288,7 +288,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _put(part: Any, value: Any) -> Any:
-    """Restore a module, tensor or value; return what takes its place."""
+    """Restore a module, tensor or value; return its replacement."""
     if isinstance(part, nn.Module):
         part.load_state_dict(value)
         note_updates(part)

@@ -1,4 +1,4 @@
-"""The lock of a directory of checkpoints: one job writes there."""
+"""The lock of a directory of checkpoints: only one job writes to it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _held: dict[Path, DirectoryLock] = {}
 
 
 class DirectoryLock:
-    """Held by this process until it ends or calls `release`.
+    """A lock that this process holds until it ends or calls `release`.
 
-    The kernel holds the lock for this object's open file description (fcntl_locking(2)), so it ends
-    with the process however that ends, and stays when the process opens and closes the file
-    elsewhere, as a copy of the directory does. Forked children let go of it. Over NFS it holds
+    The kernel ties the lock to this object's open file description (fcntl_locking(2)). It ends with
+    the process, however that ends, and is kept when the process opens and closes the file
+    elsewhere, as when it copies the directory. Forked children release it. Over NFS it holds
     between machines.
 
     Args:
-        directory: is made if it does not exist.
+        directory: created if it does not exist.
 
     Raises:
         OSError: another job holds the lock, or the directory cannot be written.
@@ -53,7 +53,7 @@ class DirectoryLock:
         _held[directory] = self
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         if _held.pop(self._directory, None) is self:
             self._file.close()
 
@@ -66,7 +66,7 @@ class DirectoryLock:
 
 
 def _let_go() -> None:
-    """In a forked child: close the files, which would keep the locks after the parent's end."""
+    """In a forked child: close the files, which would otherwise keep the locks after the parent."""
     while _held:
         _held.popitem()[1]._file.close()
 

@@ -1,4 +1,4 @@
-"""States as JSON and tensors: what `state_dict` returns, without pickle.
+"""Encodes the results of `state_dict` as JSON and tensors, without pickle.
 
 Dictionaries with ordinary string keys, lists, strings, numbers and None are themselves in JSON.
 Everything else is an object with one key that begins with "$". `{"$tensor": name}` is the tensor of
@@ -75,7 +75,7 @@ class Encoder:
         return [self.encode(value, (*path, str(i))) for i, value in enumerate(values)]
 
     def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
-        """Collect a tensor, and return what refers to it."""
+        """Collect a tensor, and return its reference."""
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"{'.'.join(path)}: a checkpoint holds dense tensors, got {tensor.layout}; use "

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: a directory of safetensors files and one JSON file that makes it whole.
+"""A checkpoint on disk: a directory of safetensors files and an index in JSON.
 
     checkpoint-1200/
       checkpoint.json      the values that are not tensors, and the name, size and checksum of each
@@ -6,8 +6,8 @@
       model.safetensors    the tensors of one part, by their names in its state_dict
       optimizer.safetensors
 
-The directory gets its name when all files are on the disk. So a directory of that name is whole,
-unless the disk has lost or changed bytes since, which the checksums (CRC-32) show.
+The directory is renamed to its final name only after all files are flushed. So a directory of that
+name is complete, unless the disk has lost or changed bytes since; checksums (CRC-32) show that.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PartFiles:
 
     Attributes:
         encoded: its JSON.
-        tensors: on the CPU, by name.
-        class_name: of the object.
+        tensors: its tensors on the CPU, by name.
+        class_name: the class of the object.
     """
 
     encoded: Any
@@ -54,8 +54,8 @@ class PartFiles:
 class Checksums:
     """The checksums of tensors, computed in a thread while another thread writes the tensors.
 
-    To be made before the other thread is started: while the interpreter ends it waits for threads,
-    but starts none.
+    Make it before starting the other thread: while the interpreter exits, it waits for threads but
+    cannot start any.
 
     Args:
         parts: by name.
@@ -135,7 +135,7 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it no longer looks like one; return where it is to be deleted."""
+    """Rename a checkpoint so that it no longer looks like one; return the path to delete."""
     removed = path.with_name(f"{_REMOVED}{path.name}")
     delete(removed)
     path.rename(removed)
@@ -153,12 +153,12 @@ def set_damaged_aside(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete what was set aside. What is left when this is interrupted is left to `tidy`."""
+    """Delete what was set aside. If interrupted, `tidy` deletes the rest."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def tidy(directory: Path) -> None:
-    """Finish or undo what a process that was killed has left half done in a directory."""
+    """Finish or undo what a killed process has left unfinished in a directory."""
     for replaced in directory.glob(f"{_REPLACED}*"):
         path = directory / replaced.name.removeprefix(_REPLACED)
         if not path.exists():
@@ -173,10 +173,10 @@ class Index:
     """The JSON file of a checkpoint.
 
     Attributes:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         parts: the JSON of each part, by name.
-        classes: the name of the class of each part, by name.
-        files: for each file: its size, the checksum of its header, and its tensors.
+        classes: the class name of each part, by name.
+        files: the size, the checksum of the header, and the tensors of each file.
     """
 
     path: Path
@@ -295,7 +295,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

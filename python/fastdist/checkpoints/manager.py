@@ -1,4 +1,4 @@
-"""A series of checkpoints in a directory, of which the newest whole one is found."""
+"""A series of checkpoints in a directory; restores the newest complete one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CheckpointManager:
     its machine needs the directory.
 
     Args:
-        directory: is made if it does not exist.
+        directory: created if it does not exist.
         max_to_keep: number of checkpoints; older ones are removed. None: keep all.
 
     Raises:
@@ -85,7 +85,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that lie in the directory, oldest first. Their bytes are not checked."""
+        """The checkpoints in the directory, oldest first. Their bytes are not checked."""
         return list_checkpoints(self.directory)
 
     @property
@@ -104,15 +104,15 @@ class CheckpointManager:
                 an int, otherwise one more than the newest. The same number again replaces it.
             async_op: return when the tensors are copied, and write in a thread. At most one
                 checkpoint is written at a time: the next call, `wait` and `close` wait for it, and
-                raise what has failed. A program that ends before waits for it too, and ends with
-                exit code 1 if it has failed.
+                raise its failure. A program that ends earlier waits for it too, and exits with
+                code 1 if it failed.
 
         Returns:
             The checkpoint's directory, which exists when it is whole.
 
         Raises:
-            OSError: the disk is full, the directory cannot be written, or another job uses it. The
-                checkpoints that lie there are unchanged.
+            OSError: the disk is full, the directory cannot be written, or another job uses it.
+                Existing checkpoints are unchanged.
             ValueError: there is a checkpoint with a greater number.
             TypeError: a state holds an object of a type that cannot be saved.
         """
@@ -136,22 +136,23 @@ class CheckpointManager:
     def restore(self, checkpoint: Checkpoint) -> Path | None:
         """Restore the newest whole checkpoint, and torch's random generators. Every replica calls.
 
-        A damaged checkpoint is renamed (`damaged-checkpoint-1200`), a warning names what is wrong,
-        and the one before is used.
+        A damaged checkpoint is renamed (`damaged-checkpoint-1200`), a warning says what is wrong,
+        and the previous one is used.
 
         Returns:
             The path; None if there is no checkpoint, and then nothing is changed.
 
         Raises:
             OSError: another job uses the directory.
-            ValueError: the newest whole checkpoint is of another model, or of a newer release.
+            ValueError: the newest complete checkpoint has another model, or is from a newer
+                release.
         """
         self._ranks = checkpoint.ranks()
         with self._ranks.talking() as workers:
             return self._restore(checkpoint, workers)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk. Every replica calls.
+        """Wait until the checkpoint that is being written is flushed. Every replica must call.
 
         Raises:
             OSError: it could not be written.
@@ -161,16 +162,16 @@ class CheckpointManager:
                 together(workers, self._finish)
 
     def close(self) -> None:
-        """Wait as `wait` does, and let other jobs use the directory. Every replica must call."""
+        """Call `wait`, and let other jobs use the directory. Every replica must call."""
         try:
             self.wait()
         finally:
             self.release()
 
     def release(self) -> None:
-        """Let other jobs use the directory, when what is being written is on the disk.
+        """Finish writing, and let other jobs use the directory.
 
-        For one replica alone, after a failure: the others may not call anything together with it.
+        For one replica alone, after a failure; it calls no collective.
         """
         if self._writing is not None:
             concurrent.futures.wait([self._writing])
@@ -190,10 +191,9 @@ class CheckpointManager:
             from_first(workers, self._remove_all)
 
     def end(self) -> None:
-        """Tell those that wait for checkpoints that the job has ended. Every replica must call.
+        """Declare the end of the job to evaluators. Every replica must call, after the last save.
 
-        For evaluators (`fd.checkpoints_iterator`); after the last save. A job that uses the
-        directory again takes it back.
+        It ends `fd.checkpoints_iterator`. A job that uses the directory again withdraws it.
 
         Raises:
             OSError: another job uses the directory, or it cannot be written.
@@ -246,21 +246,21 @@ class CheckpointManager:
     def _write(
         self, path: Path, parts: Mapping[str, PartFiles], checksums: files.Checksums
     ) -> list[Path]:
-        """Write a checkpoint, and set aside those that are too old."""
+        """Write a checkpoint, and set old ones aside."""
         files.write(path, parts, checksums)
         if self._max_to_keep is None:
             return []
         return [files.set_aside(old) for old in self.checkpoints[: -self._max_to_keep]]
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run a task in a thread, for which the interpreter waits before it ends."""
+        """Run a task in a thread; the interpreter waits for it before it exits."""
         self._writing = Future()
         threading.Thread(
             target=_run, args=[task, self._writing], name="fastdist-checkpoint"
         ).start()
 
     def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy tensors into memory that is kept between calls: to get it takes long."""
+        """Copy tensors into memory that is kept between calls, since allocating it is slow."""
         staged = {}
         copies = []
         for name, tensor in tensors.items():
@@ -312,18 +312,18 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def has_ended(directory: Path) -> bool:
-    """True if the job that saves into a directory has said that it has ended."""
+    """Return True if the job that saves into a directory has declared its end."""
     return (directory / _ENDED).exists()
 
 
 def number_of(path: Path) -> int:
-    """Return the number of a checkpoint of a manager."""
+    """Return the number of a manager's checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
-_failed: list[BaseException] = []  # in threads, and not yet raised by a call
+_failed: list[BaseException] = []  # failures of threads that no call has raised yet
 
 
 def _run(task: Callable[[], None], done: Future[None]) -> None:
@@ -337,7 +337,7 @@ def _run(task: Callable[[], None], done: Future[None]) -> None:
 
 
 def _tell_failures() -> None:
-    """At exit, when the threads have ended: a failure that no call has raised is not lost."""
+    """At exit, after the threads have ended: report failures that no call has raised."""
     for error in _failed:
         traceback.print_exception(error)
         exit_with(1)

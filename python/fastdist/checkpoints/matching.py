@@ -1,4 +1,4 @@
-"""Checks that a saved state belongs to an object, before anything is changed."""
+"""Checks that a saved state fits an object, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
     """Check that a part of a checkpoint, which is not a module, can take a saved state.
 
     Args:
-        name: of the part.
+        name: the name of the part.
         part: an object with `load_state_dict`, a tensor or a value.
         value: the saved state.
-        class_name: of the object that was saved. An optimizer would take the state of another
-            optimizer, and a scheduler that of another scheduler.
+        class_name: the class of the saved object. Without it, an optimizer would accept the state
+            of another optimizer, and a scheduler that of another scheduler.
 
     Raises:
-        ValueError: it was saved of something else; the message lists names and shapes.
+        ValueError: another object was saved; the message lists names and shapes.
     """
     if hasattr(part, "load_state_dict") and not any(
         base.__name__ == class_name for base in type(part).__mro__

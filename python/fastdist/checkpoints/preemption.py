@@ -1,4 +1,4 @@
-"""Saves a checkpoint when the machine is about to be taken away, and ends for a restart."""
+"""Saves a checkpoint and exits for a restart when the machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FAILED = 2
 
 
 class PreemptionCheckpointHandler:
-    """Saves and exits at a step that all replicas agree on, once one of them was told to end.
+    """Saves and exits at a step that all replicas agree on, once one of them is told to end.
 
-    Made on every replica, in the main thread, after `manager.restore`; `save_if_preempted` is
-    called after every step:
+    Make it on every replica, in the main thread, after `manager.restore`, and call
+    `save_if_preempted` after every step:
 
         with fd.PreemptionCheckpointHandler(manager, checkpoint) as handler:
             for batch in batches:
@@ -36,13 +36,13 @@ class PreemptionCheckpointHandler:
     Args:
         manager: where to save.
         checkpoint: what to save.
-        signals: that announce the end. While the handler is open they do nothing else.
+        signals: signals that announce the end. While the handler is open they do nothing else.
         watcher: a function that returns True when the end is near, for clouds that announce it
-            otherwise; called every second, in a thread.
-        exit_code: of the process; by default EX_TEMPFAIL, "try again later".
+            in another way; called every second, in a thread.
+        exit_code: exit code of the process; by default EX_TEMPFAIL, "try again later".
 
     Raises:
-        ValueError: made in another thread than the main one.
+        ValueError: not made in the main thread.
 
     Examples:
         >>> import tempfile
@@ -102,9 +102,9 @@ class PreemptionCheckpointHandler:
         Costs one collective of one byte.
 
         Raises:
-            SystemExit: the checkpoint is saved, and the process is to end.
+            SystemExit: the checkpoint is saved, and the process must exit.
             OSError: the checkpoint could not be saved.
-            BaseException: what the watcher of this replica raised; RuntimeError on the others.
+            BaseException: the exception of this replica's watcher; RuntimeError on the others.
         """
         self._told[0] = self._is_told if self._failure is None else _FAILED
         with self._ranks.talking() as workers:
@@ -118,7 +118,7 @@ class PreemptionCheckpointHandler:
             raise SystemExit(self._exit_code)
 
     def close(self) -> None:
-        """Let signals do again what they did before."""
+        """Restore the signals' earlier handlers."""
         self._ended.set()
         while self._before:
             number, before = self._before.popitem()

@@ -1,4 +1,4 @@
-"""Waits for the checkpoints of a job that runs elsewhere, for evaluators."""
+"""Waits for the checkpoints of another job, for evaluators."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ POLL_S = 0.5
 def checkpoints_iterator(
     directory: str | Path, *, timeout_s: float | None = None
 ) -> Iterator[Path]:
-    """Yield each whole checkpoint of a `CheckpointManager`, as soon as it is there, oldest first.
+    """Yield each complete checkpoint of a `CheckpointManager` as soon as it exists, oldest first.
 
-    The directory is read without its lock, and may not exist yet. The iterator begins with the
-    checkpoints that are there, and ends when no new one has come for `timeout_s`, or when the job
-    has ended (`CheckpointManager.end`) and all were yielded. A checkpoint may be removed while it
-    is used: use a greater `max_to_keep` then (tf.train.checkpoints_iterator).
+    The directory is read without its lock, and may not exist yet. The iterator begins with existing
+    checkpoints. It ends when no new one has appeared for `timeout_s`, or when the job has ended
+    (`CheckpointManager.end`) and all were yielded. A checkpoint may be removed while it is used:
+    use a greater `max_to_keep` then (tf.train.checkpoints_iterator).
 
     Args:
-        directory: that of the manager.
-        timeout_s: seconds to wait for a new checkpoint; None: for ever.
+        directory: the manager's directory.
+        timeout_s: seconds to wait for a new checkpoint; None: forever.
 
     Raises:
         ValueError: timeout_s is negative.
@@ -66,7 +66,7 @@ def next_checkpoint(
     """Return the first checkpoint after a number, and True if there will be none.
 
     Args:
-        directory: that of the manager.
+        directory: the manager's directory.
         last: the number.
         since: `time.monotonic()` when the wait began.
         timeout_s: seconds to wait since then.

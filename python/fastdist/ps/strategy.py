@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -163,6 +163,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         )
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self.backlog: Backlog | None = None  # of the coordinator
+        self.coordinator: Callable[[], Any] = _no_coordinator  # the last that was made, if it lives
         self._models: list[ServedModel] = []
         self._generation = 0
 
@@ -315,6 +316,10 @@ def _run_worker(address: str, keys: Keys, host: ServedWorker) -> NoReturn:
     finally:
         worker.close()
     sys.exit(0)
+
+
+def _no_coordinator() -> None:
+    return None
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

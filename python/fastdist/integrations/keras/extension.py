@@ -55,18 +55,24 @@ class KerasExtension:
         finally:
             layer_class.__new__ = original
 
-    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> None:
-        """Attach trainers to Keras models that have none, and adapt random layers."""
+    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Attach trainers to Keras models that have none, and adapt random layers.
+
+        The values of models go to parameter servers with their first fit, when they are built.
+        """
         keras: Any = sys.modules.get("keras")
         layers = [] if keras is None else [r for r in roots if isinstance(r, keras.layers.Layer)]
         if not layers:
-            return
+            return roots
         from fastdist.integrations.keras.layers import separate_random_numbers
 
         for layer in layers:
             separate_random_numbers(layer)
             if isinstance(layer, keras.Model) and "fit" not in vars(layer):
                 _attach(strategy, layer, lambda: None)
+        if strategy.has_servers:
+            return [root for root in roots if not isinstance(root, keras.Model)]
+        return roots
 
 
 def _note_all(scope: Scope) -> None:
@@ -88,14 +94,19 @@ def _require_torch(keras: Any) -> None:
 
 
 def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
-    if not isinstance(strategy, ReplicatedStrategy) or strategy.has_servers:
+    if not isinstance(strategy, ReplicatedStrategy):
         for name in CALLS:
             message = (
-                f"a Keras model that was made in the scope of {type(strategy).__name__} has no "
-                f"{name} yet; write the training loop with strategy.run, or use MirroredStrategy, "
-                "MultiWorkerMirroredStrategy or CentralStorageStrategy"
+                f"{name} of a Keras model that was made in the scope of {type(strategy).__name__}: "
+                "Keras on torch has no XLA devices; write the training loop for a torch module "
+                "with strategy.run, or use MirroredStrategy, MultiWorkerMirroredStrategy, "
+                "CentralStorageStrategy or ParameterServerStrategy"
             )
             object.__setattr__(model, name, refusal(message))
+    elif strategy.has_servers:
+        from fastdist.integrations.keras.served_trainer import ServedTrainer
+
+        ServedTrainer(model, strategy)
     elif strategy.num_replicas_in_sync > 1:
         if strategy.options.gradient_reduction == "sum":
             raise UnsupportedError(

@@ -169,7 +169,7 @@ def test_refused_before_anything_trains(one: PsCluster) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes(one: PsCluster) -> None:
+def test_mistakes(one: PsCluster, tmp_path: Path) -> None:
     strategy = one.strategy()
 
     def arrays(context: fd.InputContext) -> Any:
@@ -195,6 +195,12 @@ def test_mistakes(one: PsCluster) -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         model.fit(fails, steps_per_epoch=20, verbose=0)
     model.fit(batches, steps_per_epoch=2, verbose=0)  # goes on
+    for backup, message in [
+        (fd.keras.BackupAndRestore(tmp_path, 2), "backs up each epoch; got save_freq=2"),
+        (keras.callbacks.BackupAndRestore(tmp_path), "use fastdist.keras.BackupAndRestore"),
+    ]:
+        with pytest.raises(UnsupportedError, match=message):
+            model.fit(batches, steps_per_epoch=2, verbose=0, callbacks=[backup])
     with pytest.raises(UnsupportedError, match="compile after a fit"):
         model.compile("sgd", "mse")
 
@@ -280,9 +286,29 @@ def test_callbacks_act_on_the_chief(two: PsCluster, tmp_path: Path) -> None:
     for variable in model.trainable_variables:
         (name,) = [name for name in values if name.endswith(variable.path)]
         np.testing.assert_array_equal(values[name], variable.numpy())
-    stops = Noted(stop_at=3)
-    model.fit(batches, callbacks=[stops], epochs=3, steps_per_epoch=10, verbose=0)
+    stops, backup = Noted(stop_at=3), fd.keras.BackupAndRestore(tmp_path / "backup")
+    model.fit(batches, callbacks=[stops, backup], epochs=3, steps_per_epoch=10, verbose=0)
     assert stops.batches == [0, 1, 2, 3]
+    assert list((tmp_path / "backup").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_backups_have_the_servers_state(one: PsCluster, tmp_path: Path) -> None:
+    weights = []
+    for interrupted in (False, True):
+        keras.utils.set_random_seed(5)
+        for epochs in (2, 4) if interrupted else (4,):
+            model = compiled(one.strategy(synchronous=True), optimizer=optimizers.Adam(0.02))
+            backup = fd.keras.BackupAndRestore(
+                tmp_path / str(interrupted), delete_checkpoint=epochs == 4
+            )
+            given = {"epochs": epochs, "steps_per_epoch": 8, "verbose": 0}
+            keras.backend.clear_session()  # names as in a program that is started again
+            history = model.fit(batches, callbacks=[backup], **given)
+        assert history.epoch == ([2, 3] if interrupted else [0, 1, 2, 3])
+        weights.append(model.get_weights())
+    for got, expected in zip(*weights, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import nn
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
-from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import remove_checkpoint, restore_checkpoint, save_checkpoint
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
@@ -280,6 +280,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
             model.buffers.mark_all_live()
         self.after_calls()
         return state
+
+    def remove(self, directory: str | Path) -> None:
+        """Remove a checkpoint that `save` wrote; other files in the directory are not touched."""
+        self.require_chief("strategy.remove")
+        remove_checkpoint(directory)
 
     def require_chief(self, call: str) -> None:
         """Raise FastdistError on a worker; `call` names what is for the chief."""

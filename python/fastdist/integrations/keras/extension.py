@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from fastdist.errors import UnsupportedError
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
+
+on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The strategies of Keras models whose values are on parameter servers."""
 
 CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -106,6 +110,7 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
     elif strategy.has_servers:
         from fastdist.integrations.keras.served_trainer import ServedTrainer
 
+        on_servers[model] = strategy
         ServedTrainer(model, strategy)
     elif strategy.num_replicas_in_sync > 1:
         if strategy.options.gradient_reduction == "sum":

@@ -122,6 +122,7 @@ class ServedTrainer:
         if not model.compiled:
             return plain(make_dataset, **given)  # raises Keras' error
         _require_function(make_dataset, given)
+        _require_no_backups_of_keras(given.get("callbacks"))
         self._require_servable()
         coordinator = self._strategy.coordinator() or ClusterCoordinator(self._strategy)
         self._coordinator = coordinator
@@ -195,6 +196,16 @@ class ServedTrainer:
         model.optimizer.apply = ServedApply(model.optimizer, served, variables)
         self._strategy._adopt([model], [served])
         self._trained = {id(variable): variable.path for variable in variables}
+
+
+def _require_no_backups_of_keras(callbacks: Any) -> None:
+    given = getattr(callbacks, "callbacks", callbacks)
+    for callback in keras.tree.flatten(given or []):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UnsupportedError(
+                "keras.callbacks.BackupAndRestore does not save the state that servers have of the "
+                "optimizer; use fastdist.keras.BackupAndRestore"
+            )
 
 
 def _nothing() -> None:

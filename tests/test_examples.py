@@ -147,6 +147,18 @@ def test_word_vectors_in_all_modes(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_keras_on_parameter_servers(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    pytest.importorskip("cloudpickle")
+    options = ("--epochs", "4", "--resume", str(tmp_path))
+    printed = Start(False, 4).roles(2, 2, "examples/keras_parameter_server.py", *options)
+    assert printed.count("Epoch 4/4") == 1
+    assert (tmp_path / "index.json").exists()
+    (right,) = re.findall(r"([\d.]+)% of the held-out digits are right", printed)
+    assert float(right) > 85
+
+
+@pytest.mark.slow
 def test_keras_examples_resume(tmp_path: Path) -> None:
     launched = Start(False, 2)
     two = ("--devices", "cpu:0", "cpu:1")

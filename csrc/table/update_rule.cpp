@@ -61,6 +61,7 @@ const std::vector<UpdateRule::Parameter>& UpdateRule::parameters(RuleKind kind) 
                                   {"beta2", &V::beta2, 0.999, 1},
                                   {"eps", &V::eps, 1e-8, kInfinity},
                                   {"weight_decay", &V::weight_decay, weight_decay, kInfinity},
+                                  {"eps_hat", &V::eps_hat, 0, 2},
                                   {"maximize", &V::maximize, 0, 2}};
   };
   static const std::vector<Parameter> plain_adam = adam(0);
@@ -177,10 +178,11 @@ Coefficients UpdateRule::coefficients(std::uint64_t step, double lr,
     case RuleKind::kAdam: {
       const double correction = std::sqrt(1 - std::pow(v.beta2, number));
       const bool as_sparse_adam = kind_ == RuleKind::kAdam && gradients == Gradients::kRows;
+      const bool adds_eps_first = as_sparse_adam || v.eps_hat != 0;
       c.take_first = static_cast<float>(1 - v.beta1);
       c.keep_second = static_cast<float>(v.beta2);
       c.take_second = static_cast<float>(1 - v.beta2);
-      c.eps = static_cast<float>(as_sparse_adam ? v.eps : v.eps * correction);
+      c.eps = static_cast<float>(adds_eps_first ? v.eps : v.eps * correction);
       c.rate = static_cast<float>(lr * correction / (1 - std::pow(v.beta1, number)));
       break;
     }

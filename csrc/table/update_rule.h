@@ -45,7 +45,8 @@ class UpdateRule {
   using Hyperparameter = std::pair<std::string, double>;
 
   // `name` is torch's class name: SGD, Adagrad, Adam, AdamW or RMSprop. Booleans are 0 and 1; betas
-  // are called beta1 and beta2. Defaults are torch's. Throws kValue.
+  // are called beta1 and beta2. Defaults are torch's. Adam and AdamW have one more: eps_hat adds
+  // eps before correcting the bias, as Keras does. Throws kValue.
   UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters);
 
   [[nodiscard]] RuleKind kind() const noexcept { return kind_; }
@@ -62,7 +63,7 @@ class UpdateRule {
   struct Values {
     double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0.9, beta2 = 0.999;
     double eps = 1e-8, lr_decay = 0, initial_accumulator_value = 0, alpha = 0.99;
-    double nesterov = 0, centered = 0, maximize = 0;
+    double nesterov = 0, centered = 0, maximize = 0, eps_hat = 0;
   };
   struct Parameter;
   static const std::vector<Parameter>& parameters(RuleKind kind);

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from torch import nn
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
-from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import remove_checkpoint, restore_checkpoint, save_checkpoint
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
@@ -163,6 +163,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         )
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self.backlog: Backlog | None = None  # of the coordinator
+        self.coordinator: Callable[[], Any] = _no_coordinator  # the last that was made, if it lives
         self._models: list[ServedModel] = []
         self._generation = 0
 
@@ -280,6 +281,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self.after_calls()
         return state
 
+    def remove(self, directory: str | Path) -> None:
+        """Remove a checkpoint that `save` wrote; other files in the directory are not touched."""
+        self.require_chief("strategy.remove")
+        remove_checkpoint(directory)
+
     def require_chief(self, call: str) -> None:
         """Raise FastdistError on a worker; `call` names what is for the chief."""
         if is_worker_of(self):
@@ -315,6 +321,10 @@ def _run_worker(address: str, keys: Keys, host: ServedWorker) -> NoReturn:
     finally:
         worker.close()
     sys.exit(0)
+
+
+def _no_coordinator() -> None:
+    return None
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -29,8 +29,12 @@ class ScopeExtension(Protocol):
     def watch(self, scope: Scope) -> AbstractContextManager[None]:
         """Return a context manager that is active while a scope is open."""
 
-    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> None:
-        """Adapt modules that the strategy is about to adopt, perhaps not for the first time."""
+    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Adapt modules that the strategy is about to adopt, perhaps not for the first time.
+
+        Returns:
+            Those that the strategy adopts now.
+        """
 
 
 extensions: list[ScopeExtension] = []
@@ -94,9 +98,9 @@ class Scope:
         """
         if self._recorder is not None:
             made, self._made = self._made, []
-            roots = self._recorder.roots()
+            roots: Sequence[nn.Module] = self._recorder.roots()
             for extension in extensions:
-                extension.adopt(self._strategy, roots)
+                roots = extension.adopt(self._strategy, roots)
             self._adopt(roots, made)
 
     def _note(self, thing: Any) -> None:

@@ -18,6 +18,9 @@ class Framework(Protocol):
     def state(self, module: nn.Module) -> list[torch.Tensor]:
         """Return the tensors of this module alone that forward may write, besides buffers."""
 
+    def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return those of `state` that are moving averages over batches."""
+
 
 _frameworks: list[Framework] = []
 
@@ -42,3 +45,11 @@ def state_of(module: nn.Module) -> list[torch.Tensor]:
     """Return the tensors of this module alone that forward may write: buffers and their like."""
     buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
     return buffers + [tensor for framework in _frameworks for tensor in framework.state(module)]
+
+
+def moving_averages(module: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of this module alone that are moving averages over batches."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        statistics = (module.running_mean, module.running_var)
+        return [buffer for buffer in statistics if buffer is not None]
+    return [tensor for framework in _frameworks for tensor in framework.moving_averages(module)]

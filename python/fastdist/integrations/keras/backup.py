@@ -7,12 +7,15 @@ batches of the steps that are done, and restores everything at the same moment.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 
 from fastdist.checkpoints import CheckpointManager, PreemptionCheckpointHandler
+from fastdist.errors import UnsupportedError
+from fastdist.integrations.keras.extension import on_servers
 from fastdist.integrations.keras.fit_state import FitState
 from fastdist.integrations.keras.internals import running_fit
 from fastdist.integrations.keras.saved import KerasCheckpoint
@@ -30,7 +33,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     The model, the optimizer, metrics, the position in the data, the states of the other callbacks
     and the random generators are restored, so that a job that was killed ends with the same bits as
-    one that was not (tf.keras.callbacks.BackupAndRestore).
+    one that was not (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch
+    is backed up, by the servers: the model and the optimizer, but no callbacks' states.
 
     Args:
         directory: of the backups; each program has its own. At the end of `fit` they are removed.
@@ -76,6 +80,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._handler: PreemptionCheckpointHandler | None = None
         self._fit: FitState | None = None
         self._checkpoint: KerasCheckpoint
+        self._strategy: Any = None  # of parameter servers
         self._resumes = False  # True from the beginning of a restored fit to its first step
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -84,6 +89,10 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             before.close()
         _open[self._directory] = self
         model = self.model
+        self._strategy = on_servers.get(model)
+        if self._strategy is not None:
+            self._restore_servers()
+            return
         iterator, callbacks = running_fit(model)
         others = [c for c in callbacks if c is not self]
         self._fit = FitState(model, iterator, others, self.params)
@@ -102,12 +111,18 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the epoch."""
-        assert self._fit is not None
-        self._fit.position.epoch = epoch
+        if self._fit is not None:
+            self._fit.position.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Back up what parameter servers have."""
+        if self._strategy is not None:
+            self._strategy.save(self._directory, {"epoch": epoch + 1})
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Back up, if it is time; in a restored fit, first restore what has changed since."""
-        assert self._fit is not None
+        if self._fit is None:  # on servers
+            return
         if self._resumes:
             # Keras has reset metrics and called callbacks as if an epoch began.
             self._resumes = False
@@ -122,6 +137,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backups, or keep one of the end."""
+        if self._strategy is not None:
+            self.model._initial_epoch = None
+            if self._deletes:
+                self._strategy.remove(self._directory)
+            self.close()
+            return
         assert self._fit is not None
         if self._resumes:  # nothing was left to do
             self._manager.restore(self._checkpoint)
@@ -150,6 +171,17 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._fit.position.release()
             self._fit = None
         self._manager.release()
+
+    def _restore_servers(self) -> None:
+        if self._save_freq != "epoch" or self._handles_preemption:
+            raise UnsupportedError(
+                "fd.keras.BackupAndRestore under ParameterServerStrategy backs up each epoch; "
+                f"got save_freq={self._save_freq!r} and save_before_preemption="
+                f"{self._handles_preemption}"
+            )
+        self.model._initial_epoch = None
+        with contextlib.suppress(FileNotFoundError):  # there is no backup yet
+            self.model._initial_epoch = self._strategy.restore(self._directory)["epoch"]
 
     def _is_due(self, batch: int, steps: int) -> bool:
         if self._save_freq == "epoch":

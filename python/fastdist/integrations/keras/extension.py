@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from fastdist.errors import UnsupportedError
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
+
+on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The strategies of Keras models whose values are on parameter servers."""
 
 CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -55,18 +59,24 @@ class KerasExtension:
         finally:
             layer_class.__new__ = original
 
-    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> None:
-        """Attach trainers to Keras models that have none, and adapt random layers."""
+    def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Attach trainers to Keras models that have none, and adapt random layers.
+
+        The values of models go to parameter servers with their first fit, when they are built.
+        """
         keras: Any = sys.modules.get("keras")
         layers = [] if keras is None else [r for r in roots if isinstance(r, keras.layers.Layer)]
         if not layers:
-            return
+            return roots
         from fastdist.integrations.keras.layers import separate_random_numbers
 
         for layer in layers:
             separate_random_numbers(layer)
             if isinstance(layer, keras.Model) and "fit" not in vars(layer):
                 _attach(strategy, layer, lambda: None)
+        if strategy.has_servers:
+            return [root for root in roots if not isinstance(root, keras.Model)]
+        return roots
 
 
 def _note_all(scope: Scope) -> None:
@@ -88,14 +98,20 @@ def _require_torch(keras: Any) -> None:
 
 
 def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
-    if not isinstance(strategy, ReplicatedStrategy) or strategy.has_servers:
+    if not isinstance(strategy, ReplicatedStrategy):
         for name in CALLS:
             message = (
-                f"a Keras model that was made in the scope of {type(strategy).__name__} has no "
-                f"{name} yet; write the training loop with strategy.run, or use MirroredStrategy, "
-                "MultiWorkerMirroredStrategy or CentralStorageStrategy"
+                f"{name} of a Keras model that was made in the scope of {type(strategy).__name__}: "
+                "Keras on torch has no XLA devices; write the training loop for a torch module "
+                "with strategy.run, or use MirroredStrategy, MultiWorkerMirroredStrategy, "
+                "CentralStorageStrategy or ParameterServerStrategy"
             )
             object.__setattr__(model, name, refusal(message))
+    elif strategy.has_servers:
+        from fastdist.integrations.keras.served_trainer import ServedTrainer
+
+        on_servers[model] = strategy
+        ServedTrainer(model, strategy)
     elif strategy.num_replicas_in_sync > 1:
         if strategy.options.gradient_reduction == "sum":
             raise UnsupportedError(

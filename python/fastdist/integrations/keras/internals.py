@@ -5,7 +5,9 @@ and `_moments` of a BatchNormalization. They read `_flatten_layers`, `_non_train
 `_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`, `_num_samples`,
 `_learning_rate` and `_initial_epoch`. Backups read the variables `epoch_iterator` and
 `callbacks` of a running `fit` and the iterator's `_steps_seen`, and replace its methods
-`_get_iterator` and `_enumerate_iterator`.
+`_get_iterator` and `_enumerate_iterator`. For parameter servers they also call `_use_weight_decay`
+of an optimizer and `_track_variables` of a model, replace its `_post_build`, and pickle the
+attributes `_layers` and `_outbound_nodes` apart.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.losses.loss import apply_mask
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
@@ -28,13 +31,17 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
     unpack_x_y_sample_weight,
 )
 from keras.src.utils import is_default
+from keras.src.utils.tracking import TrackedDict, TrackedList
 
 from fastdist.errors import UnsupportedError
 
 __all__ = [
     "ArrayDataAdapter",
     "DataAdapter",
+    "KerasSaveable",
     "MonitorCallback",
+    "TrackedDict",
+    "TrackedList",
     "apply_mask",
     "class_weight_to_sample_weights",
     "get_data_adapter",

@@ -34,12 +34,18 @@ class KerasLayers:
         variables = [v for v in module._non_trainable_variables if not v.value.requires_grad]
         return [variable.value for variable in [*variables, *seeds]]
 
+    def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
+        """Return the moving statistics of a BatchNormalization."""
+        if not isinstance(module, keras.layers.BatchNormalization) or not module.built:
+            return []
+        return [module.moving_mean.value, module.moving_variance.value]
+
 
 register_framework(KerasLayers())
 
 
 def separate_random_numbers(model: Any) -> None:
-    """Make seeded random numbers differ between replicas, by their seeds in `run`.
+    """Make seeded random numbers differ between replicas or workers, by their seeds in `run`.
 
     The generators' states stay equal, and replica 0 draws what one device would.
     """
@@ -52,8 +58,13 @@ def separate_random_numbers(model: Any) -> None:
 def _next_seed(plain: Any, ordered: bool = True) -> Any:
     seed = plain(ordered=ordered)
     context = state.replica
-    if context is None or not context.replica_id_in_sync_group:
+    if context is None:
         return seed
+    number = context.replica_id_in_sync_group
+    if context.strategy.has_servers:
+        from fastdist.ps.coordinator.per_worker import get_worker_index
+
+        number = get_worker_index()
     apart = torch.zeros_like(seed)
-    apart[0] = _SEED_STEP * context.replica_id_in_sync_group
+    apart[0] = _SEED_STEP * number
     return seed + apart

@@ -30,10 +30,10 @@ def global_logs(
         workers: connects all replicas.
         examples: the examples of each replica in this step; None if all weigh the same.
     """
-    logs = dict(_flattened(logs))
-    names = [name for name in sorted(logs) if _is_number(logs[name])]
+    logs = dict(flattened(logs))
+    names = [name for name in sorted(logs) if is_number(logs[name])]
     numbers = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
-    own = {name: float(value) for name, value in results().items() if _is_number(value)}
+    own = {name: float(value) for name, value in results().items() if is_number(value)}
     candidates = sorted(own)
     share = 1 / workers.world_size
     matches = torch.zeros(len(names), len(candidates), dtype=torch.float64)
@@ -56,14 +56,15 @@ def global_logs(
     return logs | found
 
 
-def _flattened(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flattened(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of logs; the results of metrics may be dicts, as Keras takes them."""
     for name, value in logs.items():
         if isinstance(value, dict):
-            yield from _flattened(value)
+            yield from flattened(value)
         else:
             yield name, value
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Tell whether a value of the logs is a number."""
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()

@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,17 @@ def save_checkpoint(
         _remove(path for path in directory.glob(f"{stem}-*"))
         raise
     kept = {name for names in files.values() for name in names}
-    ours = (path for path in directory.glob("fastdist-*") if _DATA_FILE.fullmatch(path.name))
-    _remove(path for path in ours if path.name not in kept)
+    _remove(path for path in _data_files(directory) if path.name not in kept)
+
+
+def remove_checkpoint(directory: str | Path) -> None:
+    """Remove a checkpoint, if there is one; other files in the directory are not touched."""
+    directory = Path(directory).absolute()
+    _remove([directory / _INDEX, *_data_files(directory)])
+
+
+def _data_files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.glob("fastdist-*") if _DATA_FILE.fullmatch(path.name))
 
 
 def restore_checkpoint(

@@ -32,6 +32,7 @@ class Job(Protocol):
     max_staleness: int | None
     definitions: Definitions
     backlog: Backlog | None
+    coordinator: Callable[[], Any]
 
     def require_chief(self, call: str) -> None:
         """Raise an error in a process that is not the chief."""
@@ -77,6 +78,7 @@ class ClusterCoordinator:
             )
         strategy.require_chief("ClusterCoordinator")
         self.strategy = strategy
+        strategy.coordinator = weakref.ref(self)
         self._definitions = strategy.definitions
         self._backlog = strategy.backlog = Backlog(max_queued, strategy.max_staleness)
         self._is_idle = True

@@ -25,6 +25,10 @@ Token = tuple[int, int | None]
 """The number of a definition, and of one of its parts; None for the whole."""
 _NOTHING: Mapping[int, tuple[Any, ...]] = {}
 Resolve = Callable[[Token], Any]
+Reduction = tuple[Any, ...]
+
+reducers: list[Callable[[Any], Reduction | None]] = []
+"""Each returns the reduction of an object of another framework, or None for any other object."""
 
 
 class Definition:
@@ -165,7 +169,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, thing: Any) -> Any:
         known = self._instead.get(id(thing))
-        return super().reducer_override(thing) if known is None else known
+        if known is not None:
+            return known
+        reductions = (reduce(thing) for reduce in reducers)
+        found = next((reduction for reduction in reductions if reduction is not None), None)
+        return super().reducer_override(thing) if found is None else found
 
 
 class _Unpickler(pickle.Unpickler):

@@ -10,7 +10,7 @@ from torch import nn
 from fastdist.ps.client.batched import begin_pushes
 from fastdist.ps.client.client import Client
 from fastdist.ps.model.dense import ServedTensor
-from fastdist.training.module_structure import modules_of
+from fastdist.training.frameworks import inner_modules, moving_averages
 
 
 def concurrent_functions(workers: int, max_staleness: int | None, *, synchronous: bool) -> int:
@@ -44,9 +44,9 @@ class ServedBuffers:
         self._concurrency = concurrency
         self._averaging = {
             id(buffer): module
-            for module in modules_of(roots)
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-            for buffer in (module.running_mean, module.running_var)
+            for root in roots
+            for module in inner_modules(root)
+            for buffer in moving_averages(module)
         }
 
     def add(self, served: ServedTensor) -> None:
@@ -101,7 +101,7 @@ class ServedBuffers:
         module = self._averaging.get(id(buffer))
         if module is None:
             return 1.0
-        if module.momentum is None and module.num_batches_tracked is not None:
+        if module.momentum is None and isinstance(module.num_batches_tracked, torch.Tensor):
             # A cumulative average: each batch counts once, from batch `concurrency` on.
             return min(1.0, max(1, int(module.num_batches_tracked)) / self._concurrency)
         return 1.0 / self._concurrency

@@ -58,7 +58,7 @@ def define_bundle(
     hollow = {
         id(tensors[placement.tensor]): _reduce_without_values(tensors[placement.tensor])
         for placement in bundle.placements
-        if isinstance(tensors[placement.tensor], nn.Parameter)
+        if not placement.is_buffer
     }
     values = tuple(getattr(bundle, field.name) for field in fields(bundle))
     definition = definitions.define(

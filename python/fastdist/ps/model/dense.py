@@ -21,13 +21,14 @@ class ServedTensor:
     Args:
         tensor: a module's parameter or buffer.
         variable: its value on the servers.
+        is_buffer: True for a buffer, and for a parameter that its layer uses as one.
     """
 
-    def __init__(self, tensor: torch.Tensor, variable: ShardedVariable) -> None:
+    def __init__(self, tensor: torch.Tensor, variable: ShardedVariable, *, is_buffer: bool) -> None:
         self.tensor = tensor
         self.sharded = variable
         self._steps: tuple[int, ...] | None = None
-        self._is_buffer = not isinstance(tensor, torch.nn.Parameter)
+        self._is_buffer = is_buffer
         self.mark_synced()
 
     @property

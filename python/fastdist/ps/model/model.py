@@ -80,10 +80,11 @@ class ServedModel:
             if isinstance(placement.spec, DenseSpec):
                 initial = exact_value(placement.spec.name, tensor) if initialize else None
                 variable = ShardedVariable(self._client, placement.spec, placement.pieces, initial)
-                if isinstance(tensor, nn.Parameter):
-                    self._parameters[id(tensor)] = ServedTensor(tensor, variable)
+                served = ServedTensor(tensor, variable, is_buffer=placement.is_buffer)
+                if placement.is_buffer:
+                    self.buffers.add(served)
                 else:
-                    self.buffers.add(ServedTensor(tensor, variable))
+                    self._parameters[id(tensor)] = served
                 continue
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, placement.spec, placement.pieces)

@@ -14,6 +14,7 @@ from fastdist.ps.model.dense import exact_value
 from fastdist.ps.model.embeddings import TableLayer, table_embeddings
 from fastdist.ps.model.rules import rule_of
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
+from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized, named_buffers, named_parameters
 
 # Buffers add up the workers' changes; a parameter without an optimizer stays as it is.
@@ -45,11 +46,13 @@ class Placement:
         tensor: its number among the parameters and buffers of the modules.
         spec: of the value.
         pieces: servers and rows.
+        is_buffer: True for a buffer, and for a parameter that its layer uses as one.
     """
 
     tensor: int
     spec: DenseSpec | RowsSpec
     pieces: tuple[Piece, ...]
+    is_buffer: bool
 
 
 def tensors_in(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
@@ -71,16 +74,17 @@ def plan(
     """
     rules = _rules(optimizers)
     tables = {id(module.weight): module for module in table_embeddings(roots)}
+    buffers = {id(t) for root in roots for module in inner_modules(root) for t in state_of(module)}
     placements = []
     for number, (name, tensor) in enumerate(tensors_in(roots)):
         if not is_materialized(tensor):
             raise ValueError(
                 f"{name} is lazy: call its module once in the scope to give it a shape"
             )
-        if not _is_served(name, tensor):
+        is_buffer = id(tensor) in buffers
+        if not _is_served(name, tensor, is_buffer):
             continue
-        is_parameter = isinstance(tensor, nn.Parameter)
-        rule = rules.get(id(tensor), _FREEZE) if is_parameter else _ADD
+        rule = _ADD if is_buffer else rules.get(id(tensor), _FREEZE)
         spec: DenseSpec | RowsSpec
         if id(tensor) in tables:
             _check_cache(name, tables[id(tensor)], options)
@@ -88,7 +92,7 @@ def plan(
         else:
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
         # Buffers are sums: a narrow encoding would lose small changes.
-        applied = options if is_parameter else TableOptions()
+        applied = TableOptions() if is_buffer else options
         spec = dataclasses.replace(
             spec, wire=applied.wire, refuse_nonfinite=applied.refuse_nonfinite
         )
@@ -96,7 +100,7 @@ def plan(
             pieces = servers.everywhere()
         else:
             pieces = servers.place(tuple(tensor.shape), tensor.element_size())
-        placements.append(Placement(number, spec, pieces))
+        placements.append(Placement(number, spec, pieces, is_buffer))
     return placements
 
 
@@ -141,8 +145,8 @@ def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:
     return rules
 
 
-def _is_served(name: str, tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, nn.Parameter):
+def _is_served(name: str, tensor: torch.Tensor, is_buffer: bool) -> bool:
+    if is_buffer:
         if tensor.dtype == torch.int64 and tensor.numel() == 1:
             exact_value(name, tensor)  # raises if servers cannot keep it
             return True

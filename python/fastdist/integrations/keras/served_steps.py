@@ -1,0 +1,226 @@
+"""The steps of a Keras model on the workers of a parameter-server job."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from fastdist.data import InputContext
+from fastdist.data.batches import count_examples
+from fastdist.integrations.keras.internals import DataAdapter, get_data_adapter
+from fastdist.integrations.keras.logs import flattened, is_number
+from fastdist.integrations.keras.metrics import variables_of
+from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
+from fastdist.ps.coordinator.per_worker import get_worker_index
+from fastdist.ps.coordinator.remote_value import RemoteValue
+from fastdist.replicas.per_replica import PerReplica
+
+MakeDataset = Callable[[InputContext], Any]
+
+_AHEAD = 2  # functions that are scheduled for each worker
+
+
+class ScheduledSteps(DataAdapter):  # type: ignore[misc]
+    """Schedules the steps of a `fit`, and adds up their metrics in those of the chief.
+
+    To Keras it is a data adapter, of batches that only have shapes: it tells when epochs begin.
+
+    Args:
+        model: the model.
+        strategy: its strategy, a ParameterServerStrategy.
+        coordinator: of the strategy.
+        make_dataset: makes the batches of a worker.
+        steps: of an epoch.
+
+    Attributes:
+        is_in_epoch: True from the first step of an epoch to `end_epoch`.
+    """
+
+    num_batches = batch_size = has_partial_batch = partial_batch_size = None
+
+    def __init__(
+        self,
+        model: Any,
+        strategy: Any,
+        coordinator: ClusterCoordinator,
+        make_dataset: MakeDataset,
+        steps: int,
+    ) -> None:
+        self.is_in_epoch = False
+        self._model = model
+        self._strategy = strategy
+        self._coordinator = coordinator
+        workers = len(strategy.worker_addresses)
+        # A step of synchronous workers is one of all of them.
+        self._size = workers if strategy.synchronous else 1
+        self._ahead = _AHEAD * workers
+        make = functools.partial(WorkerBatches, make_dataset, workers, self._size)
+        self._batches = iter(coordinator.create_per_worker_dataset(make))
+        self._of_epoch = steps
+        self._left = 0  # steps of this epoch that have not been scheduled
+        self._taken = 0  # functions of this epoch that have ended
+        self._running: deque[RemoteValue] = deque()
+        self._numbers: dict[str, float] = {}  # logs of this epoch's steps, added up
+        self._first = coordinator.schedule(_shapes, (self._batches,)).fetch()
+        coordinator.join()
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        """Return an iterable over batches, which have shapes and no values."""
+        while True:
+            yield self._first
+
+    def on_epoch_begin(self) -> None:
+        """Begin to count."""
+        self._left, self._taken, self._numbers = self._of_epoch, 0, {}
+
+    def step(self) -> dict[str, Any]:
+        """Wait until one more step has ended; return the logs of the epoch's steps that have."""
+        self.is_in_epoch = True
+        self._model.optimizer.apply.share_rate()
+        given = self._model, self._strategy, self._batches
+        while self._left and len(self._running) < self._ahead:
+            for _ in range(self._size):
+                self._running.append(self._coordinator.schedule(train_on_worker, given))
+            self._left -= 1
+        for _ in range(self._size):
+            self._take()
+        self._model.optimizer.iterations.assign_add(1)
+        return self._logs()
+
+    def end_epoch(self) -> dict[str, Any]:
+        """Wait for steps that have begun; return the logs. Then the model has the servers' values.
+
+        There are such steps if a callback has stopped the training.
+        """
+        self.is_in_epoch = False
+        while self._running:
+            self._take()
+        self._coordinator.join()
+        return self._logs()
+
+    def _take(self) -> None:
+        """Wait for a function, and add its metrics to those of the model."""
+        running = self._running
+        self._strategy.backlog.wait_for(lambda: any(value.is_done() for value in running))
+        self._coordinator.done()  # raises the error of a function, before the others' cancellation
+        value = next(value for value in running if value.is_done())
+        running.remove(value)
+        numbers, states = value.fetch()
+        self._taken += 1
+        for name, number in numbers.items():
+            self._numbers[name] = self._numbers.get(name, 0.0) + number
+        for variable, state in zip(variables_of(self._model.metrics), states, strict=True):
+            before = _array(variable)
+            if self._taken > 1 and variable.aggregation == "sum":
+                state = before + state
+            elif self._taken > 1 and variable.aggregation == "mean":
+                state = before + (state - before) / self._taken
+            variable.assign(state)
+
+    def _logs(self) -> dict[str, Any]:
+        results = self._model.get_metrics_result()
+        means = {name: number / self._taken for name, number in self._numbers.items()}
+        return {name: results.get(name, mean) for name, mean in means.items()}
+
+
+class WorkerBatches:
+    """The batches of one worker, without end: after the last one its dataset is made again.
+
+    Args:
+        make_dataset: makes an iterable over batches.
+        workers: of the job.
+        replicas: workers that take a step together.
+    """
+
+    def __init__(self, make_dataset: MakeDataset, workers: int, replicas: int) -> None:
+        self._make = make_dataset
+        self._context = InputContext(workers, get_worker_index(), replicas)
+        self._peeked: list[Any] = []
+        self._all = self._endless()
+
+    def __iter__(self) -> WorkerBatches:
+        return self
+
+    def __next__(self) -> Any:
+        return self._peeked.pop() if self._peeked else next(self._all)
+
+    def peek(self) -> Any:
+        """Return the next batch, which stays the next one."""
+        self._peeked = [next(self)]
+        return self._peeked[0]
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            count = 0
+            for batch in self._once():
+                count += 1
+                yield batch
+            if not count:
+                raise ValueError(
+                    "the function that fit was given has returned no batch for "
+                    f"{self._context}; expected at least one for each worker"
+                )
+
+    def _once(self) -> Iterator[Any]:
+        made = self._make(self._context)
+        if isinstance(made, (np.ndarray, torch.Tensor, tuple, dict)) or not isinstance(
+            made, (Iterable, keras.utils.PyDataset)
+        ):
+            raise TypeError(
+                "the function that fit was given must return an iterable over batches (x, y), "
+                f"such as a generator or a DataLoader; got {type(made).__name__}"
+            )
+        if not isinstance(made, (keras.utils.PyDataset, DataLoader)):
+            iterator = iter(made)
+            first = next(iterator, None)
+            if first is None:
+                return
+            made = _joined(first, iterator)
+        adapter = get_data_adapter(x=made)
+        adapter.on_epoch_begin()
+        yield from adapter.get_torch_dataloader()
+        adapter.on_epoch_end()
+
+
+def _joined(first: Any, others: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches as Keras takes them from generators: tuples."""
+    yield tuple(first) if isinstance(first, list) else first
+    for batch in others:
+        yield tuple(batch) if isinstance(batch, list) else batch
+
+
+def _shapes(batches: WorkerBatches) -> Any:
+    """On a worker: return the next batch without its values."""
+
+    def without_values(leaf: Any) -> Any:
+        return None if leaf is None else torch.empty_like(leaf, device="meta")
+
+    return keras.tree.map_structure(without_values, batches.peek())
+
+
+def train_on_worker(
+    model: Any, strategy: Any, batches: WorkerBatches
+) -> tuple[dict[str, float], list[Any]]:
+    """On a worker: take a step; return its logs, and the variables of the metrics of this step."""
+    batch = next(batches)
+    examples = (count_examples(batch),)
+    numbers: dict[str, float] = strategy.run(_train, (model, PerReplica((batch,), examples)))
+    return numbers, [_array(variable) for variable in variables_of(model.metrics)]
+
+
+def _array(variable: Any) -> Any:
+    return variable.value.detach().cpu().numpy().copy()
+
+
+def _train(model: Any, batch: Any) -> dict[str, float]:
+    model.reset_metrics()
+    model.make_train_function()
+    logs = model.train_function([batch])
+    return {name: float(value) for name, value in flattened(logs or {}) if is_number(value)}

@@ -1,0 +1,242 @@
+"""The trainer of one Keras model under parameter servers: workers run the steps of its `fit`.
+
+Keras' own `fit` runs on the chief, with a train function that waits for a step of the workers.
+Everything else is Keras' own, with the servers' values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import keras
+
+from fastdist.errors import UnsupportedError
+from fastdist.integrations.keras.extension import refusal
+from fastdist.integrations.keras.layers import separate_random_numbers
+from fastdist.integrations.keras.pickles import send_as_they_are
+from fastdist.integrations.keras.served_optimizers import (
+    ServedApply,
+    require_served,
+    served_optimizer,
+)
+from fastdist.integrations.keras.served_steps import ScheduledSteps
+from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
+
+_OWN = ("fit", "compile", "make_train_function", "_get_metrics_result_or_logs")
+_AFTER_JOIN = (
+    "evaluate",
+    "predict",
+    "test_on_batch",
+    "predict_on_batch",
+    "get_weights",
+    "set_weights",
+    "load_weights",
+    "save",
+    "save_weights",
+)
+_NO_TRAIN_ON_BATCH = (
+    "train_on_batch under ParameterServerStrategy: workers read their own batches; write "
+    "fit(make_dataset, steps_per_epoch=1)"
+)
+# Arguments of fit that belong to data of the chief.
+_OF_ARRAYS = ("y", "batch_size", "validation_split", "class_weight", "sample_weight")
+
+send_as_they_are((*_OWN, *_AFTER_JOIN, "train_on_batch", "_post_build"))
+
+
+class ServedTrainer:
+    """Replaces the training methods of a Keras model on the chief.
+
+    Args:
+        model: the model; it keeps this trainer alive, not the other way round.
+        strategy: a ParameterServerStrategy, in whose scope the model was made.
+    """
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self._ref = weakref.ref(model)
+        self._strategy = strategy
+        self._coordinator: ClusterCoordinator | None = None  # keeps it alive
+        self._steps: ScheduledSteps | None = None  # of a running fit
+        self._trained: dict[int, str] = {}  # variables whose values are on servers
+        for name in _OWN:
+            object.__setattr__(model, name, getattr(self, name))
+        for name in _AFTER_JOIN:
+            object.__setattr__(model, name, functools.partial(self._joined, name))
+        object.__setattr__(model, "train_on_batch", refusal(_NO_TRAIN_ON_BATCH))
+        if type(model).fit is not keras.Model.fit:
+            message = (
+                f"{type(model).__name__} overrides fit, whose steps workers run; override "
+                "train_step instead"
+            )
+            object.__setattr__(model, "fit", refusal(message))
+
+    def _plain(self, name: str) -> Callable[..., Any]:
+        """Return the model's own method."""
+        model: Any = self._ref()
+        method: Callable[..., Any] = getattr(type(model), name).__get__(model)
+        return method
+
+    def _joined(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call the model's own method, once scheduled functions have ended."""
+        coordinator = self._strategy.coordinator()
+        if coordinator is not None:
+            coordinator.join()
+        return self._plain(name)(*args, **options)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the model, before its first fit."""
+        if self._trained:
+            raise UnsupportedError(
+                "compile after a fit under ParameterServerStrategy: workers have the model, and "
+                "servers its optimizer, as they were in the first fit; compile the model before"
+            )
+        self._plain("compile")(*args, **options)
+        model: Any = self._ref()
+        optimizer = model.optimizer
+        if optimizer is not None:
+            optimizer.built = True  # it never gets variables: the servers have their own
+
+    def fit(self, *args: Any, **options: Any) -> Any:
+        """Train on the workers.
+
+        Args:
+            x: a function that each worker calls with its `fd.InputContext`; it returns an iterable
+                over batches (x, y) or (x, y, sample_weight), and is called again at their end.
+            steps_per_epoch: steps of an epoch, of all workers.
+
+        The other arguments are those of Keras' `Model.fit`; the data of an evaluation is read on
+        the chief.
+
+        Raises:
+            UnsupportedError: servers cannot apply the optimizer, or x is no function.
+        """
+        plain = self._plain("fit")
+        given = inspect.signature(plain).bind(*args, **options).arguments
+        model: Any = self._ref()
+        make_dataset = given.pop("x", None)
+        if not model.compiled:
+            return plain(make_dataset, **given)  # raises Keras' error
+        _require_function(make_dataset, given)
+        _require_no_backups_of_keras(given.get("callbacks"))
+        self._require_servable()
+        coordinator = self._strategy.coordinator() or ClusterCoordinator(self._strategy)
+        self._coordinator = coordinator
+        try:
+            self._steps = ScheduledSteps(
+                model, self._strategy, coordinator, make_dataset, given["steps_per_epoch"]
+            )
+            history = plain(self._steps, **given)
+        except Exception:
+            with suppress(Exception):
+                coordinator.join()  # for steps that have begun
+            raise
+        finally:
+            self._steps = None
+        self._strategy.before_calls()  # sends what callbacks have restored at the end
+        return history
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Make the function that waits for a step, once the servers have the model's values."""
+        del force
+        steps = self._steps
+        if steps is None:
+            raise UnsupportedError(
+                "a Keras model under ParameterServerStrategy trains in fit alone, on its workers"
+            )
+        model: Any = self._ref()
+        if not self._trained:
+            self._put_on_servers(model)
+        model.train_function = lambda _: steps.step()
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        """Return the metrics of an epoch, or the logs of steps that have logs of their own."""
+        if self._steps is not None and self._steps.is_in_epoch:
+            logs = self._steps.end_epoch()
+        return self._plain("_get_metrics_result_or_logs")(logs)
+
+    def _require_servable(self) -> None:
+        model: Any = self._ref()
+        require_served(model.optimizer)
+        for name, value in vars(model).items():
+            is_other = isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"
+            if is_other and value is not model.optimizer:
+                raise UnsupportedError(
+                    f"{type(model).__name__}.{name} is a second optimizer; parameter servers apply "
+                    "the one that the model was compiled with"
+                )
+        for variable in model.trainable_variables:
+            if self._trained and id(variable) not in self._trained:
+                raise UnsupportedError(
+                    f"{variable.path} was not trainable in the first fit, so that no server has it"
+                )
+
+    def _put_on_servers(self, model: Any) -> None:
+        variables = model.trainable_variables
+        for variable in variables:
+            if variable.constraint is not None:
+                raise UnsupportedError(
+                    f"{variable.path} has the constraint {type(variable.constraint).__name__}, "
+                    "which parameter servers cannot apply; leave it out, or use a regularizer"
+                )
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise UnsupportedError(
+                    f"{variable.path} is overwritten with its gradient, as float8 layers do, which "
+                    "parameter servers cannot do"
+                )
+        separate_random_numbers(model)
+        # In every fit and evaluate Keras registers them with torch again, as if they had changed.
+        model._track_variables()
+        object.__setattr__(model, "_post_build", _nothing)
+        served = served_optimizer(model.optimizer, variables)
+        model.optimizer.apply = ServedApply(model.optimizer, served, variables)
+        self._strategy._adopt([model], [served])
+        self._trained = {id(variable): variable.path for variable in variables}
+
+
+def _require_no_backups_of_keras(callbacks: Any) -> None:
+    given = getattr(callbacks, "callbacks", callbacks)
+    for callback in keras.tree.flatten(given or []):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UnsupportedError(
+                "keras.callbacks.BackupAndRestore does not save the state that servers have of the "
+                "optimizer; use fastdist.keras.BackupAndRestore"
+            )
+
+
+def _nothing() -> None:
+    return None
+
+
+def _require_function(make_dataset: object, given: dict[str, Any]) -> None:
+    """Check the data that fit was given.
+
+    Raises:
+        UnsupportedError: it is no function, or options for other data were given.
+    """
+    how = (
+        "write fit(make_dataset, steps_per_epoch=...), with a function make_dataset(context) that "
+        "returns an iterable over the batches (x, y) of one worker"
+    )
+    if not callable(make_dataset):
+        raise UnsupportedError(
+            "fit under ParameterServerStrategy needs a function that makes the batches of a "
+            f"worker, got {type(make_dataset).__name__}; {how}"
+        )
+    for name in _OF_ARRAYS:
+        value = given.get(name)
+        if value is not None and not (name == "validation_split" and value == 0):
+            raise UnsupportedError(
+                f"fit under ParameterServerStrategy takes no {name}, because workers make their "
+                f"own batches (x, y, sample_weight); {how}"
+            )
+    steps = given.get("steps_per_epoch")
+    if type(steps) is not int or steps < 1:
+        raise UnsupportedError(
+            "fit under ParameterServerStrategy needs steps_per_epoch, a number of steps of all "
+            f"workers together, got {steps!r}; {how}"
+        )

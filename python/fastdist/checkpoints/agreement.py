@@ -41,17 +41,17 @@ class Ranks:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._strategy = replicas_of(modules)
 
-    def talking(self) -> AbstractContextManager[Communicator | None]:
+    def communicator(self) -> AbstractContextManager[Communicator | None]:
         """A context manager that gives the communicator; None if this process is alone."""
         if self._strategy is not None:
-            return self._strategy.talking()
+            return self._strategy.communicator()
         world = existing_communicator()
         if world is not None and world.world_size == 1:
             world = None
         return contextlib.nullcontext(world)
 
 
-def together(workers: Communicator | None, work: Callable[[], T]) -> T:
+def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
     """Call `work` on every rank; if it fails on one, all raise. Every rank must call.
 
     Raises:
@@ -75,7 +75,7 @@ def together(workers: Communicator | None, work: Callable[[], T]) -> T:
     return result
 
 
-def from_first(workers: Communicator | None, make: Callable[[], T]) -> T:
+def broadcast_result(workers: Communicator | None, make: Callable[[], T]) -> T:
     """Call `make` on rank 0, and return its result on every rank. Every rank must call.
 
     Raises:
@@ -83,11 +83,11 @@ def from_first(workers: Communicator | None, make: Callable[[], T]) -> T:
     """
     if workers is None:
         return make()
-    result = together(workers, lambda: make() if workers.rank == 0 else None)
+    result = run_on_all(workers, lambda: make() if workers.rank == 0 else None)
     return workers.broadcast_object(result)  # type: ignore[return-value]
 
 
-def spread(workers: Communicator | None, tensors: dict[str, torch.Tensor]) -> None:
+def broadcast_tensors(workers: Communicator | None, tensors: dict[str, torch.Tensor]) -> None:
     """Copy rank 0's tensors into the other ranks' tensors. Every rank must call."""
     if workers is not None and tensors:
         workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastdist.checkpoints import files
-from fastdist.checkpoints.agreement import Ranks, from_first, spread, together
+from fastdist.checkpoints.agreement import Ranks, broadcast_result, broadcast_tensors, run_on_all
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.matching import require_match, require_same_tensors
@@ -110,7 +110,7 @@ class Checkpoint:
                 raise FileExistsError(f"{path} exists; remove it, or give another path")
             files.write(path, parts, files.Checksums(parts))
 
-        with self.ranks().talking() as workers:
+        with self.ranks().communicator() as workers:
             self.collect(workers, copy_to_cpu, write)
         return path
 
@@ -130,7 +130,7 @@ class Checkpoint:
             Exception: what an object's `load_state_dict` raises.
         """
         path = Path(path).absolute()
-        with self.ranks().talking() as workers:
+        with self.ranks().communicator() as workers:
             self.load(workers, lambda: read(path, self.names), with_random=False)
 
     # --- for CheckpointManager ------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Checkpoint:
                 parts[name] = PartFiles(encoded, stage(name, encoder.tensors), class_name)
             write(parts)
 
-        together(workers, work)
+        run_on_all(workers, work)
 
     def load(
         self,
@@ -206,7 +206,7 @@ class Checkpoint:
                 for name, part in taken.items()
             }
 
-        outlined = from_first(workers, outline)
+        outlined = broadcast_result(workers, outline)
         states = {}
         for name, (encoded, described, _) in outlined.items():
             part = taken.get(name)
@@ -215,7 +215,7 @@ class Checkpoint:
                 if part is not None
                 else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
             )
-            spread(workers, tensors)
+            broadcast_tensors(workers, tensors)
             states[name] = decode(encoded, tensors)
         random = states.pop(_RANDOM, None)
 
@@ -244,14 +244,14 @@ class Checkpoint:
             if with_random and random is not None:
                 _set_random_state(random)
 
-        together(workers, match)
+        run_on_all(workers, match)
         try:
-            together(workers, load_objects)
+            run_on_all(workers, load_objects)
         except BaseException:
             for name, own in before.items():
                 self._parts[name].load_state_dict(own)
             raise
-        together(workers, load_others)
+        run_on_all(workers, load_others)
 
 
 def read(path: Path, names: list[str]) -> dict[str, PartFiles]:

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 
 from fastdist.checkpoints import files
-from fastdist.checkpoints.agreement import Ranks, from_first, together
+from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu, read
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
@@ -120,8 +120,8 @@ class CheckpointManager:
             step = getattr(checkpoint, "step", None)
             number = step if type(step) is int else None
         self._ranks = checkpoint.ranks()
-        with self._ranks.talking() as workers:
-            path = from_first(workers, lambda: self._place(number))
+        with self._ranks.communicator() as workers:
+            path = broadcast_result(workers, lambda: self._place(number))
 
             def write(parts: Mapping[str, PartFiles]) -> None:
                 checksums = files.Checksums(parts)
@@ -148,7 +148,7 @@ class CheckpointManager:
                 release.
         """
         self._ranks = checkpoint.ranks()
-        with self._ranks.talking() as workers:
+        with self._ranks.communicator() as workers:
             return self._restore(checkpoint, workers)
 
     def wait(self) -> None:
@@ -158,8 +158,8 @@ class CheckpointManager:
             OSError: it could not be written.
         """
         if self._ranks is not None:
-            with self._ranks.talking() as workers:
-                together(workers, self._finish)
+            with self._ranks.communicator() as workers:
+                run_on_all(workers, self._finish)
 
     def close(self) -> None:
         """Call `wait`, and let other jobs use the directory. Every replica must call."""
@@ -187,8 +187,8 @@ class CheckpointManager:
             OSError: another job uses the directory.
         """
         assert self._ranks is not None
-        with self._ranks.talking() as workers:
-            from_first(workers, self._remove_all)
+        with self._ranks.communicator() as workers:
+            broadcast_result(workers, self._remove_all)
 
     def end(self) -> None:
         """Declare the end of the job to evaluators. Every replica must call, after the last save.
@@ -200,8 +200,8 @@ class CheckpointManager:
         """
         self.wait()
         assert self._ranks is not None
-        with self._ranks.talking() as workers:
-            from_first(workers, self._end)
+        with self._ranks.communicator() as workers:
+            broadcast_result(workers, self._end)
 
     # --- on rank 0 ------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class CheckpointManager:
                     return path
             return None
 
-        path = from_first(workers, find)
+        path = broadcast_result(workers, find)
         if path is not None:
             checkpoint.load(workers, lambda: parts, with_random=True)
         return path

@@ -107,7 +107,7 @@ class PreemptionCheckpointHandler:
             BaseException: the exception of this replica's watcher; RuntimeError on the others.
         """
         self._told[0] = self._is_told if self._failure is None else _FAILED
-        with self._ranks.talking() as workers:
+        with self._ranks.communicator() as workers:
             if workers is not None:
                 workers.all_reduce(self._told, "max")
         if self._told[0] == _FAILED:

@@ -104,7 +104,7 @@ class ReplicatedStrategy(Strategy):
 
     @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        with self.talking():
+        with self.communicator():
             if self.num_replicas_in_sync > 1:
                 adopt_metrics(roots, self)
             self._members.adopt(self._communicators, roots, made)
@@ -123,7 +123,7 @@ class ReplicatedStrategy(Strategy):
         )
 
     def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        with self.talking() as workers:
+        with self.communicator() as workers:
             if workers is None:
                 return [list(values)]
             table: list[list[int]] = workers.all_gather(np.array([values], np.int64)).tolist()
@@ -201,7 +201,7 @@ class ReplicatedStrategy(Strategy):
             self._communicators.abort()
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[Communicator | None]:
+    def communicator(self) -> Iterator[Communicator | None]:
         """A context manager around communication outside `run`; None if there is one replica.
 
         After a failed collective the next call makes new communicators, so that the failure of a
@@ -228,7 +228,7 @@ class ReplicatedStrategy(Strategy):
 
     def refresh(self) -> None:
         """Adopt what modules have got since; `run` does so too. Every replica must call."""
-        with self.talking():
+        with self.communicator():
             self._members.refresh()
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class ReplicatedStrategy(Strategy):
     # --- values of all replicas -----------------------------------------------------------------
 
     def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
-        with self.talking() as workers:
+        with self.communicator() as workers:
             self._members.average_buffers()
             return map_structure(lambda leaf: self._reduce_leaf(workers, op, leaf, axis), value)
 
@@ -278,12 +278,12 @@ class ReplicatedStrategy(Strategy):
         """Call `fn(component, *args, **kwargs)` for a variable on each local replica."""
         self._require_cross_replica("update")
         own_args, own_kwargs = select((tuple(args), kwargs or {}))
-        with self.talking(), torch.no_grad():
+        with self.communicator(), torch.no_grad():
             result = self._members.update(variable, lambda c: fn(c, *own_args, **own_kwargs))
         return result if self.num_replicas_in_sync == 1 else wrap([result])
 
     def _gather(self, value: Any, axis: int) -> Any:
-        with self.talking() as workers:
+        with self.communicator() as workers:
             self._members.average_buffers()
             return map_structure(
                 lambda leaf: gather_values(workers, self.local_results(leaf), axis), value
@@ -312,7 +312,7 @@ class ReplicatedStrategy(Strategy):
         Raises:
             FastdistError: tensors differ; the message names the first tensor and the replicas.
         """
-        with self.talking():
+        with self.communicator():
             self._members.refresh()
             self._members.average_buffers()
             self._members.require_in_sync()

@@ -42,7 +42,7 @@ class FitState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all replicas."""
         metrics = [tensor.cpu() for tensor in values_of(self._metric_variables())]
-        with self._ranks.talking() as workers:
+        with self._ranks.communicator() as workers:
             return {
                 "optimizer": values_of(self._optimizer_variables()),
                 "metrics": [metrics] if workers is None else workers.all_gather_object(metrics),
@@ -58,7 +58,7 @@ class FitState:
             ValueError: it was saved with another optimizer or other metrics.
         """
         optimizer, metrics = self._optimizer_variables(), self._metric_variables()
-        with self._ranks.talking() as workers:
+        with self._ranks.communicator() as workers:
             own_metrics = _own_metrics(state["metrics"], metrics, workers)
             require_same_shapes("optimizer", optimizer, state["optimizer"])
             require_same_shapes("set of metrics", metrics, own_metrics)

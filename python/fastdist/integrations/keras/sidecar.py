@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fastdist.checkpoints.agreement import Ranks, from_first
+from fastdist.checkpoints.agreement import Ranks, broadcast_result
 from fastdist.checkpoints.manager import CheckpointManager, number_of
 from fastdist.checkpoints.watching import POLL_S, next_checkpoint
 from fastdist.integrations.keras.internals import unpack_x_y_sample_weight
@@ -111,8 +111,8 @@ class SidecarEvaluator:
         """Wait for the checkpoint after a number; None if there will be none."""
         since = time.monotonic()
         while True:
-            with self._ranks.talking() as workers:
-                path, is_over = from_first(
+            with self._ranks.communicator() as workers:
+                path, is_over = broadcast_result(
                     workers, lambda: next_checkpoint(self._directory, last, since, self._timeout_s)
                 )
             if path is not None or is_over:
@@ -124,8 +124,8 @@ class SidecarEvaluator:
         try:
             KerasCheckpoint(self._model).restore(path)
         except (OSError, ValueError):
-            with self._ranks.talking() as workers:
-                if from_first(workers, path.exists):
+            with self._ranks.communicator() as workers:
+                if broadcast_result(workers, path.exists):
                     raise
             return None
         model = self._model

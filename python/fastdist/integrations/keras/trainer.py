@@ -348,7 +348,7 @@ class ReplicatedTrainer:
         plain = self._plain("get_metrics_result")
         if state.replica is not None:
             return plain()
-        with self._strategy.talking() as workers:
+        with self._strategy.communicator() as workers:
             assert workers is not None
             with combined(self._model.metrics, workers):
                 return plain()
@@ -362,14 +362,14 @@ class ReplicatedTrainer:
         if not isinstance(logs, dict) or not logs:
             return logs
         plain = self._plain("get_metrics_result")
-        with self._strategy.talking() as workers:
+        with self._strategy.communicator() as workers:
             assert workers is not None
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
 
     def _any_replica(self, conditions: list[bool]) -> list[bool]:
         """Tell of each condition whether it holds on any replica. Every replica must call."""
         found = np.array(conditions, np.uint8)
-        with self._strategy.talking() as workers:
+        with self._strategy.communicator() as workers:
             assert workers is not None
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
@@ -385,7 +385,7 @@ class ReplicatedTrainer:
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored. Every replica must call."""
         model = self._model
-        with self._strategy.talking() as workers:
+        with self._strategy.communicator() as workers:
             assert workers is not None
             model._initial_epoch = workers.broadcast_object(model._initial_epoch)
             optimizer = getattr(model, "optimizer", None)
@@ -396,7 +396,7 @@ class ReplicatedTrainer:
         """Give all replicas the chief's learning rate. Every replica must call."""
         rate = getattr(getattr(self._model, "optimizer", None), "_learning_rate", None)
         if isinstance(rate, keras.Variable):
-            with self._strategy.talking() as workers:
+            with self._strategy.communicator() as workers:
                 assert workers is not None
                 broadcast_state(workers, [rate.value])
 

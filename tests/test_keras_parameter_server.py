@@ -65,17 +65,27 @@ def compiled(strategy: Any, model: Callable[[], Any] = network, **options: Any) 
     return made
 
 
+def use_floats(name: str) -> None:
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)
+
+
+@pytest.fixture(autouse=True)
+def float32() -> Iterator[None]:
+    before = keras.config.floatx()  # other tests of this process use float64
+    use_floats("float32")
+    yield
+    use_floats(before)
+
+
 @pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         # On torch Keras promotes two float64 to float32.
         monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float64")
-        keras.config.set_floatx("float64")
-        keras.config.set_dtype_policy("float64")
+        use_floats("float64")
 
-    yield begin
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
+    return begin
 
 
 def without_biases() -> Any:
@@ -143,6 +153,7 @@ def refused_optimizers() -> Iterator[tuple[Any, str]]:
     yield sgd(optimizers.schedules.ExponentialDecay(0.1, 2, 0.9)), "the ExponentialDecay of SGD"
 
 
+@pytest.mark.slow
 def test_refused_before_anything_trains(one: PsCluster) -> None:
     strategy = one.strategy()
     for optimizer, message in refused_optimizers():

@@ -102,10 +102,10 @@ OPTIMIZERS = {
     "momentum": lambda: optimizers.SGD(0.02, momentum=0.9),
     "adamw": without_biases,
 }
-NAMES = [n if n == "adam" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_trains_like_keras_alone(one: PsCluster, name: str, float64: Callable[[], None]) -> None:
     model = compiled(one.strategy(synchronous=True), optimizer=OPTIMIZERS[name]())
     initial = model.get_weights()

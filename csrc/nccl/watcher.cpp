@@ -104,21 +104,24 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
     polls_with_error_ = 0;
     return std::nullopt;
   }
-  const Call& oldest = state_->calls.front();
+  const Call oldest = state_->calls.front();
   const auto age = Clock::now() - oldest.start;
-  const Signature signature = oldest.signature;
-  if (age > oldest.timeout) {
-    return error_in({FailureKind::kUnfinished, {}, rank_, oldest.timeout}, signature, rank_, {});
-  }
   lock.unlock();
-  auto error = handle_->background_error();
-  // Calls that do not match may be its cause, and are told instead.
-  if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
-  const bool is_of_nccl = error.has_value();
-  if (!error && checker_ != nullptr && age > kBeforeLivenessCheck) {
-    const auto lost = checker_->find_lost();
-    if (lost) error = error_in({FailureKind::kAborted, {*lost}, rank_}, signature, rank_, {});
+  std::optional<Error> error;
+  bool is_of_nccl = false;
+  if (age > oldest.timeout) {
+    const Failure failure{FailureKind::kUnfinished, {}, rank_, oldest.timeout};
+    error = error_in(failure, oldest.signature, rank_, {});
+  } else {
+    error = handle_->background_error();
+    is_of_nccl = error.has_value();
+    const bool may_ask = checker_ != nullptr && age > kBeforeLivenessCheck;
+    const auto lost = !error && may_ask ? checker_->find_lost() : std::nullopt;
+    if (lost)
+      error = error_in({FailureKind::kAborted, {*lost}, rank_}, oldest.signature, rank_, {});
   }
+  // A comparison that fails, because calls do not match or a rank is late, is told instead.
+  if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
   lock.lock();
   // Peers that have seen a mismatch abort, perhaps before this rank has made the call that does not
   // match, while its last one is ending.

@@ -62,6 +62,7 @@ def test_shared_slots(
         assert (cache.pull(np.array(ids, np.int64)) == np.array(ids).reshape(-1, 1)).all()
     assert cache.hits + cache.misses == sum(map(len, pulls))
     assert max_age or cache.hits == 0
+    cache.forget([7])
     cache.pull(np.array([7]))
     hits = cache.hits
     cache.pull(np.array([7]))

@@ -80,8 +80,8 @@ DEVICES = ("--devices", "cpu:0", "cpu:1")
 def test_same_on_every_strategy(
     start: Start, script: str, ranks: int, self_started: tuple[str, ...]
 ) -> None:
-    """As forks, the ranks of a launcher are as one device; started as users do, as replicas that
-    a program starts itself."""
+    """Forked ranks of a launcher train as one device does; launched ones, as the replicas that a
+    program starts itself."""
     path = f"examples/{script}.py"
     options = ("--strategy", "one_device") if start.is_forked else self_started
     loss, accuracy, _ = run_example(start, path, *options)

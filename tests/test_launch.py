@@ -1,4 +1,4 @@
-"""Which launcher started this process, from recorded environments and from the launchers here."""
+"""Tests of finding the launcher, with recorded environments and the launchers installed here."""
 
 import ast
 import os

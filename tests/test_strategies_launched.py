@@ -79,7 +79,7 @@ class TestSelfStartedCentral(Contract):
 
 
 class Started(StrategyContract, TrainingContract, ProgramsContract):
-    """Of the contract, what a launcher might change."""
+    """The parts of the contract that a launcher might change."""
 
 
 class TestThreeSelfStarted(Started):

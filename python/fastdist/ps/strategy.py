@@ -163,7 +163,8 @@ class ParameterServerStrategy(ReplicatedStrategy):
         )
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self.backlog: Backlog | None = None  # of the coordinator
-        self.coordinator: Callable[[], Any] = _no_coordinator  # the last that was made, if it lives
+        # Returns the last coordinator that was made, if it lives.
+        self.coordinator: Callable[[], Any] = lambda: None
         self._models: list[ServedModel] = []
         self._generation = 0
 
@@ -321,10 +322,6 @@ def _run_worker(address: str, keys: Keys, host: ServedWorker) -> NoReturn:
     finally:
         worker.close()
     sys.exit(0)
-
-
-def _no_coordinator() -> None:
-    return None
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -63,7 +63,7 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class Job:
-    """What this process knows about the ranks of its job."""
+    """The facts about the job's ranks that this process knows."""
 
     most_ranks_here = 0  # of all groups, on this machine
 

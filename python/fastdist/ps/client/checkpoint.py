@@ -60,7 +60,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint has.
+    """The contents of a checkpoint.
 
     Attributes:
         saved: variables and tables, by name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected and before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a class or file in one process; tests on two machines are slow."""
+    """Keep the tests of a class or file in one process; tests on two machines are slow.
+
+    Groups with a long test come first, then large ones, so that none is left to one process at the
+    end.
+    """
+    longest: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for item in items:
         if "network" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
@@ -40,6 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             made = getattr(item, "cls", None)
             name = item.path.stem if made is None else f"{item.path.stem}.{made.__name__}"
             item.add_marker(pytest.mark.xdist_group(name))
+        limit = item.get_closest_marker("timeout")
+        longest[_group(item)] = max(longest[_group(item)], limit.args[0] if limit else 180)
+        sizes[_group(item)] += 1
+    items.sort(key=lambda item: (-longest[_group(item)], -sizes[_group(item)]))
+
+
+def _group(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("xdist_group")
+    assert mark is not None
+    return str(mark.args[0])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -59,14 +59,15 @@ def test_variables_and_rows(keys: Keys | None) -> None:
                 client.push(server, dense, np.ones((2, 3)))
                 client.push(server, dense, np.ones((2, 3)), lr=0.5)
                 assert (client.pull(server, dense, (2, 3)) == initial - 1.5).all()
-                client.assign(server, dense, np.zeros((2, 3)))
+                client.wait(client.submit(server, Op.ASSIGN, dense, [np.zeros(6, np.float32)]))
                 assert (client.pull(server, dense, (2, 3)) == 0).all()
 
                 rows = client.create(server, ROWS)
                 ids = [2**63 - 1, -5, 2**40]
                 assert (client.pull_rows(server, rows, ids, 4) == 0).all()
                 values = np.arange(12, dtype=np.float32).reshape(3, 4)
-                client.assign_rows(server, rows, ids, values)
+                assigned = [np.array(ids), values]
+                client.wait(client.submit(server, Op.ASSIGN_ROWS, rows, assigned))
                 client.push_rows(server, rows, [ids[0], ids[0], ids[2]], np.ones((3, 4)))
                 expected = values - np.array([[2], [0], [1]])
                 assert (client.pull_rows(server, rows, ids, 4) == expected).all()
@@ -359,7 +360,7 @@ def test_garbage(server: Server, client: Client, seconds: float) -> None:
     fuzz(server, client, dense, seconds)
     assert server.stats()["malformed"] > 100
     assert resident_bytes() - before < 30 << 20
-    client.assign(0, dense, np.ones(2))
+    client.wait(client.submit(0, Op.ASSIGN, dense, [np.ones(2, np.float32)]))
     assert (client.pull(0, dense, (2,)) == 1).all()
 
 

@@ -439,11 +439,6 @@ class Client:
             tickets.append(ticket)
         return tickets
 
-    def assign(self, server: int, number: int, value: Any) -> None:
-        """Set a dense variable."""
-        frame = to_floats(value)
-        self.wait(self.submit(server, Op.ASSIGN, number, [frame]))
-
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
         """Return rows of a table: float32 [ids, dim]."""
         frame = to_ids(ids)
@@ -458,8 +453,3 @@ class Client:
         """Apply gradients, float32 [ids, dim], to rows; gradients of equal ids are added up."""
         frames = [to_ids(ids), to_floats(gradients)]
         self.wait(self.submit(server, Op.PUSH_ROWS, number, frames, lr))
-
-    def assign_rows(self, server: int, number: int, ids: Any, values: Any) -> None:
-        """Set rows of a table."""
-        frames = [to_ids(ids), to_floats(values)]
-        self.wait(self.submit(server, Op.ASSIGN_ROWS, number, frames))

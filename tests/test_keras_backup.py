@@ -322,15 +322,21 @@ def start(
     )
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a job prints that nobody has disturbed."""
+    done = start(tmp_path_factory.mktemp("undisturbed"))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_kills_at_random_moments(tmp_path: Path) -> None:
+def test_kills_at_random_moments(tmp_path: Path, undisturbed: str) -> None:
     """Replicas are killed in steps, evaluations and writes; the end is the same to the bit.
 
     KILLS: how many, 3 if it is not set.
     """
-    undisturbed = start(tmp_path / "undisturbed")
-    assert undisturbed.returncode == 0, undisturbed.stderr
     chance = random.Random(int(os.environ.get("KILLS_SEED", "3")))
     kills = number = 0
     while kills < int(os.environ.get("KILLS", "3")):
@@ -340,16 +346,15 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
             if done.returncode == 0:
                 break
             kills += 1
-        assert done.stdout == undisturbed.stdout
+        assert done.stdout == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_told_replica_makes_all_save_and_exit(tmp_path: Path) -> None:
-    undisturbed = start(tmp_path / "undisturbed")
+def test_a_told_replica_makes_all_save_and_exit(tmp_path: Path, undisturbed: str) -> None:
     told = start(tmp_path / "told", 1, 17, signal.SIGTERM)
     assert told.returncode == os.EX_TEMPFAIL, told.stderr
     saved = [path.name for path in (tmp_path / "told/backup").glob("checkpoint-*")]
     again = start(tmp_path / "told")
-    assert (again.returncode, again.stdout) == (0, undisturbed.stdout), again.stderr
+    assert (again.returncode, again.stdout) == (0, undisturbed), again.stderr
     assert saved

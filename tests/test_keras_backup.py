@@ -335,11 +335,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_kills_at_random_moments(tmp_path: Path, undisturbed: str) -> None:
     """Replicas are killed in steps, evaluations and writes; the end is the same to the bit.
 
-    KILLS: how many, 3 if it is not set.
+    KILLS: how many, 2 if it is not set.
     """
     chance = random.Random(int(os.environ.get("KILLS_SEED", "3")))
     kills = number = 0
-    while kills < int(os.environ.get("KILLS", "3")):
+    while kills < int(os.environ.get("KILLS", "2")):
         number += 1
         while True:
             done = start(tmp_path / f"job{number}", chance.randrange(2), chance.randint(1, MOMENTS))

@@ -168,11 +168,11 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
 def test_kills_at_random_moments(launcher: Launcher, tmp_path: Path, undisturbed: str) -> None:
     """Ranks and the launcher are killed, in saves too; the end is the same to the bit.
 
-    KILLS: how many, 4 if it is not set.
+    KILLS: how many, 3 if it is not set.
     """
     chance = random.Random(int(os.environ.get("KILLS_SEED", "3")))
     kills = number = 0
-    while kills < int(os.environ.get("KILLS", "4")):
+    while kills < int(os.environ.get("KILLS", "3")):
         job = Job(launcher, tmp_path / f"job{number}")
         number += 1
         mode = chance.choice(["sync", "async"])

@@ -67,7 +67,11 @@ class TestSelfStarted(Contract):
         return launched(size, "self-started", "mirrored")
 
 
-class TestSelfStartedCentral(Contract):
+class Started(StrategyContract, TrainingContract, ProgramsContract):
+    """The parts of the contract that a launcher might change."""
+
+
+class TestSelfStartedCentral(Started):
     slow_sizes = (2,)
     copies_parameters = False
 
@@ -76,10 +80,6 @@ class TestSelfStartedCentral(Contract):
         return launched(size, "self-started", "central")
 
     test_out_of_sync_is_seen = test_strategies.TestCentralStorage.test_out_of_sync_is_seen
-
-
-class Started(StrategyContract, TrainingContract, ProgramsContract):
-    """The parts of the contract that a launcher might change."""
 
 
 class TestThreeSelfStarted(Started):

@@ -198,10 +198,7 @@ void bind_library(py::module_& m) {
   });
 }
 
-}  // namespace
-
-void bind_nccl(py::module_& m) {
-  bind_library(m);
+void bind_arrays(py::module_& m) {
   py::class_<GpuMark>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
@@ -233,6 +230,9 @@ void bind_nccl(py::module_& m) {
     if (!stream) return py::none();
     return py::int_(reinterpret_cast<std::uintptr_t>(*stream));
   });
+}
+
+void bind_communicator(py::module_& m) {
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect, py::arg("id"), py::arg("rank"), py::arg("size"),
                   py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
@@ -279,6 +279,14 @@ void bind_nccl(py::module_& m) {
              g.communicator().abort(why);
            })
       .def("close", &Gpu::close);
+}
+
+}  // namespace
+
+void bind_nccl(py::module_& m) {
+  bind_library(m);
+  bind_arrays(m);
+  bind_communicator(m);
 }
 
 }  // namespace fastdist::bindings

@@ -218,14 +218,23 @@ void bind_row_table(py::module_& m) {
       .def_property("seed", &RowTable::seed, &RowTable::set_seed);
 }
 
+std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& rule,
+                                          const std::string& storage) {
+  const Floats values(initial, "initial");
+  return std::make_unique<DenseVariable>(values.span(), rule, table::storage_of(storage));
+}
+
+void push_part(DenseVariable& v, py::handle gradient, std::size_t begin, std::uint64_t step,
+               std::optional<double> lr) {
+  const Floats from(gradient, "gradient");
+  const GilRelease release;
+  v.push_part(from.span(), begin, step, lr);
+}
+
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
-      .def(py::init([](py::handle initial, const UpdateRule& rule, const std::string& storage) {
-             const Floats values(initial, "initial");
-             return std::make_unique<DenseVariable>(values.span(), rule,
-                                                    table::storage_of(storage));
-           }),
-           py::arg("initial"), py::arg("rule"), py::arg("storage") = "float32")
+      .def(py::init(&make_dense), py::arg("initial"), py::arg("rule"),
+           py::arg("storage") = "float32")
       .def(
           "pull",
           [](DenseVariable& v, py::handle out) {
@@ -251,15 +260,8 @@ void bind_dense_variable(py::module_& m) {
           },
           py::arg("gradient"), py::arg("lr") = py::none())
       .def("begin_step", &DenseVariable::begin_step)
-      .def(
-          "push_part",
-          [](DenseVariable& v, py::handle gradient, std::size_t begin, std::uint64_t step,
-             std::optional<double> lr) {
-            const Floats from(gradient, "gradient");
-            const GilRelease release;
-            v.push_part(from.span(), begin, step, lr);
-          },
-          py::arg("gradient"), py::arg("begin"), py::arg("step"), py::arg("lr") = py::none())
+      .def("push_part", &push_part, py::arg("gradient"), py::arg("begin"), py::arg("step"),
+           py::arg("lr") = py::none())
       .def(
           "assign",
           [](DenseVariable& v, py::handle values, py::handle slots) {

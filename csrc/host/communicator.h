@@ -220,7 +220,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void pull(const PullPlan& plan, const Signature& signature, const CallOptions& options);
   void pull_announced(const PullPlan& plan, bool stages_input);
   [[nodiscard]] bool stages_input_of(int p) noexcept;
-  void pull_staged(const PullPlan& plan, bool stages_input, bool stream);
+  class StagedPull;
 
   // lanes.cpp
   [[nodiscard]] Turn turn_of(const LaneState& state, std::size_t bytes) const noexcept;

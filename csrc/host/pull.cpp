@@ -21,6 +21,124 @@ struct HostCommunicator::PullPlan {
   bool aligned;  // incoming_ has the same offsets in source and target (lists, in place)
 };
 
+// A call's bytes that go through staging areas, in rounds: a rank exposes its chunk of a round
+// before it consumes the peers' chunks of the round before.
+class HostCommunicator::StagedPull {
+ public:
+  StagedPull(HostCommunicator& communicator, const PullPlan& plan, bool stream)
+      : comm_(communicator),
+        plan_(plan),
+        stream_(stream),
+        parts_(plan.shared ? 1 : static_cast<std::size_t>(comm_.size())),
+        own_chunk_(chunk_of(plan.source.bytes())),
+        own_turn_(turn_with(own_chunk_)) {}
+
+  void run(bool stages_input) {
+    std::size_t give_rounds = 0;
+    std::size_t take_rounds = 0;
+    for (int p = 0; p < comm_.size(); ++p) {
+      if (stages_input) {
+        give_rounds = std::max(give_rounds, (outgoing(p).size() + own_chunk_ - 1) / own_chunk_);
+      }
+      if (is_staged_from(p)) {
+        const std::size_t chunk = chunk_from(p);
+        take_rounds = std::max(take_rounds, (incoming(p).size() + chunk - 1) / chunk);
+      }
+    }
+    for (std::size_t step = 0; step < std::max(give_rounds, take_rounds + 1); ++step) {
+      if (step < give_rounds) expose(step);
+      if (step >= 1 && step - 1 < take_rounds) consume(step - 1);
+    }
+  }
+
+ private:
+  void expose(std::size_t round) {
+    std::byte* input = comm_.input_of(comm_.rank_, own_turn_, round);
+    for (int p = 0; p < comm_.size() && round >= 2; ++p) {
+      if (p == comm_.rank_ || part(outgoing(p), round - 2, own_chunk_).size() == 0) continue;
+      comm_.await(p, comm_.peer(p).control->consumed, progress(comm_.sequence_, round - 1));
+    }
+    for (int p = 0; p < comm_.size(); ++p) {
+      const Range give = part(outgoing(p), round, own_chunk_);
+      if (give.size() == 0 || p == comm_.rank_) continue;
+      std::byte* staged = input + (plan_.shared ? 0 : static_cast<std::size_t>(p) * own_chunk_);
+      plan_.source.for_each_piece(
+          give.begin, give.end,
+          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            comm_.copy_to_peers_(staged + (run_at - give.begin), plan_.source.arrays()[i].data + at,
+                                 length);
+          });
+      if (plan_.shared) break;
+    }
+    const Range& whole = incoming(comm_.rank_);
+    const Range own = part(whole, round, own_chunk_);
+    if (own.size() != 0) {
+      copy(plan_.target.arrays()[0].data + own.begin,
+           plan_.source.arrays()[0].data + outgoing(comm_.rank_).begin + (own.begin - whole.begin),
+           own.size(), stream_);
+    }
+    comm_.publish(comm_.me().control->exposed, progress(comm_.sequence_, round + 1));
+  }
+
+  void consume(std::size_t round) {
+    for (int p = 0; p < comm_.size(); ++p) {
+      if (!is_staged_from(p)) continue;
+      const std::size_t chunk = chunk_from(p);
+      const Range take = part(incoming(p), round, chunk);
+      if (take.size() == 0) continue;
+      comm_.await(p, comm_.peer(p).control->exposed, progress(comm_.sequence_, round + 1));
+      const std::byte* staged = comm_.input_of(p, turn_with(chunk), round) +
+                                (plan_.shared ? 0 : static_cast<std::size_t>(comm_.rank_) * chunk);
+      plan_.target.for_each_piece(
+          take.begin, take.end,
+          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
+            copy(plan_.target.arrays()[i].data + at, staged + (run_at - take.begin), length,
+                 stream_);
+          });
+    }
+    comm_.publish(comm_.me().control->consumed, progress(comm_.sequence_, round + 1));
+  }
+
+  static Range part(const Range& whole, std::size_t round, std::size_t chunk) {
+    const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
+    return Range{begin, std::min(whole.end, begin + chunk)};
+  }
+
+  // Bytes that a rank exposes per round to each reader.
+  [[nodiscard]] std::size_t chunk_of(std::size_t source_bytes) const {
+    const std::size_t chunk =
+        chunk_for(source_bytes, comm_.layout_.least_chunk(), comm_.tuning_.chunk_bytes);
+    return std::max(kCacheLine, chunk / parts_ / kCacheLine * kCacheLine);
+  }
+
+  [[nodiscard]] std::size_t chunk_from(int p) const {
+    return chunk_of(comm_.header_of(p).output.load(std::memory_order_relaxed));
+  }
+
+  [[nodiscard]] Turn turn_with(std::size_t chunk) const {
+    return Turn(comm_.position_, chunk * parts_, comm_.layout_.ring_bytes);
+  }
+
+  [[nodiscard]] bool is_staged_from(int p) const {
+    return p != comm_.rank_ && comm_.stages_input_of(p);
+  }
+
+  [[nodiscard]] const Range& outgoing(int p) const {
+    return comm_.outgoing_[static_cast<std::size_t>(p)];
+  }
+
+  [[nodiscard]] const Range& incoming(int p) const {
+    return comm_.incoming_[static_cast<std::size_t>(p)];
+  }
+
+  HostCommunicator& comm_;
+  const PullPlan& plan_;
+  bool stream_;
+  std::size_t parts_;
+  std::size_t own_chunk_;
+  Turn own_turn_;
+};
+
 void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
                             const CallOptions& options) {
   Header& header = announce(signature, options);
@@ -107,7 +225,7 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
     if (their_input != 0) check_active(p);
   }
   if (accesses) end_access();
-  if (any_staged) pull_staged(plan, stages_input, stream);
+  if (any_staged) StagedPull(*this, plan, stream).run(stages_input);
   if (most_staged != 0) {  // from the headers, and so the same on all ranks
     position_ = round_up(position_ + most_staged, kCacheLine) % layout_.ring_bytes;
   }
@@ -119,92 +237,6 @@ bool HostCommunicator::stages_input_of(int p) noexcept {
   const Header& theirs = header_of(p);
   return theirs.input.load(std::memory_order_relaxed) == 0 &&
          theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
-}
-
-void HostCommunicator::pull_staged(const PullPlan& plan, bool stages_input, bool stream) {
-  const auto n = static_cast<std::size_t>(size());
-  const auto r = static_cast<std::size_t>(rank_);
-  // Bytes that a rank exposes per round to each reader.
-  const std::size_t parts = plan.shared ? 1 : n;
-  const auto chunk_of = [&](std::size_t source_bytes) {
-    const std::size_t chunk = chunk_for(source_bytes, layout_.least_chunk(), tuning_.chunk_bytes);
-    return std::max(kCacheLine, chunk / parts / kCacheLine * kCacheLine);
-  };
-  const auto turn_with = [&](std::size_t chunk) {
-    return Turn(position_, chunk * parts, layout_.ring_bytes);
-  };
-  const std::size_t own_chunk = chunk_of(plan.source.bytes());
-  const Turn own_turn = turn_with(own_chunk);
-  const auto part = [](const Range& whole, std::size_t round, std::size_t chunk) {
-    const std::size_t begin = std::min(whole.end, whole.begin + round * chunk);
-    return Range{begin, std::min(whole.end, begin + chunk)};
-  };
-  const auto chunk_from = [&](int p) {
-    return chunk_of(header_of(p).output.load(std::memory_order_relaxed));
-  };
-  const auto staged_from = [&](int p) { return p != rank_ && stages_input_of(p); };
-  std::size_t give_rounds = 0;
-  std::size_t take_rounds = 0;
-  for (int p = 0; p < size(); ++p) {
-    const auto q = static_cast<std::size_t>(p);
-    if (stages_input) {
-      give_rounds = std::max(give_rounds, (outgoing_[q].size() + own_chunk - 1) / own_chunk);
-    }
-    if (staged_from(p)) {
-      const std::size_t chunk = chunk_from(p);
-      take_rounds = std::max(take_rounds, (incoming_[q].size() + chunk - 1) / chunk);
-    }
-  }
-
-  const auto expose = [&](std::size_t round) {
-    std::byte* input = input_of(rank_, own_turn, round);
-    for (std::size_t q = 0; q < n && round >= 2; ++q) {
-      if (q == r || part(outgoing_[q], round - 2, own_chunk).size() == 0) continue;
-      await(static_cast<int>(q), peer(static_cast<int>(q)).control->consumed,
-            progress(sequence_, round - 1));
-    }
-    for (std::size_t q = 0; q < n; ++q) {
-      const Range give = part(outgoing_[q], round, own_chunk);
-      if (give.size() == 0 || q == r) continue;
-      std::byte* staged = input + (plan.shared ? 0 : q * own_chunk);
-      plan.source.for_each_piece(
-          give.begin, give.end,
-          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            copy_to_peers_(staged + (run_at - give.begin), plan.source.arrays()[i].data + at,
-                           length);
-          });
-      if (plan.shared) break;
-    }
-    const Range own = part(incoming_[r], round, own_chunk);
-    if (own.size() != 0) {
-      copy(plan.target.arrays()[0].data + own.begin,
-           plan.source.arrays()[0].data + outgoing_[r].begin + (own.begin - incoming_[r].begin),
-           own.size(), stream);
-    }
-    publish(me().control->exposed, progress(sequence_, round + 1));
-  };
-  const auto consume = [&](std::size_t round) {
-    for (int p = 0; p < size(); ++p) {
-      const auto q = static_cast<std::size_t>(p);
-      if (!staged_from(p)) continue;
-      const std::size_t chunk = chunk_from(p);
-      const Range take = part(incoming_[q], round, chunk);
-      if (take.size() == 0) continue;
-      await(p, peer(p).control->exposed, progress(sequence_, round + 1));
-      const std::byte* staged =
-          input_of(p, turn_with(chunk), round) + (plan.shared ? 0 : r * chunk);
-      plan.target.for_each_piece(
-          take.begin, take.end,
-          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            copy(plan.target.arrays()[i].data + at, staged + (run_at - take.begin), length, stream);
-          });
-    }
-    publish(me().control->consumed, progress(sequence_, round + 1));
-  };
-  for (std::size_t step = 0; step < std::max(give_rounds, take_rounds + 1); ++step) {
-    if (step < give_rounds) expose(step);
-    if (step >= 1 && step - 1 < take_rounds) consume(step - 1);
-  }
 }
 
 void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {

@@ -356,6 +356,21 @@ def over_peer_memory(comm: Communicator) -> None:
         assert arrays.is_full(y, 2 * turn * n)
     comm.all_reduce(x, "mean")
     assert arrays.is_full(x, 2 * n)
+    z = arrays.full(5_000, 1)
+    for turn in range(10):  # a replay beside another call, in either order
+        arrays.fill(x, turn)
+        arrays.fill(z, 1)
+        arrays.synchronize()
+        if (turn + r) % 2:
+            graph.launch()
+        with arrays.use_stream(streams[0]):
+            work = comm.all_reduce(z, async_op=True)
+        if (turn + r) % 2 == 0:
+            graph.launch()
+        work.wait()
+        arrays.synchronize()
+        assert arrays.is_full(x, turn * n)
+        assert arrays.is_full(z, n)
     comm.barrier()
     if r == 0:  # the others' kernels wait for this rank, and are given up
         time.sleep(2)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
+from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.layout import Layout
+from fastdist.collectives.engines.net import NetEngine
 from fastdist.errors import CollectiveMismatchError
 from ranks import ProcessRanks, ThreadRanks
-from test_net import MachineThreads
+from test_net import LOCAL, TIMEOUT_S, MachineThreads
 
 Call = Callable[[Communicator], Any]
+Make = Callable[[Communicator], list[Communicator]]
 
 
 def machines(size: int) -> MachineThreads:
@@ -95,6 +101,76 @@ def test_rank_that_comes_as_the_others_fail() -> None:
 
     for turn in range(20):
         ThreadRanks(3).run(check, 0.001 * (turn % 4))
+
+
+def two_on_one_machine(comm: Communicator) -> list[Communicator]:
+    return [comm.split(0), comm.split(0, key=-comm.rank)]
+
+
+def two_across_machines(comm: Communicator) -> list[Communicator]:
+    made = []
+    for key in ("first", "second"):
+        listener = _core.Listener(LOCAL)
+        addresses = comm.all_gather_object((LOCAL, listener.port))
+        layout = Layout(tuple((rank,) for rank in range(comm.world_size)))
+        (inner,) = HostEngine.of_threads(1)
+        engine = NetEngine(layout, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
+        made.append(Communicator(engine, TIMEOUT_S))
+    return made
+
+
+def use_in_crossed_order(comm: Communicator, make: Make) -> None:
+    first, second = make(comm)
+    for each in (first, second):
+        each.all_reduce(np.ones(2))
+    calls = [lambda: first.all_reduce(np.ones(2)), lambda: second.broadcast(np.ones(3), 0)]
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="ranks wait for each other") as caught:
+        calls[comm.rank]()
+    assert time.monotonic() - begin < 20
+    assert caught.value.ranks
+    told = str(caught.value)
+    assert "all_reduce(float64 × 2" in told
+    assert "broadcast(float64 × 3" in told
+    assert told.count("in another communicator, for rank") == 1
+    assert told.count("test_deadlock.py") == 2
+    comm.barrier()
+
+
+@pytest.mark.parametrize("make", [two_on_one_machine, two_across_machines])
+def test_communicators_used_in_crossed_order(make: Make) -> None:
+    ranks = ProcessRanks(2)
+    try:
+        ranks.run(use_in_crossed_order, make)
+    finally:
+        ranks.close()
+
+
+def use_while_a_thread_lives(comm: Communicator, make: Make, wait_s: float) -> None:
+    """Call in crossed order, which another thread resolves later."""
+    first, second = make(comm)
+    waits = threading.Event()
+    thread = threading.Thread(target=lambda: (waits.wait(), second.all_reduce(np.ones(2))))
+    if comm.rank == 0:
+        thread.start()
+        threading.Timer(wait_s, waits.set).start()
+        first.all_reduce(np.ones(2))
+        thread.join()
+    else:
+        second.all_reduce(np.ones(2))
+        first.all_reduce(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "wait_s"),
+    [(two_on_one_machine, 0.4), pytest.param(two_across_machines, 4.0, marks=pytest.mark.slow)],
+)
+def test_another_thread_may_still_act(make: Make, wait_s: float) -> None:
+    ranks = ProcessRanks(2)
+    try:
+        ranks.run(use_while_a_thread_lives, make, wait_s)
+    finally:
+        ranks.close()
 
 
 def wait_long(comm: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -73,14 +74,22 @@ def test_does_what_gloo_refuses(ranks: ProcessRanks, name: str, tmp_path: Path) 
     ranks.run(run_case, name, "fastdist", str(tmp_path / "store"))
 
 
-def test_a_stream_that_waits_has_the_copies_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs are stand-ins: each stream is a list of what was enqueued on it."""
-    from fastdist.integrations.torch_backend.tensors import to_write
-    from fastdist.integrations.torch_backend.work import Completer, Pending
+class Stream(list[Any]):
+    """A stand-in for a GPU's stream: what was enqueued."""
 
-    class Stream(list[Any]):
-        def __init__(self, device: Any = None) -> None:
-            super().__init__()
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+class Streams(threading.local):
+    def __init__(self) -> None:
+        self.current = [Stream()]
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """Stand-ins for GPUs."""
+    streams = Streams()
 
     class Event:
         def record(self, stream: Stream) -> None:
@@ -89,6 +98,28 @@ def test_a_stream_that_waits_has_the_copies_of_another(monkeypatch: pytest.Monke
         def wait(self, stream: Stream) -> None:
             stream.extend(self.before)
 
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        streams.current.append(stream)
+        yield
+        streams.current.pop()
+
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": use,
+        "current_stream": lambda device: streams.current[-1],
+        "is_current_stream_capturing": lambda: False,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.futures, "Future", lambda devices: mock.Mock())
+    return streams
+
+
+def test_a_stream_that_waits_has_the_copies_of_another(streams: Streams) -> None:
+    from fastdist.integrations.torch_backend.tensors import to_write
+    from fastdist.integrations.torch_backend.work import Completer, Pending
+
     class OnGpu(torch.Tensor):
         is_cuda = True
 
@@ -96,36 +127,44 @@ def test_a_stream_that_waits_has_the_copies_of_another(monkeypatch: pytest.Monke
             stream.append(("keeps", self.data_ptr()))
 
         def copy_(self, source: Any, non_blocking: bool = False) -> Any:
-            current[-1].append("copy")
+            streams.current[-1].append("copy")
             return super().copy_(source)
 
     class Call:
         def wait(self, timeout: float | None) -> None:
-            current[-1].append("collective")
+            streams.current[-1].append("collective")
 
-    @contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    main = Stream()
-    current = [main]
-    for name, value in {
-        "Stream": Stream,
-        "Event": Event,
-        "stream": use,
-        "current_stream": lambda device: current[-1],
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.futures, "Future", lambda devices: mock.Mock())
-
+    main = streams.current[-1]
+    completer = Completer()
     tensor = torch.zeros(3, 2).t().as_subclass(OnGpu)
     plain, finish = to_write(tensor)
     address = plain.data_ptr()
-    pending = Pending(Call(), [tensor], finish, Completer())
+    pending = Pending(Call(), [tensor], finish, completer)
     assert main == []
     pending.wait()
     assert main[0] == "collective"
     assert "copy" in main
     assert {("keeps", address), ("keeps", tensor.data_ptr())} <= set(main)
+    completer.close()
+
+
+def test_a_future_of_gpu_tensors_waits_for_no_other_rank(streams: Streams) -> None:
+    from fastdist.integrations.torch_backend.work import Completer, Pending
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    class Call:
+        def __init__(self) -> None:
+            self.are_all_here = threading.Event()
+
+        def wait(self, timeout: float | None) -> None:
+            assert self.are_all_here.wait(5)
+
+    call, completer = Call(), Completer()
+    tensor = torch.zeros(3).as_subclass(OnGpu)
+    future: Any = Pending(call, [tensor], None, completer).get_future()
+    future.set_result.assert_not_called()
+    call.are_all_here.set()
+    completer.close()
+    future.set_result.assert_called_once()

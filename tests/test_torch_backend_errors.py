@@ -389,6 +389,32 @@ def test_wrong_tensors_are_refused_at_once(ranks: ProcessRanks, tmp_path: Path) 
     ranks.run(wrong_tensors, tmp_path / "store")
 
 
+def retried(comm: Any, port: int) -> str:
+    """Make a group again after rank 1 has come too late for the first one."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=comm.rank == 0, wait_for_workers=False)
+    place = {"store": store, "rank": comm.rank, "world_size": comm.world_size}
+    if comm.rank == 1:
+        store.wait(["0 gave up", "2 gave up"])
+    patience = timedelta(seconds=60 if comm.rank == 1 else 0.2)
+    with pytest.raises(dist.DistBackendError) as told:
+        dist.init_process_group("fastdist", timeout=patience, **place)
+    store.set(f"{comm.rank} gave up", "")
+    dist.init_process_group("fastdist", timeout=timedelta(seconds=60), **place)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == comm.world_size
+    comm.barrier()  # rank 0 has the store
+    dist.destroy_process_group()
+    return str(told.value)
+
+
+def test_a_group_can_be_made_again_after_ranks_gave_up(ranks: ProcessRanks) -> None:
+    with reserved_ports(1) as (port,):
+        texts = ranks.run(retried, port)
+    assert "1] did not come" in texts[0]
+    assert "gave up before rank 1 came to the process group" in texts[1]
+
+
 def one_store(comm: Any, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, comm.world_size, comm.rank == 0)
     for number in range(6):

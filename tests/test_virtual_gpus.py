@@ -40,6 +40,13 @@ def as_processes(ranks: int, gpus: int, parts: list[str], **settings: str) -> No
     run(["-m", "fastdist", "run", "-n", str(ranks), "gpu_rank.py", *parts], gpus, settings)
 
 
+def test_kernels() -> None:
+    program = Path(_core.__file__).parents[1] / "test_gpu_kernels"
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    assert "0 of 3 cases failed" in done.stdout, done.stdout + done.stderr
+    assert "no GPU" not in done.stdout
+
+
 @pytest.mark.parametrize("parts", [COLLECTIVES, LIFETIMES], ids=["collectives", "lifetimes"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_threads_with_a_gpu_each(ranks: int, parts: list[str]) -> None:

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "core/work.h"
+
 namespace py = pybind11;
 
 namespace fastdist::bindings {
@@ -122,6 +124,15 @@ std::string PythonCaller::location() const {
   } catch (...) {
     return "";  // peers wait for this answer: an empty location is better than a late one
   }
+}
+
+bool PythonCaller::is_alone() const {
+  if (is_finalizing() || WorkQueue::any_pending()) return false;
+  const py::gil_scoped_acquire gil;
+  PyThreadState* const own = PyThreadState_Get();
+  // The list begins with the newest thread. Only this thread's own state is sure to live on.
+  return PyInterpreterState_ThreadHead(PyInterpreterState_Get()) == own &&
+         PyThreadState_Next(own) == nullptr;
 }
 
 void PythonCaller::check_interrupt() const {

@@ -56,6 +56,7 @@ class PythonCaller final : public Caller {
   void may_block() const override {
     if (released_ == nullptr) released_ = PyEval_SaveThread();
   }
+  [[nodiscard]] bool is_alone() const override;
   void warn(const std::string& text) const override { log_warning(text); }
   // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
   // call that ends early ends the communicator; but Ctrl-C and other exceptions that are to end the

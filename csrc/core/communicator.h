@@ -30,6 +30,8 @@ class Caller {
   // Called at least once before anything that takes longer than one or two microseconds: the caller
   // releases resources that others may need, such as the GIL.
   virtual void may_block() const {}
+  // Returns true if no other thread of this process can make a call before this one ends.
+  [[nodiscard]] virtual bool is_alone() const { return false; }
   // Tells the user of something that does not end the call.
   virtual void warn(const std::string& text) const { (void)text; }
 };

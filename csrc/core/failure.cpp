@@ -120,6 +120,7 @@ std::string describe_waits(std::span<const std::optional<WaitOfRank>> waits, int
     text += "\n  " + name(static_cast<int>(p)) + ": ";
     text += waits[p] ? describe(waits[p]->call) : "not waiting yet";
     if (!waits[p]) continue;
+    if (waits[p]->is_elsewhere) text += " in another communicator";
     if (waits[p]->awaited) text += ", for " + name(*waits[p]->awaited);
     if (!waits[p]->site.empty()) text += " at " + waits[p]->site;
   }

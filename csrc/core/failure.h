@@ -46,7 +46,8 @@ struct Failure {
 struct WaitOfRank {
   Signature call;
   std::optional<int> awaited;
-  std::string site;  // the caller's line, or ""
+  std::string site;           // the caller's line, or ""
+  bool is_elsewhere = false;  // in another communicator, whose ranks the call names
 };
 
 // The last collective of a rank; its number is 0 if there is none.

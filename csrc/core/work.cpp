@@ -88,6 +88,7 @@ std::shared_ptr<Work> WorkQueue::add(std::function<void()> task, bool is_urgent)
                       error.code().message() + "; the machine or this user has too many threads");
     }
   }
+  all_pending.fetch_add(1);
   state_->queue.push_back(work);
   state_->looks = !is_urgent;
   if (is_urgent || !state_->is_looking) state_->submitted.notify_all();
@@ -112,6 +113,7 @@ void WorkQueue::loop() {
       pending_.wait(seen, std::memory_order_acquire);  // an earlier call runs in another thread
     }
     work->run();
+    all_pending.fetch_sub(1);
     pending_.fetch_sub(1, std::memory_order_release);
     lock.lock();
   }

@@ -59,6 +59,8 @@ class WorkQueue {
   // Does the same without waking the queue's thread, if that looks for calls by itself: it does for
   // a moment after each of these calls. Such a call begins up to 0.1 ms later, and costs less here.
   std::shared_ptr<Work> submit_soon(std::function<void()> task);
+  // True while a submitted call of any queue has not ended.
+  [[nodiscard]] static bool any_pending() noexcept { return all_pending.load() != 0; }
   [[nodiscard]] int pending() const noexcept {
     return pending_.load(std::memory_order_relaxed) % kRunningHere;
   }
@@ -113,6 +115,7 @@ class WorkQueue {
   };
 
   inline static thread_local const char this_thread = 0;  // its address identifies a thread
+  inline static std::atomic<int> all_pending{0};  // unfinished submitted calls of all queues
 
   std::atomic<const char*> runner_{nullptr};  // the thread in `try_run`
   std::atomic<int> pending_{0};               // unfinished submitted calls, plus kRunningHere

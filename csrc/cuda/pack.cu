@@ -11,7 +11,7 @@
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
-#include "cuda/load.cuh"
+#include "cuda/launch.cuh"
 
 namespace fastdist::cuda {
 namespace {
@@ -223,7 +223,7 @@ __device__ std::uint32_t bytes_of(DType dtype) {
 
 template <Direction kDirection, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    move_kernel(const __grid_constant__ Table<kCapacity> table) {
+    move_kernel(const Table<kCapacity> __grid_constant__ table) {
   const Move& move = move_of(table, blockIdx.x);
   const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
   auto* const bucket = reinterpret_cast<uint4*>(table.bucket) + move.at;
@@ -272,7 +272,7 @@ __device__ std::uint32_t largest_in_tile(const Move& move, std::uint32_t each,
 
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    measure_kernel(const __grid_constant__ Table<kCapacity> table) {
+    measure_kernel(const Table<kCapacity> __grid_constant__ table) {
   const Move& move = move_of(table, blockIdx.x);
   const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
   const auto each = static_cast<std::uint32_t>(kQuantumBytes) / bytes_of(table.cast.dtype);
@@ -290,25 +290,25 @@ __global__ void __launch_bounds__(kThreads)
 // --- Launches ---------------------------------------------------------------------------------
 
 template <int kCapacity, class Kernel>
-void launch(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast& cast, float* measured,
-            StreamHandle stream) {
+void launch_on(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast& cast,
+               float* measured, StreamHandle stream) {
   Table<kCapacity> table;  // moves beyond `count` stay uninitialized and are never read
   std::memcpy(table.moves, moves.moves.data(), moves.moves.size() * sizeof(Move));
   table.count = static_cast<int>(moves.moves.size());
   table.bucket = bucket;
   table.cast = cast;
   table.measured = measured;
-  kernel<<<moves.tiles, kThreads, 0, stream>>>(table);
-  check(cudaGetLastError(), "launch of a packing kernel(");
+  launch(kernel, moves.tiles, kThreads, stream, table);
 }
 
 template <Direction kDirection>
 void move_all(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
   if (moves.tiles == 0) return;
   if (moves.moves.size() <= kFewMoves) {
-    launch<kFewMoves>(move_kernel<kDirection, kFewMoves>, moves, bucket, cast, nullptr, stream);
+    launch_on<kFewMoves>(move_kernel<kDirection, kFewMoves>, moves, bucket, cast, nullptr, stream);
   } else {
-    launch<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, nullptr, stream);
+    launch_on<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, nullptr,
+                          stream);
   }
 }
 
@@ -335,9 +335,9 @@ void measure(const Moves& moves, DType bucket_dtype, float* magnitudes, StreamHa
   if (moves.tiles == 0) return;
   const Cast cast{bucket_dtype};
   if (moves.moves.size() <= kFewMoves) {
-    launch<kFewMoves>(measure_kernel<kFewMoves>, moves, nullptr, cast, magnitudes, stream);
+    launch_on<kFewMoves>(measure_kernel<kFewMoves>, moves, nullptr, cast, magnitudes, stream);
   } else {
-    launch<kManyMoves>(measure_kernel<kManyMoves>, moves, nullptr, cast, magnitudes, stream);
+    launch_on<kManyMoves>(measure_kernel<kManyMoves>, moves, nullptr, cast, magnitudes, stream);
   }
 }
 

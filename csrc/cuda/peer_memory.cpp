@@ -47,13 +47,15 @@ std::multimap<int, std::unique_ptr<DeviceBuffer>>& left() {
   return all;
 }
 
-std::unique_ptr<DeviceBuffer> take_page(int device) {
+constexpr std::size_t kBytes = 2 * sizeof(PeerPage);
+
+std::unique_ptr<DeviceBuffer> take_pages(int device) {
   const std::lock_guard lock(left_mutex);
   const auto found = left().find(device);
-  if (found == left().end()) return std::make_unique<DeviceBuffer>(sizeof(PeerPage));
-  auto page = std::move(found->second);
+  if (found == left().end()) return std::make_unique<DeviceBuffer>(kBytes);
+  auto pages = std::move(found->second);
   left().erase(found);
-  return page;
+  return pages;
 }
 
 Address parse(const std::string& text) {
@@ -70,10 +72,10 @@ Address parse(const std::string& text) {
 PeerMemory::PeerMemory(int rank) : rank_(rank) {
   const RelaxedCapture relaxed;  // another thread may capture one of its streams
   FASTDIST_CUDA_CHECK(cudaGetDevice(&device_));
-  own_ = take_page(device_);
+  own_ = take_pages(device_);
   load_peer_kernels();
   const Stream stream;
-  FASTDIST_CUDA_CHECK(cudaMemsetAsync(own_->data(), 0, sizeof(PeerPage), stream.get()));
+  FASTDIST_CUDA_CHECK(cudaMemsetAsync(own_->data(), 0, kBytes, stream.get()));
   FASTDIST_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
   void* flag = nullptr;
   FASTDIST_CUDA_CHECK(cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped));
@@ -140,7 +142,7 @@ bool PeerMemory::can_reduce(const TensorView& array, ReduceOp op) noexcept {
 }
 
 void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
-                            StreamHandle stream) {
+                            StreamHandle stream, bool is_captured) {
   constexpr std::size_t kOfBlock = 64;  // quanta, if there are enough blocks
   const std::size_t quanta = (in.bytes() + kQuantum - 1) / kQuantum;
   const std::size_t blocks = std::min<std::size_t>(kPeerBlocks, (quanta + kOfBlock - 1) / kOfBlock);
@@ -153,7 +155,9 @@ void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceO
                 .count = static_cast<std::uint32_t>(in.count),
                 .factor = op == ReduceOp::kMean ? 1.0F / static_cast<float>(size_) : 1.0F,
                 .in_two_shots = size_ > kFewRanks && in.bytes() > kMostInOneShot};
-  std::copy(pages_.begin(), pages_.end(), call.pages);
+  for (int p = 0; p < size_; ++p) {
+    call.pages[p] = pages_[static_cast<std::size_t>(p)] + (is_captured ? 1 : 0);
+  }
   is_in_use_ = true;
   reduce_with_peers(in.dtype, call, static_cast<int>(blocks), stream);
 }
@@ -164,7 +168,7 @@ void PeerMemory::leave() {
   const Event end;
   const TensorView unused{pages_[static_cast<std::size_t>(rank_)]->results[0][0].bytes, 1,
                           DType::kFloat32, 0};
-  all_reduce(unused, unused, ReduceOp::kSum, stream.get());
+  all_reduce(unused, unused, ReduceOp::kSum, stream.get(), false);
   end.record(stream.get());
   const auto start = std::chrono::steady_clock::now();
   while (!end.is_done() && std::chrono::steady_clock::now() - start < kMost) {

@@ -78,7 +78,10 @@ class PeerMemory {
   // Sums and means of float16, bfloat16 and float32 up to kMostPeerBytes.
   [[nodiscard]] static bool can_reduce(const TensorView& array, ReduceOp op) noexcept;
   // Enqueues. Calls must be in one order on the device, the same on all ranks.
-  void all_reduce(const TensorView& in, const TensorView& out, ReduceOp op, StreamHandle stream);
+  // Captured calls use memory of their own, since a graph may be replayed beside other calls; the
+  // replays of all graphs must be in one order too.
+  void all_reduce(const TensorView& in, const TensorView& out, ReduceOp op, StreamHandle stream,
+                  bool is_captured);
   // Waits a second for the other ranks to come here, after the last call. If they do not, they may
   // still use this rank's memory, which then stays as it is until the process ends.
   void leave();
@@ -89,8 +92,8 @@ class PeerMemory {
   int rank_;
   int device_;
   std::unique_ptr<DeviceBuffer> own_;
-  int* is_given_up_ = nullptr;  // on the host, and mapped
-  std::array<PeerPage*, kMostPeers> pages_{};
+  int* is_given_up_ = nullptr;                 // on the host, and mapped
+  std::array<PeerPage*, kMostPeers> pages_{};  // two of each rank: also for captured calls
   std::array<bool, kMostPeers> is_mapped_{};
   int size_ = 0;
   bool is_in_use_ = false;  // by kernels, of this rank or others

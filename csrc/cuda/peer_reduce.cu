@@ -5,7 +5,7 @@
 #include "core/error.h"
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
-#include "cuda/load.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/peer_memory.h"
 
 namespace fastdist::cuda {
@@ -20,16 +20,6 @@ struct alignas(kQuantum) Quantum {
   T values[kEach];
 };
 
-__device__ void tell(std::uint32_t* signal, std::uint32_t call) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(signal), "r"(call) : "memory");
-}
-
-__device__ std::uint32_t look(const std::uint32_t* signal) {
-  std::uint32_t call;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(call) : "l"(signal) : "memory");
-  return call;
-}
-
 // Waits until this block of every rank has come to a step as often as this one. What the ranks have
 // written before is then visible. Returns false to all threads if the call was given up.
 __device__ bool meet(const PeerCall& call, int step) {
@@ -39,10 +29,10 @@ __device__ bool meet(const PeerCall& call, int step) {
   if (threadIdx.x == 0) is_given_up = false;
   __syncthreads();
   if (static_cast<int>(threadIdx.x) < call.size) {
-    tell(&call.pages[threadIdx.x]->blocks[blockIdx.x].signals[step][call.rank], number);
+    store_release(&call.pages[threadIdx.x]->blocks[blockIdx.x].signals[step][call.rank], number);
     const std::uint32_t* signal = &own.signals[step][threadIdx.x];
     // A rank may be ahead; numbers wrap around.
-    for (unsigned looks = 1; static_cast<int>(look(signal) - number) < 0; ++looks) {
+    for (unsigned looks = 1; static_cast<int>(load_acquire(signal) - number) < 0; ++looks) {
       if (looks % 64 == 0 && *call.is_given_up != 0) {
         is_given_up = true;
         break;
@@ -130,7 +120,7 @@ __device__ Quantum<T> sum_of(const PeerCall& call, std::uint32_t parity, std::ui
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) peer_kernel(const __grid_constant__ PeerCall call) {
+__global__ void __launch_bounds__(kThreads) peer_kernel(const PeerCall __grid_constant__ call) {
   if (*call.is_given_up != 0) return;  // other ranks may use what this kernel would write
   PeerPage& page = *call.pages[call.rank];
   const std::uint32_t parity = page.blocks[blockIdx.x].steps[0] % 2;
@@ -164,9 +154,8 @@ __global__ void __launch_bounds__(kThreads) peer_kernel(const __grid_constant__ 
 }
 
 template <class T>
-void launch(const PeerCall& call, int blocks, StreamHandle stream) {
-  peer_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
-  check(cudaGetLastError(), "launch of peer_kernel(");
+void reduce(const PeerCall& call, int blocks, StreamHandle stream) {
+  launch(peer_kernel<T>, static_cast<unsigned>(blocks), kThreads, stream, call);
 }
 
 }  // namespace
@@ -178,9 +167,9 @@ void load_peer_kernels() {
 }
 
 void reduce_with_peers(DType dtype, const PeerCall& call, int blocks, StreamHandle stream) {
-  if (dtype == DType::kFloat32) return launch<float>(call, blocks, stream);
-  if (dtype == DType::kFloat16) return launch<__half>(call, blocks, stream);
-  launch<__nv_bfloat16>(call, blocks, stream);
+  if (dtype == DType::kFloat32) return reduce<float>(call, blocks, stream);
+  if (dtype == DType::kFloat16) return reduce<__half>(call, blocks, stream);
+  reduce<__nv_bfloat16>(call, blocks, stream);
 }
 
 }  // namespace fastdist::cuda

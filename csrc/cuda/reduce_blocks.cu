@@ -8,7 +8,7 @@
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
-#include "cuda/load.cuh"
+#include "cuda/launch.cuh"
 
 namespace fastdist::cuda {
 namespace {
@@ -133,8 +133,7 @@ struct Launch {
     constexpr std::size_t kMostBlocks = 4096;
     const std::size_t needed = (blocks.quanta + kThreads - 1) / kThreads;
     const auto grid = static_cast<unsigned>(needed < kMostBlocks ? needed : kMostBlocks);
-    reduce_kernel<T, Operation><<<grid, kThreads, 0, stream>>>(blocks, factor);
-    check(cudaGetLastError(), "launch of reduce_kernel(");
+    launch(reduce_kernel<T, Operation>, grid, kThreads, stream, blocks, factor);
   }
 };
 

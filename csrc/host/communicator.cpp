@@ -12,6 +12,7 @@
 
 #include "core/error.h"
 #include "core/mismatch.h"
+#include "core/registry.h"
 
 namespace fastdist::host {
 namespace {
@@ -75,11 +76,13 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
   }
   spin_ = tuning.spin;
   publish_window_and_cores();
+  Registry<HostCommunicator>::add(*this);
 }
 
 HostCommunicator::~HostCommunicator() {
-  close();
   if (generation_ != process_generation()) return;
+  Registry<HostCommunicator>::remove(*this);
+  close();
   // No call of this rank uses the peers' blocks any more. Peers may still read this rank's block:
   // it is free when every rank has marked it closed.
   for (Peer& p : peers_) p.control->closed.fetch_add(1, std::memory_order_acq_rel);
@@ -267,6 +270,11 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
     }
   }
   wait.start = start;
+  struct Hiding {
+    HostCommunicator& communicator;
+    Wait& wait;
+    ~Hiding() { communicator.hide_elsewhere(wait); }
+  } const hiding{*this, wait};
   auto last_poll = start;
   while (!ready()) {
     wait.bell->sleep(static_cast<std::uint32_t>(p) + 1, kPollInterval, ready);

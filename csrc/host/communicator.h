@@ -111,7 +111,8 @@ class HostCommunicator final : public BlockingCommunicator {
     Bell* bell;
     bool needs_all;  // until all ranks have announced a collective
     std::chrono::steady_clock::time_point start;
-    bool is_published = false;  // in `Control::blocked`
+    std::uint64_t number = 0;  // in `Control::blocked`, once published
+    bool is_shown = false;     // in other communicators too
     // The call for messages.
     [[nodiscard]] const Signature& shown() const noexcept {
       return options->shown != nullptr ? *options->shown : signature;
@@ -121,6 +122,7 @@ class HostCommunicator final : public BlockingCommunicator {
   struct Blocked {
     std::uint64_t number;
     int rank;  // that must act
+    Reach reach;
   };
   struct LaneState {
     std::uint64_t transfers = 0;
@@ -182,7 +184,12 @@ class HostCommunicator final : public BlockingCommunicator {
 
   // deadlock.cpp: detects ranks that wait for each other, such as one in send and one in barrier.
   void check_deadlock(int p, const Counter& counter, std::uint64_t value, Wait& wait);
-  void publish_wait(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  void publish_wait(int p, const Counter& counter, std::uint64_t value, const Wait& wait,
+                    Reach reach) noexcept;
+  void show_elsewhere(int p, const Counter& counter, std::uint64_t value, Wait& wait);
+  void hide_elsewhere(Wait& wait) noexcept;
+  void withdraw(const Wait& wait) noexcept;
+  [[nodiscard]] std::optional<Failure> find_deadlock_of(const Wait& wait);
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
   [[nodiscard]] std::vector<int> find_deadlock() const;
@@ -250,7 +257,6 @@ class HostCommunicator final : public BlockingCommunicator {
   int generation_ = process_generation();
   std::atomic<int> submitted_{0};
   std::mutex announce_mutex_;
-  std::uint64_t waits_ = 0;  // number of published waits
   std::uint64_t sequence_ = 0;
   std::size_t position_ = 0;  // in the rings, the same on all ranks
   CopyToPeers copy_to_peers_;

@@ -8,13 +8,19 @@
 // account is released after the end of the wait before, and acquired before the second reading: on
 // processors that reorder stores and loads, the wait of a number could otherwise be part of
 // another.
+//
+// A process with a single thread makes no call in any of its communicators meanwhile, and publishes
+// the wait in all of them: it may wait in one for a rank that waits for it in another.
 
 #include <algorithm>
+#include <atomic>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/failure.h"
+#include "core/registry.h"
 #include "host/communicator.h"
 
 namespace fastdist::host {
@@ -22,7 +28,19 @@ namespace fastdist::host {
 void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64_t value,
                                       Wait& wait) {
   if (submitted_.load(std::memory_order_acquire) != 0) return end_wait(wait);
-  if (!wait.is_published) publish_wait(p, counter, value, wait);
+  if (wait.number == 0) {
+    static std::atomic<std::uint64_t> waits{0};
+    wait.number = waits.fetch_add(1) + 1;
+    publish_wait(p, counter, value, wait, Reach::kHere);
+  }
+  show_elsewhere(p, counter, value, wait);
+  if (wait.is_shown) {
+    if (auto failure = find_deadlock_of(wait)) {
+      failure->ranks = {p, rank_};
+      failure->noticed_by = rank_;
+      fail(*failure, wait);
+    }
+  }
   std::vector<int> ranks = find_deadlock();
   if (ranks.empty()) return;
   fail({.kind = FailureKind::kDeadlock,
@@ -33,39 +51,96 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
 }
 
 void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t value,
-                                    Wait& wait) {
+                                    const Wait& wait, Reach reach) noexcept {
   Control& control = *me().control;
   control.site.write(wait.options->caller->location());
   BlockedWait& published = control.blocked;
   published.signature.store(wait.signature.packed(), std::memory_order_relaxed);
   published.count.store(wait.signature.count, std::memory_order_relaxed);
   published.list.store(wait.signature.list, std::memory_order_relaxed);
+  published.reach.store(reach, std::memory_order_relaxed);
   published.rank.store(static_cast<std::uint64_t>(p), std::memory_order_release);
-  published.offset.store(
-      static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&counter) - peer(p).block),
-      std::memory_order_release);
+  published.offset.store(static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&counter) -
+                                                    machine_->window(peer(p).machine_rank)),
+                         std::memory_order_release);
   published.value.store(value, std::memory_order_release);
-  published.number.store(++waits_, std::memory_order_seq_cst);
-  wait.is_published = true;
+  published.number.store(wait.number, std::memory_order_seq_cst);
+}
+
+void HostCommunicator::withdraw(const Wait& wait) noexcept {
+  Counter& number = me().control->blocked.number;
+  if (number.load(std::memory_order_relaxed) == wait.number) {
+    number.store(0, std::memory_order_seq_cst);
+  }
 }
 
 void HostCommunicator::end_wait(Wait& wait) noexcept {
-  if (!wait.is_published) return;
-  wait.is_published = false;
-  me().control->blocked.number.store(0, std::memory_order_seq_cst);
+  if (wait.number == 0) return;
+  hide_elsewhere(wait);
+  withdraw(wait);
+  wait.number = 0;
+}
+
+// Publishes the wait in this process's other communicators too, so that chains of waits lead
+// through them. A communicator that has failed tells nothing new: see `find_deadlock_of`.
+void HostCommunicator::show_elsewhere(int p, const Counter& counter, std::uint64_t value,
+                                      Wait& wait) {
+  if (machine_->one_process() || !wait.options->caller->is_alone()) return hide_elsewhere(wait);
+  wait.is_shown = true;
+  me().control->blocked.reach.store(Reach::kEverywhere, std::memory_order_relaxed);
+  Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
+    if (&other == this || other.machine_ != machine_) return;
+    const auto awaited = std::ranges::find(other.members_, members_[static_cast<std::size_t>(p)]);
+    if (awaited == other.members_.end()) return;
+    if (other.me().control->blocked.number.load(std::memory_order_relaxed) == wait.number) return;
+    for (int q = 0; q < other.size(); ++q) {
+      if (other.has_left(q)) return;
+    }
+    other.publish_wait(static_cast<int>(awaited - other.members_.begin()), counter, value, wait,
+                       Reach::kElsewhere);
+  });
+}
+
+void HostCommunicator::hide_elsewhere(Wait& wait) noexcept {
+  if (!std::exchange(wait.is_shown, false)) return;
+  me().control->blocked.reach.store(Reach::kHere, std::memory_order_relaxed);
+  Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
+    if (&other != this) other.withdraw(wait);
+  });
+}
+
+// Returns the deadlock that a rank of another communicator has found this wait to be part of. Such
+// a wait does not end before the rank announces the deadlock, and the wait was shown only if no
+// rank had failed. So what is announced since then concerns this wait, and no earlier one.
+std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
+  std::optional<Failure> found;
+  Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
+    if (&other == this || found) return;
+    if (other.me().control->blocked.number.load(std::memory_order_relaxed) != wait.number) return;
+    for (int q = 0; q < other.size() && !found; ++q) {
+      auto failure = other.failure_of(q);
+      if (!failure || failure->kind != FailureKind::kDeadlock) continue;
+      if (std::ranges::find(failure->ranks, other.rank_) == failure->ranks.end()) continue;
+      other.announce(*failure, RankState::kFailed);
+      found = std::move(failure);
+    }
+  });
+  return found;
 }
 
 std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const noexcept {
   const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
   const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
   const std::uint64_t rank = wait.rank.load(std::memory_order_acquire);
-  if (number == 0 || rank >= peers_.size()) return std::nullopt;
-  const auto* counter = reinterpret_cast<const Counter*>(
-      peers_[rank].block + wait.offset.load(std::memory_order_acquire));
-  if (counter->load(std::memory_order_seq_cst) >= wait.value.load(std::memory_order_acquire)) {
-    return std::nullopt;
-  }
-  return Blocked{number, static_cast<int>(rank)};
+  const std::uint64_t offset = wait.offset.load(std::memory_order_acquire);
+  const std::uint64_t value = wait.value.load(std::memory_order_acquire);
+  // The counter of another wait may lie beyond the end of this rank's segment.
+  if (number == 0 || wait.number.load(std::memory_order_seq_cst) != number) return std::nullopt;
+  if (rank >= peers_.size()) return std::nullopt;
+  const auto* counter =
+      reinterpret_cast<const Counter*>(machine_->window(peers_[rank].machine_rank) + offset);
+  if (counter->load(std::memory_order_seq_cst) >= value) return std::nullopt;
+  return Blocked{number, static_cast<int>(rank), wait.reach.load(std::memory_order_relaxed)};
 }
 
 // Returns the ranks of the chain of waits that begins with this rank's, if it is a deadlock.
@@ -73,13 +148,16 @@ std::vector<int> HostCommunicator::find_deadlock() const {
   std::vector<Blocked> waits(peers_.size());
   std::vector<int> chain;
   int rank = rank_;
+  bool is_elsewhere = false;  // where the rank before waits for this one
   while (std::find(chain.begin(), chain.end(), rank) == chain.end()) {
     const std::optional<Blocked> wait = blocked(rank);
-    if (!wait) return {};
+    if (!wait || (is_elsewhere && wait->reach == Reach::kHere)) return {};
     waits[static_cast<std::size_t>(rank)] = *wait;
     chain.push_back(rank);
     rank = wait->rank;
+    is_elsewhere = wait->reach == Reach::kElsewhere;
   }
+  if (is_elsewhere && waits[static_cast<std::size_t>(rank)].reach == Reach::kHere) return {};
   const bool lasts = std::all_of(chain.begin(), chain.end(), [&](int p) {
     const std::optional<Blocked> wait = blocked(p);
     return wait && wait->number == waits[static_cast<std::size_t>(p)].number;
@@ -94,7 +172,8 @@ std::string HostCommunicator::waits() const {
     const BlockedWait& wait = control.blocked;
     if (wait.number.load(std::memory_order_acquire) == 0) continue;
     waits[p] = {signature_in(wait), static_cast<int>(wait.rank.load(std::memory_order_relaxed)),
-                control.site.text.data()};
+                control.site.text.data(),
+                wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere};
   }
   return describe_waits(waits, rank_);
 }

@@ -70,17 +70,23 @@ struct alignas(kCacheLine) CallSite {
   }
 };
 
+// What a rank does not do before its wait ends: a call in this communicator, or any call, while it
+// waits here or in another communicator.
+enum class Reach : std::uint64_t { kHere, kEverywhere, kElsewhere };
+
 // The wait of a rank that makes no other call until it ends. Published by long waits. `number` is
-// stored last, differs from wait to wait, and is 0 while there is no such wait.
+// stored last, differs from wait to wait of a process, and is 0 while there is no such wait.
 struct alignas(kCacheLine) BlockedWait {
   Counter number;
   Counter signature;  // of the call
   Counter count;
   Counter list;
   Counter rank;    // that must act
-  Counter offset;  // of the counter in that rank's block
+  Counter offset;  // of the counter in that rank's segment
   Counter value;   // that the counter must reach
+  std::atomic<Reach> reach;
 };
+static_assert(sizeof(BlockedWait) == kCacheLine);
 
 struct Control {
   Bell bell;                              // of the thread that runs collectives

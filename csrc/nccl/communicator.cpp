@@ -219,8 +219,8 @@ void NcclCommunicator::use_peer_memory(bool all_can) {
   handle_->at_failure([peers = peers_] { peers->give_up(); });
 }
 
-// Calls on several streams must not overlap. Replays of a graph cannot wait for other calls: their
-// user orders them.
+// Calls on several streams must not overlap. Replays of graphs cannot wait for other calls, and may
+// overlap with them; their user orders the replays.
 void NcclCommunicator::reduce_by_peers(const TensorView& in, const TensorView& out, ReduceOp op,
                                        const CallOptions& options) {
   const cuda::Range range("peer_all_reduce");
@@ -229,7 +229,7 @@ void NcclCommunicator::reduce_by_peers(const TensorView& in, const TensorView& o
     cuda::keep_with_graph(*capture_, peers_);
   }
   ScratchUse order(*this, stream);
-  peers_->all_reduce(in, out, op, stream);
+  peers_->all_reduce(in, out, op, stream, capture_.has_value());
   order.end();
 }
 

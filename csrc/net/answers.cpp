@@ -12,13 +12,21 @@
 namespace fastdist::net {
 namespace {
 
-enum class Kind : std::uint32_t { kReceived, kMismatch, kClosed, kFailure, kQuestion, kState };
+enum class Kind : std::uint32_t {
+  kReceived,
+  kMismatch,
+  kClosed,
+  kFailure,
+  kQuestion,
+  kState,
+  kDeadlock
+};
 
 // Precedes each answer; `bytes` of text follow, or of a FailureRecord.
 struct Head {
   Kind kind;
   std::uint32_t bytes;
-  std::uint64_t number;     // of the transfer
+  std::uint64_t number;     // of the transfer, the question or the wait
   std::uint64_t signature;  // of a mismatch, packed
   std::uint64_t count;
 };
@@ -27,7 +35,7 @@ constexpr std::size_t kLongestText = 4096;
 
 // True for a head that an AnswerWriter may write.
 bool is_valid(const Head& head) {
-  return head.kind <= Kind::kState &&
+  return head.kind <= Kind::kDeadlock &&
          head.bytes <= (head.kind == Kind::kFailure ? sizeof(FailureRecord) : kLongestText);
 }
 
@@ -92,6 +100,10 @@ void AnswerReader::parse() {
         state_number_ = head.number;
         state_ = text;
         break;
+      case Kind::kDeadlock:
+        stuck_ = head.number;
+        deadlock_ = text;
+        break;
     }
   }
   buffer_.erase(buffer_.begin(), buffer_.begin() + static_cast<std::ptrdiff_t>(at));
@@ -126,6 +138,12 @@ std::optional<std::string> AnswerReader::state(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   if (state_number_ < number) return std::nullopt;
   return state_;
+}
+
+std::optional<std::string> AnswerReader::deadlock_of(std::uint64_t id) const {
+  const std::lock_guard lock(mutex_);
+  if (stuck_ != id) return std::nullopt;
+  return deadlock_;
 }
 
 void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
@@ -163,6 +181,13 @@ void AnswerWriter::tell_state(std::uint64_t number, const std::string& state) no
   head.kind = Kind::kState;
   head.number = number;
   write(compose(head, std::string_view(state).substr(0, kLongestText)));
+}
+
+void AnswerWriter::tell_deadlock(std::uint64_t id, const std::string& detail) noexcept {
+  Head head{};
+  head.kind = Kind::kDeadlock;
+  head.number = id;
+  write(compose(head, std::string_view(detail).substr(0, kLongestText)));
 }
 
 // A peer reads its answers whenever it waits, so the kernel's buffer has room for them.

@@ -42,6 +42,8 @@ class AnswerReader {
   [[nodiscard]] std::optional<std::uint64_t> take_question();
   // Returns the peer's answer to question `number` or a later one, if it has come.
   [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
+  // Returns the description of the deadlock that the peer has found wait `id` to be part of.
+  [[nodiscard]] std::optional<std::string> deadlock_of(std::uint64_t id) const;
 
  private:
   void parse();
@@ -57,6 +59,8 @@ class AnswerReader {
   std::optional<std::uint64_t> question_;
   std::uint64_t state_number_ = 0;
   std::string state_;
+  std::uint64_t stuck_ = 0;  // a wait that is part of `deadlock_`
+  std::string deadlock_;
 };
 
 // Writes answers to one peer.
@@ -69,6 +73,7 @@ class AnswerWriter {
   void tell_failure(const Failure& failure) noexcept;
   void ask(std::uint64_t number) noexcept;
   void tell_state(std::uint64_t number, const std::string& state) noexcept;
+  void tell_deadlock(std::uint64_t id, const std::string& detail) noexcept;
 
  private:
   void write(const std::vector<std::byte>& message) noexcept;

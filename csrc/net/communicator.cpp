@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/mismatch.h"
+#include "core/registry.h"
 #include "net/fork_guard.h"
 #include "net/inside.h"
 
@@ -37,9 +38,11 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();
   }
+  Registry<NetCommunicator>::add(*this);
 }
 
 NetCommunicator::~NetCommunicator() {
+  if (generation_ == process_generation()) Registry<NetCommunicator>::remove(*this);
   close();
   for (const auto& peer : peers_) {
     if (!peer || generation_ != process_generation()) continue;

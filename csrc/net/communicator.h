@@ -37,6 +37,8 @@
 
 namespace fastdist::net {
 
+struct Waiting;  // what a rank answers; see deadlock.cpp
+
 class NetCommunicator final : public BlockingCommunicator {
  public:
   // `inner` connects the ranks of this machine, in ascending order. Ranks with equal
@@ -135,6 +137,7 @@ class NetCommunicator final : public BlockingCommunicator {
     Clock::time_point asked_at = Clock::now();
     std::uint64_t question = 0;
     bool has_warned = false;  // of machines that cannot be reached
+    std::uint64_t id = 0;     // random, once the rank has told others of the wait
 
    private:
     std::atomic<int>& calls_;
@@ -226,10 +229,13 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // deadlock.cpp
   void check_deadlock(Wait& wait);
-  void answer_questions(const Wait& wait);
+  void answer_questions(Wait& wait, NetCommunicator& waiting);
+  void speak_elsewhere(Wait& wait);
   std::uint64_t ask_all();
-  [[nodiscard]] std::vector<int> find_late(const Wait& wait, const std::vector<int>& suspects);
-  [[nodiscard]] std::string state_of(const Wait& wait) const;
+  [[nodiscard]] std::vector<int> find_late(Wait& wait, const std::vector<int>& suspects);
+  [[nodiscard]] std::string state_of(Wait& wait, NetCommunicator& waiting) const;
+  [[nodiscard]] std::vector<std::optional<Waiting>> answers_in(Wait& wait);
+  [[nodiscard]] std::vector<int> missing_in(Wait& wait);
   [[nodiscard]] CallHead last_call(int p) const;
 
   // reduce.cpp

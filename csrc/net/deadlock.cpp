@@ -5,15 +5,23 @@
 // many calls of each kind it has begun. A rank that has not answered may still act. A rank can go
 // on if all ranks can that have not begun what it waits for. The others, if any, wait for ever: to
 // act after its answer, one of them would have had to be the first, but each waits for another one.
+//
+// A process with a single thread that waits in one communicator answers in its others too, with the
+// waits of the ranks that it waits for: their random numbers, since ranks differ between
+// communicators. Such a rank is stuck if one of these waits is, and lasts: the number in that
+// rank's own answer is still the same. The rank that finds the deadlock tells it to those that wait
+// elsewhere, which would not hear of its failure.
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "core/registry.h"
 #include "net/communicator.h"
 
 namespace fastdist::net {
@@ -22,37 +30,56 @@ namespace {
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::chrono::seconds kAnswerTime{1};
 constexpr std::size_t kSiteBytes = 400;
+constexpr std::size_t kMostAwaited = 64;
 
-// Precedes, in an answer, the numbers of sends to and receives from each rank, and the caller's
-// line.
+// Precedes, in an answer, the numbers of sends to and receives from each rank, the waits of those
+// for which a rank waits elsewhere, and the caller's line.
 struct State {
   std::uint64_t sequence;   // collectives begun
   std::uint64_t signature;  // of the call in which the rank waits
   std::uint64_t count;
   std::uint64_t list;
+  std::uint64_t id;      // of the wait, if the process makes no call at all before it ends, else 0
   std::uint32_t number;  // of the transfer, if it waits in one
   std::uint32_t ranks;
   std::uint32_t is_alone;  // no other thread of the rank may act meanwhile
+  std::uint32_t is_elsewhere;
+  std::uint32_t awaited;
+  std::uint32_t unused;
 };
+
+}  // namespace
 
 struct Waiting {
   State state;
   std::vector<std::uint32_t> sent, received;  // by rank
+  std::vector<std::uint64_t> awaited;         // waits in another communicator
   std::string site;
   Signature call;
 };
 
+namespace {
+
 std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
   Waiting waiting;
-  if (text.size() < sizeof(State) + 2 * ranks * sizeof(std::uint32_t)) return std::nullopt;
+  const State& state = waiting.state;
+  if (text.size() < sizeof(State)) return std::nullopt;
   std::memcpy(&waiting.state, text.data(), sizeof(State));
-  if (waiting.state.ranks != ranks) return std::nullopt;
-  const char* at = text.data() + sizeof(State);
-  for (auto* counts : {&waiting.sent, &waiting.received}) {
-    counts->resize(ranks);
-    std::memcpy(counts->data(), at, ranks * sizeof(std::uint32_t));
-    at += ranks * sizeof(std::uint32_t);
+  if (state.ranks != ranks || state.awaited > kMostAwaited ||
+      text.size() < sizeof(State) + 2 * ranks * sizeof(std::uint32_t) +
+                        state.awaited * sizeof(std::uint64_t)) {
+    return std::nullopt;
   }
+  const char* at = text.data() + sizeof(State);
+  const auto take = [&at](auto& numbers, std::size_t count) {
+    numbers.resize(count);
+    const std::size_t bytes = count * sizeof(numbers[0]);
+    if (bytes != 0) std::memcpy(numbers.data(), at, bytes);
+    at += bytes;
+  };
+  take(waiting.sent, ranks);
+  take(waiting.received, ranks);
+  take(waiting.awaited, state.awaited);
   waiting.site.assign(at, text.data() + text.size());
   waiting.call = unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
   return waiting;
@@ -61,8 +88,10 @@ std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
 // Returns the ranks that have not begun what rank `r` waits for.
 std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& ranks) {
   const Waiting& own = *ranks[static_cast<std::size_t>(r)];
+  const bool is_elsewhere = own.state.is_elsewhere != 0;
   const auto is_missing = [&](int p) {
     const auto& theirs = ranks[static_cast<std::size_t>(p)];
+    if (is_elsewhere) return theirs && std::ranges::count(own.awaited, theirs->state.id) != 0;
     if (!theirs) return true;
     if (own.call.op == Op::kSend) {
       return theirs->received[static_cast<std::size_t>(r)] < own.state.number;
@@ -73,14 +102,15 @@ std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& r
     return theirs->state.sequence < own.state.sequence;
   };
   std::vector<int> missing;
-  const bool is_transfer = own.call.op == Op::kSend || own.call.op == Op::kRecv;
+  const bool is_transfer = !is_elsewhere && (own.call.op == Op::kSend || own.call.op == Op::kRecv);
   for (int p = 0; p < static_cast<int>(ranks.size()); ++p) {
     if (p != r && (!is_transfer || p == own.call.root) && is_missing(p)) missing.push_back(p);
   }
   return missing;
 }
 
-// Returns the ranks that wait for ever.
+// Returns the ranks that wait for ever. A rank that waits elsewhere can go on if none of the waits
+// that it awaits is a rank's here.
 std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
   std::vector<bool> goes_on;
   for (const auto& rank : ranks) goes_on.push_back(!rank);
@@ -103,14 +133,35 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
 
 }  // namespace
 
-std::string NetCommunicator::state_of(const Wait& wait) const {
+// Returns the state of this rank, which waits in `waiting`: this communicator or another one.
+std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) const {
+  if (wait.id == 0) {
+    std::random_device random;
+    wait.id = std::uint64_t{random()} << 32 | random();
+  }
+  const bool is_elsewhere = &waiting != this;
+  std::vector<std::uint64_t> awaited;
+  if (is_elsewhere) {
+    const auto ranks = waiting.answers_in(wait);
+    for (const int p : waiting.missing_in(wait)) {
+      const auto& theirs = ranks[static_cast<std::size_t>(p)];
+      if (theirs && theirs->state.id != 0 && awaited.size() < kMostAwaited) {
+        awaited.push_back(theirs->state.id);
+      }
+    }
+  }
+  const bool is_alone = is_elsewhere || (submitted_.load() == 0 && calls_.load() == 1);
   const State state{sequence_,
                     wait.signature.packed(),
                     wait.signature.count,
                     wait.signature.list,
-                    wait.number,
+                    is_elsewhere || wait.caller->is_alone() ? wait.id : 0,
+                    is_elsewhere ? 0 : wait.number,
                     static_cast<std::uint32_t>(size()),
-                    submitted_.load() == 0 && calls_.load() == 1 ? 1U : 0U};
+                    is_alone ? 1U : 0U,
+                    is_elsewhere ? 1U : 0U,
+                    static_cast<std::uint32_t>(awaited.size()),
+                    0};
   std::string text(reinterpret_cast<const char*>(&state), sizeof(state));
   for (const bool sends : {true, false}) {
     for (int p = 0; p < size(); ++p) {
@@ -120,20 +171,71 @@ std::string NetCommunicator::state_of(const Wait& wait) const {
       text.append(reinterpret_cast<const char*>(&count), sizeof(count));
     }
   }
+  text.append(reinterpret_cast<const char*>(awaited.data()),
+              awaited.size() * sizeof(std::uint64_t));
   std::string site = wait.caller->location();
   if (site.size() > kSiteBytes) site.erase(0, site.size() - kSiteBytes);
   return text + site;
 }
 
-void NetCommunicator::answer_questions(const Wait& wait) {
+void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {
   std::string own;
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     const auto question = peer(p).answers.take_question();
     if (!question) continue;
-    if (own.empty()) own = state_of(wait);
+    if (own.empty()) own = state_of(wait, waiting);
     peer(p).writer.tell_state(*question, own);
   }
+}
+
+// Answers in this process's other communicators, if it makes no call there before the wait ends.
+void NetCommunicator::speak_elsewhere(Wait& wait) {
+  if (!wait.caller->is_alone()) return;
+  std::optional<std::string> deadlock;
+  Registry<NetCommunicator>::for_each([&](NetCommunicator& other) {
+    if (&other == this || other.is_closed_) return;
+    for (int p = 0; p < other.size(); ++p) {
+      if (p == other.rank_) continue;
+      AnswerReader& answers = other.peer(p).answers;
+      answers.poll();
+      if (wait.id != 0 && !deadlock) deadlock = answers.deadlock_of(wait.id);
+    }
+    other.answer_questions(wait, *this);
+  });
+  if (!deadlock) return;
+  std::vector<int> ranks = missing_in(wait);
+  ranks.push_back(rank_);
+  fail({.kind = FailureKind::kDeadlock,
+        .ranks = std::move(ranks),
+        .noticed_by = rank_,
+        .detail = std::move(*deadlock)},
+       wait.signature);
+}
+
+// Returns the answers of all ranks in this wait, its own among them. A rank is left out whose
+// other threads may act.
+std::vector<std::optional<Waiting>> NetCommunicator::answers_in(Wait& wait) {
+  std::vector<std::optional<Waiting>> ranks(places_.size());
+  for (int p = 0; p < size(); ++p) {
+    std::optional<std::string> answer;
+    if (p == rank_) {
+      answer = state_of(wait, *this);
+    } else if (wait.question != 0) {
+      answer = peer(p).answers.state(wait.question);
+    }
+    auto parsed = answer ? parse(*answer, places_.size()) : std::nullopt;
+    if (parsed && parsed->state.is_alone != 0) {
+      ranks[static_cast<std::size_t>(p)] = std::move(parsed);
+    }
+  }
+  return ranks;
+}
+
+// Returns the ranks for which this rank waits.
+std::vector<int> NetCommunicator::missing_in(Wait& wait) {
+  const auto ranks = answers_in(wait);
+  return ranks[static_cast<std::size_t>(rank_)] ? missing_for(rank_, ranks) : std::vector<int>{};
 }
 
 std::uint64_t NetCommunicator::ask_all() {
@@ -147,7 +249,7 @@ std::uint64_t NetCommunicator::ask_all() {
 // Returns the ranks for which all others wait: those that have not come to this call and do not
 // answer; if there are none, those that are in an earlier call; then those that have come and do
 // not answer any more, as they have stopped; else `suspects`.
-std::vector<int> NetCommunicator::find_late(const Wait& wait, const std::vector<int>& suspects) {
+std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& suspects) {
   const std::uint64_t question = ask_all();
   std::vector<int> absent, behind, stopped;
   for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) {
@@ -168,7 +270,7 @@ std::vector<int> NetCommunicator::find_late(const Wait& wait, const std::vector<
       if (!has_come) (answers_now ? behind : absent).push_back(p);
       if (has_come && !answers_now) stopped.push_back(p);
     }
-    answer_questions(wait);
+    answer_questions(wait, *this);
     if (absent.empty() && stopped.empty()) break;
   }
   if (wait.number != 0) return suspects;  // a transfer needs one rank alone
@@ -185,7 +287,8 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
   if (p == rank_) return known;
   const auto answer = peer(p).answers.state(1);
   const auto theirs = answer ? parse(*answer, places_.size()) : std::nullopt;
-  if (!theirs || theirs->state.number != 0 || theirs->state.sequence <= known.sequence) {
+  if (!theirs || theirs->state.number != 0 || theirs->state.is_elsewhere != 0 ||
+      theirs->state.sequence <= known.sequence) {
     return known;
   }
   return {theirs->state.sequence, theirs->state.signature, theirs->state.count, theirs->state.list};
@@ -193,38 +296,39 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
 
 // Called regularly by the thread that waits.
 void NetCommunicator::check_deadlock(Wait& wait) {
-  answer_questions(wait);
+  answer_questions(wait, *this);
   if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
     return;  // another thread may act
   }
   const auto now = Clock::now();
   if (now - wait.since < kPatience) return;
+  speak_elsewhere(wait);
   if (wait.question == 0 || now - wait.asked_at > kPatience) {
     wait.question = ask_all();
     wait.asked_at = now;
     return;
   }
-  std::vector<std::optional<Waiting>> ranks(places_.size());
-  const auto n = places_.size();
-  for (int p = 0; p < size(); ++p) {
-    const auto answer = p == rank_ ? state_of(wait) : peer(p).answers.state(wait.question);
-    auto parsed = answer ? parse(*answer, n) : std::nullopt;
-    if (parsed && parsed->state.is_alone != 0) ranks[static_cast<std::size_t>(p)] = *parsed;
-  }
+  const auto ranks = answers_in(wait);
   std::vector<int> stuck = find_stuck(ranks);
   if (std::find(stuck.begin(), stuck.end(), rank_) == stuck.end()) return;
-  std::vector<std::optional<WaitOfRank>> waits(n);
+  std::vector<std::optional<WaitOfRank>> waits(places_.size());
   for (int p = 0; p < size(); ++p) {
     const auto& rank = ranks[static_cast<std::size_t>(p)];
     if (!rank) continue;
     const std::vector<int> missing = missing_for(p, ranks);
     waits[static_cast<std::size_t>(p)] = {
-        rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()), rank->site};
+        rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()), rank->site,
+        rank->state.is_elsewhere != 0};
+  }
+  const std::string detail = describe_waits(waits, rank_);
+  for (const int p : stuck) {
+    const State& state = ranks[static_cast<std::size_t>(p)]->state;
+    if (state.is_elsewhere != 0) peer(p).writer.tell_deadlock(state.id, detail);
   }
   fail({.kind = FailureKind::kDeadlock,
         .ranks = std::move(stuck),
         .noticed_by = rank_,
-        .detail = describe_waits(waits, rank_)},
+        .detail = detail},
        wait.signature);
 }
 

@@ -34,7 +34,10 @@ class ProcessGroupFastdist(Calls):
         bootstrap = StoreBootstrap(options.store, rank, size, timeout_s)
         try:
             comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(options.store))
-        except FastdistError as error:
+        except BaseException as error:
+            bootstrap.give_up()
+            if not isinstance(error, FastdistError):
+                raise
             raise DistBackendError(str(error)) from error
         Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
         return cls(comm, options.store, timeout_s, options.group_id)

@@ -29,6 +29,7 @@ class StoreBootstrap:
         self._timeout_s = timeout_s
         # A store may have served a group of this name that has ended.
         self._number: int = store.add(f"fastdist/meetings/{rank}", 1)
+        self._given_up = f"fastdist/{self._number}/given up"
         self._calls = 0
 
     def Get_rank(self) -> int:
@@ -43,7 +44,7 @@ class StoreBootstrap:
         """Return the objects of all ranks; JSON must be able to hold them.
 
         Raises:
-            ClusterConfigError: a rank did not arrive in time.
+            ClusterConfigError: a rank did not arrive in time, or has given up before.
         """
         keys = [f"fastdist/{self._number}/{self._calls}/{rank}" for rank in range(self._size)]
         self._calls += 1
@@ -51,9 +52,23 @@ class StoreBootstrap:
         try:
             left = max(0.001, self._deadline - time.monotonic())
             self._store.wait(keys, timedelta(seconds=left))
-            return [json.loads(bytes(self._store.get(key))) for key in keys]
+            has_given_up = self._store.check([self._given_up])
+            late = int(self._store.get(self._given_up)) if has_given_up else None
+            objects = [json.loads(bytes(self._store.get(key))) for key in keys]
         except RuntimeError as error:
             raise self._failure(keys, _first_line(error)) from None
+        if late is not None:
+            raise ClusterConfigError(
+                f"rendezvous: rank {late} gave up before rank {self._rank} came to the process "
+                "group; make the group again on all ranks",
+                (late,),
+            )
+        return objects
+
+    def give_up(self) -> None:
+        """Tell ranks that come later, which would take this rank's keys for signs of life."""
+        with contextlib.suppress(RuntimeError):  # the store may be lost
+            self._store.set(self._given_up, str(self._rank))
 
     def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
         missing: tuple[int, ...] = ()

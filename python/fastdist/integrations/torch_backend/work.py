@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -69,7 +70,7 @@ class Pending(TorchWork):
         work: the call.
         tensors: the tensors that it writes.
         finish: called once after the call, by the first thread that waits.
-        completer: completes futures of works on host memory.
+        completer: completes the futures of works.
     """
 
     def __init__(
@@ -144,22 +145,26 @@ class Pending(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = _new_future(self._tensors)
-        if self._gpu is None:
+        # Before the future is complete, the ranks' calls are compared, which needs all of them: the
+        # caller does not wait. What is captured must be enqueued before the capture ends.
+        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+            self.complete(self._future)
+        else:
             self._completer.complete(self, self._future)
-        else:  # the future holds events of the current stream
-            side = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(side):
-                self.complete(self._future)
         return self._future
 
     def complete(self, future: torch.futures.Future[Any]) -> None:
         """Complete the future when the call has ended."""
-        try:
-            self._await(None)
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(list(self._tensors))
+        side: AbstractContextManager[Any] = nullcontext()
+        if self._gpu is not None:  # the future will hold events of the current stream
+            side = torch.cuda.stream(torch.cuda.Stream(self._gpu))  # type: ignore[no-untyped-call]
+        with side:
+            try:
+                self._await(None)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(list(self._tensors))
 
     def is_completed(self) -> bool:
         """Return True if the call has ended, successfully or not."""

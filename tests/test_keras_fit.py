@@ -470,6 +470,37 @@ def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:
     replicas.run(several)
 
 
+def beside_a_process_group(comm: fd.Communicator, folder: Path) -> None:
+    """Keras 3.16 would wrap the model in DDP, and sum metrics over the process group."""
+    in_float64()
+    metrics = {"metrics": ["mae", keras.metrics.TruePositives(name="counted")]}
+    keras.utils.set_random_seed(3)
+    alone = compiled(dense(), "adam", **metrics)
+    expected = fit(alone), alone.get_weights()
+    store = torch.distributed.FileStore(str(folder / "store"), comm.world_size)
+    torch.distributed.init_process_group(
+        "fastdist", store=store, rank=comm.rank, world_size=comm.world_size
+    )
+    try:
+        keras.utils.set_random_seed(3)
+        strategy = mirrored()
+        model = made(strategy, **metrics)
+        calls = torch.distributed.group.WORLD._get_sequence_number_for_group()
+        got = fit(model), model.get_weights()
+        assert torch.distributed.group.WORLD._get_sequence_number_for_group() == calls
+        strategy.check_in_sync()
+        for name, values in expected[0].items():
+            assert got[0][name] == pytest.approx(values, rel=1e-6), name
+        for value, wanted in zip(got[1], expected[1], strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_gradients_are_reduced_once(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(beside_a_process_group, tmp_path)
+
+
 IMPORTED_IN_SCOPE = """
 import fastdist as fd, numpy as np
 strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -386,13 +386,19 @@ class ReplicatedTrainer:
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
 
-    def _agree_to_stop(self) -> None:
-        """Stop all replicas after the same step if any wants to stop. Every replica must call."""
+    def _agree_to_stop(self, condition: bool) -> bool:
+        """Stop all replicas after the same step if any wants to stop. Every replica must call.
+
+        Returns:
+            Whether a condition holds on any replica.
+        """
         model = self._model
-        wanted = self._any_replica([bool(getattr(model, name, False)) for name in _STOPS])
+        wanted = [bool(getattr(model, name, False)) for name in _STOPS]
+        *wanted, found = self._any_replica([*wanted, condition])
         for name, is_wanted in zip(_STOPS, wanted, strict=True):
             if is_wanted:
                 setattr(model, name, True)
+        return found
 
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored. Every replica must call."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fastdist as fd
 import keras
@@ -98,6 +99,34 @@ def test_callbacks_get_the_logs_of_all_replicas(replicas: ProcessRanks) -> None:
     assert history == other_history
     assert [batch for batch, _ in chief] == [0, 1, 2, 3, 4]
     assert chief[-1][1] == {name: values[0] for name, values in history.items()}
+
+
+def count(comm: fd.Communicator) -> list[int]:
+    from fastdist.integrations.keras import callback_list, trainer
+
+    strategy = mirrored()
+    model = made(strategy, metrics=["mae"])
+    counts = []
+    for verbose, every_s, callbacks in [
+        (0, 0, []),
+        (1, 1e9, []),
+        (2, 0, []),
+        (1, 0, []),
+        (0, 0, [Noted()]),
+    ]:
+        with (
+            mock.patch.object(callback_list, "_DRAWN_EVERY_S", every_s),
+            mock.patch.object(trainer, "global_logs", wraps=trainer.global_logs) as reductions,
+        ):
+            fit(model, callbacks, epochs=2, verbose=verbose, validation_split=0.5)
+        counts.append(reductions.call_count)
+    return counts
+
+
+def test_metrics_are_reduced_where_they_are_read(replicas: ProcessRanks) -> None:
+    # In 2 epochs of 2 steps, each with an evaluation of 3 steps: at the end of each pass, and for
+    # a bar that is drawn after the first step, for none, and for readers of every step.
+    assert replicas.run(count) == [[4, 6, 4, 8, 8]] * 2
 
 
 def decide(comm: fd.Communicator, kind: str) -> tuple[dict[str, Any], float]:
@@ -468,6 +497,37 @@ def several(comm: fd.Communicator) -> None:
 
 def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:
     replicas.run(several)
+
+
+def beside_a_process_group(comm: fd.Communicator, folder: Path) -> None:
+    """Keras 3.16 would wrap the model in DDP, and sum metrics over the process group."""
+    in_float64()
+    metrics = {"metrics": ["mae", keras.metrics.TruePositives(name="counted")]}
+    keras.utils.set_random_seed(3)
+    alone = compiled(dense(), "adam", **metrics)
+    expected = fit(alone), alone.get_weights()
+    store = torch.distributed.FileStore(str(folder / "store"), comm.world_size)
+    torch.distributed.init_process_group(
+        "fastdist", store=store, rank=comm.rank, world_size=comm.world_size
+    )
+    try:
+        keras.utils.set_random_seed(3)
+        strategy = mirrored()
+        model = made(strategy, **metrics)
+        calls = torch.distributed.group.WORLD._get_sequence_number_for_group()
+        got = fit(model), model.get_weights()
+        assert torch.distributed.group.WORLD._get_sequence_number_for_group() == calls
+        strategy.check_in_sync()
+        for name, values in expected[0].items():
+            assert got[0][name] == pytest.approx(values, rel=1e-6), name
+        for value, wanted in zip(got[1], expected[1], strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_gradients_are_reduced_once(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(beside_a_process_group, tmp_path)
 
 
 IMPORTED_IN_SCOPE = """

@@ -56,4 +56,5 @@ def test_an_example_trains(name: str) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CASES)
+    elsewhere = {"keras_ddp"}  # in test_keras_nightly.py
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CASES) | elsewhere

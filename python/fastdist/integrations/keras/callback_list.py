@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import keras
 
 from fastdist.integrations.keras.callbacks import is_chief_only
 from fastdist.integrations.keras.internals import is_default
+
+_DRAWN_EVERY_S = 0.05  # Keras' progress bar draws no more often
 
 
 class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -19,10 +22,13 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         is_chief: True on replica 0.
         globalize: turns the logs of a step into those of all replicas; a collective.
         any_replica: tells of each condition whether it holds on any replica; a collective.
-        agree: makes the attributes `stop_*` of the model equal on all replicas; a collective.
+        agree: makes the attributes `stop_*` of the model equal on all replicas, and tells whether a
+            condition holds on any; a collective.
         share: gives all replicas what the chief's callbacks have restored; a collective.
         share_rate: gives all replicas the chief's learning rate; a collective.
         add_progbar: show a progress bar on the chief.
+        add_history: True in `fit`, whose bar shows no validation steps.
+        verbose: 1 or "auto" for a bar that is drawn after steps too.
         options: the other arguments of Keras' CallbackList.
     """
 
@@ -33,10 +39,12 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         is_chief: bool,
         globalize: Callable[[Any], Any],
         any_replica: Callable[[list[bool]], list[bool]],
-        agree: Callable[[], None],
+        agree: Callable[[bool], bool],
         share: Callable[[], None],
         share_rate: Callable[[], None],
         add_progbar: bool,
+        add_history: bool = False,
+        verbose: Any,
         **options: Any,
     ) -> None:
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -44,18 +52,31 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         given = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
         self._globalize = globalize
         self._agree = agree
+        self._has_bar = is_chief and add_progbar and verbose in ("auto", 1)
+        self._drawn_at = 0.0
+        self._is_due = False  # True if the bar is drawn after this step
         # Replicas may have different callbacks, and call the same collectives.
-        self._reads_train, self._reads_test, shares = any_replica(
-            [
-                add_progbar or _has(given, "on_batch_end", "on_train_batch_end"),
-                add_progbar or _has(given, "on_test_batch_end"),
-                any(map(is_chief_only, given)),
-            ]
+        self._reads_train, self._reads_test, self._draws_train, self._draws_test, shares = (
+            any_replica(
+                [
+                    _has(given, "on_batch_end", "on_train_batch_end"),
+                    _has(given, "on_test_batch_end"),
+                    self._has_bar,
+                    self._has_bar and not add_history,
+                    any(map(is_chief_only, given)),
+                ]
+            )
         )
         self._share = share if shares else None
         self._share_rate = share_rate if shares else None
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
-        super().__init__(own, add_progbar=add_progbar and is_chief, **options)
+        super().__init__(
+            own,
+            add_progbar=add_progbar and is_chief,
+            add_history=add_history,
+            verbose=verbose,
+            **options,
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then all replicas go on from what the chief's have restored."""
@@ -63,27 +84,49 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if self._share is not None:
             self._share()
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Call the callbacks; a new bar is drawn after the first step."""
+        self._is_due = self._draws_train
+        super().on_epoch_begin(epoch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Call the callbacks; a new bar is drawn after the first step."""
+        self._is_due = self._draws_test
+        super().on_test_begin(logs)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks with the logs of all replicas, if any reads them."""
-        super().on_train_batch_end(batch, self._globalize(logs) if self._reads_train else logs)
-        self._agree()
+        super().on_train_batch_end(batch, self._read(logs, self._reads_train))
+        self._end_step(self._draws_train)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks with the logs of all replicas, if any reads them."""
-        super().on_test_batch_end(batch, self._globalize(logs) if self._reads_test else logs)
-        self._agree()
+        super().on_test_batch_end(batch, self._read(logs, self._reads_test))
+        self._end_step(self._draws_test)
 
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
         super().on_predict_batch_end(batch, logs)
-        self._agree()
+        self._agree(False)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the chief's may have changed the learning rate."""
         super().on_epoch_end(epoch, logs)
         if self._share_rate is not None:
             self._share_rate()
-        self._agree()
+        self._agree(False)
+
+    def _read(self, logs: Any, are_read: bool) -> Any:
+        """Return the logs of all replicas, if a callback reads them or the bar is due."""
+        if not (are_read or self._is_due):
+            return {}
+        self._drawn_at = time.monotonic()
+        return self._globalize(logs)
+
+    def _end_step(self, draws: bool) -> None:
+        """Agree when to stop, and whether the bar is drawn after the next step."""
+        wait_s = time.monotonic() - self._drawn_at
+        self._is_due = self._agree(draws and self._has_bar and wait_s >= _DRAWN_EVERY_S)
 
 
 def _has(callbacks: list[Any], *methods: str) -> bool:

@@ -1,10 +1,12 @@
-"""The private names of Keras that fastdist uses, all in one place. Tested with Keras 3.15.1.
+"""The private names of Keras that fastdist uses, all in one place.
 
-On instances, trainers replace `_get_metrics_result_or_logs` of a model, `next` of a SeedGenerator
-and `_moments` of a BatchNormalization. They read `_flatten_layers`, `_non_trainable_variables`,
-`_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`, `_num_samples`,
-`_learning_rate` and `_initial_epoch`. Backups read the variables `epoch_iterator` and
-`callbacks` of a running `fit` and the iterator's `_steps_seen`, and replace its methods
+Tested with Keras 3.15.1 and a nightly build of 3.16.
+
+On instances, trainers replace `_get_metrics_result_or_logs` and `_initialize_ddp` of a model,
+`next` of a SeedGenerator and `_moments` of a BatchNormalization. They read `_flatten_layers`,
+`_non_trainable_variables`, `_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`,
+`_num_samples`, `_learning_rate` and `_initial_epoch`. Backups read the variables `epoch_iterator`
+and `callbacks` of a running `fit` and the iterator's `_steps_seen`, and replace its methods
 `_get_iterator` and `_enumerate_iterator`. For parameter servers they also call `_use_weight_decay`
 of an optimizer and `_track_variables` of a model, replace its `_post_build`, and pickle the
 attributes `_layers` and `_outbound_nodes` apart.
@@ -13,15 +15,18 @@ attributes `_layers` and `_outbound_nodes` apart.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.backend import get_keras_mask
+import torch
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.callbacks.monitor_callback import MonitorCallback
 from keras.src.losses.loss import apply_mask
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers import trainer as _trainers
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
@@ -49,6 +54,7 @@ __all__ = [
     "get_keras_mask",
     "global_seed_generator",
     "is_default",
+    "results_of_metrics",
     "running_fit",
     "train_validation_split",
     "unpack_x_y_sample_weight",
@@ -73,3 +79,31 @@ def running_fit(model: Any) -> tuple[Any, list[Any]]:
         f"fastdist.keras.BackupAndRestore does not know the fit of Keras {keras.__version__}; use "
         "Keras 3.15, or keras.callbacks.BackupAndRestore"
     )
+
+
+def results_of_metrics(model: Any) -> Callable[[], dict[str, Any]]:
+    """Return the method that computes the results of a model's metrics from their variables alone.
+
+    From 3.16 on, Keras' `get_metrics_result` first sums them over torch's process group.
+
+    Raises:
+        UnsupportedError: the model's own `get_metrics_result` would do so.
+    """
+    base = getattr(_trainers, "BaseTrainer", None) or _trainers.Trainer  # before 3.16
+    usual = keras.Model.get_metrics_result
+    method = type(model).get_metrics_result
+    if method is usual:
+        method = base.get_metrics_result
+    elif usual is not base.get_metrics_result and torch.distributed.is_initialized():
+        raise UnsupportedError(
+            f"{type(model).__name__} overrides get_metrics_result, and Keras {keras.__version__} "
+            "sums metrics over torch's process group, which a strategy does too; train without "
+            "init_process_group, or without the override"
+        )
+
+    def results() -> dict[str, Any]:
+        # Copies: the result of some metrics, such as Sum, is the variable itself.
+        own = method(model).items()
+        return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in own}
+
+    return results

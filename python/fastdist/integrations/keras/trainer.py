@@ -18,12 +18,14 @@ import numpy as np
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
+from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
 from fastdist.integrations.keras.extension import CALLS, refusal
 from fastdist.integrations.keras.internals import (
     DataAdapter,
     class_weight_to_sample_weights,
     get_data_adapter,
+    results_of_metrics,
     train_validation_split,
     unpack_x_y_sample_weight,
 )
@@ -70,6 +72,7 @@ class ReplicatedTrainer:
             "make_predict_function",
             "get_metrics_result",
             "_get_metrics_result_or_logs",
+            "_initialize_ddp",
             "save",
             "save_weights",
         ):
@@ -235,6 +238,12 @@ class ReplicatedTrainer:
         """A context manager around a call that all replicas make."""
         if state.replica is not None:
             raise RuntimeError("a Keras model's fit, evaluate or predict was called inside run")
+        if keras.distribution.distribution() is not None:
+            raise UnsupportedError(
+                f"keras.distribution.set_distribution was given a "
+                f"{type(keras.distribution.distribution()).__name__}, which would divide the data "
+                "of the model a second time; use a strategy or Keras' distribution"
+            )
         self._adopt()
         with self._strategy.together():
             yield
@@ -311,6 +320,9 @@ class ReplicatedTrainer:
             model=self._model,
         )
 
+    def _initialize_ddp(self) -> None:
+        """Do not wrap the model in DDP, as Keras 3.16 does where torch has a process group."""
+
     # --- steps ----------------------------------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -345,7 +357,7 @@ class ReplicatedTrainer:
 
         Outside `run` every replica must call.
         """
-        plain = self._plain("get_metrics_result")
+        plain = results_of_metrics(self._model)
         if state.replica is not None:
             return plain()
         with self._strategy.communicator() as workers:
@@ -361,7 +373,7 @@ class ReplicatedTrainer:
         """Return the logs of a step, of all replicas. Every replica must call."""
         if not isinstance(logs, dict) or not logs:
             return logs
-        plain = self._plain("get_metrics_result")
+        plain = results_of_metrics(self._model)
         with self._strategy.communicator() as workers:
             assert workers is not None
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
@@ -374,13 +386,19 @@ class ReplicatedTrainer:
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
 
-    def _agree_to_stop(self) -> None:
-        """Stop all replicas after the same step if any wants to stop. Every replica must call."""
+    def _agree_to_stop(self, condition: bool) -> bool:
+        """Stop all replicas after the same step if any wants to stop. Every replica must call.
+
+        Returns:
+            Whether a condition holds on any replica.
+        """
         model = self._model
-        wanted = self._any_replica([bool(getattr(model, name, False)) for name in _STOPS])
+        wanted = [bool(getattr(model, name, False)) for name in _STOPS]
+        *wanted, found = self._any_replica([*wanted, condition])
         for name, is_wanted in zip(_STOPS, wanted, strict=True):
             if is_wanted:
                 setattr(model, name, True)
+        return found
 
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored. Every replica must call."""

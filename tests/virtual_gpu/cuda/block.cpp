@@ -3,6 +3,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
@@ -41,7 +42,8 @@ class Block {
         if (fiber->state == State::kReady) resume(*fiber);
       }
       if (!all([](State state) { return state != State::kReady; })) {
-        std::this_thread::yield();  // some have paused
+        // Some have paused: other ranks, on the same cores, must go on.
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
         continue;
       }
       if (!all([](State state) { return state != State::kAtBarrier; }) &&

@@ -197,7 +197,8 @@ class Calls(_ProcessGroup):
         try:
             if opts.asyncOp and self._may_wait(written):
                 work = call(*args, **kwargs, timeout=seconds, async_op=True)
-                return Pending(work, written, finish, self._completer())
+                completer = self._completers.get(()) or self._completer()
+                return Pending(work, written, finish, completer)
             call(*args, **kwargs, timeout=seconds)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error

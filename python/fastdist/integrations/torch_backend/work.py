@@ -16,6 +16,9 @@ from torch.distributed import Work as TorchWork
 from fastdist.collectives.communicator import Work
 from fastdist.errors import FastdistError
 
+_FOREVER = timedelta(0)
+_making_future = threading.Lock()
+
 
 class Done(TorchWork):
     """A call that has succeeded.
@@ -30,7 +33,7 @@ class Done(TorchWork):
         self._tensors = tensors
         self._source = source
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Return True at once."""
         return True
 
@@ -73,6 +76,14 @@ class Pending(TorchWork):
         completer: completes the futures of works.
     """
 
+    # Defaults of the class: most works need none of their own, and cost less to make.
+    _outcome: Any = None
+    _error: Exception | None = None
+    _future: torch.futures.Future[Any] | None = None
+    _gpu: torch.device | None = None
+    _finished: torch.cuda.Event | None = None  # on the stream that `finish` ran on
+    _lock: threading.Lock | None = None  # of `_finish`, if there is one
+
     def __init__(
         self,
         work: Work,
@@ -80,28 +91,24 @@ class Pending(TorchWork):
         finish: Callable[[], None] | None,
         completer: Completer,
     ) -> None:
-        super().__init__()
+        TorchWork.__init__(self)
         self._work = work
         self._tensors = tensors
-        self._finish = finish
         self._completer = completer
-        self._lock = threading.Lock()
-        self._outcome: Any = None
-        self._error: Exception | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._gpu = tensors[0].device if tensors and tensors[0].is_cuda else None
-        self._finished: torch.cuda.Event | None = None  # on the stream that `finish` ran on
+        if tensors and tensors[0].is_cuda:
+            self._gpu = tensors[0].device
         if finish is not None:
+            self._finish: Callable[[], None] | None = finish
+            self._lock = threading.Lock()
             self.get_future()  # so that it is called also if nobody waits
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the end of the call; for GPU tensors, make the current stream wait.
 
         Raises:
             DistBackendError: the call failed, or `timeout` has passed (0: none).
         """
-        seconds = timeout.total_seconds()
-        self._await(seconds if seconds > 0 else None)
+        self._await(timeout.total_seconds() if timeout > _FOREVER else None)
         return True
 
     def _await(self, timeout_s: float | None) -> None:
@@ -115,6 +122,8 @@ class Pending(TorchWork):
         except Exception as error:
             self._error = error
             raise
+        if self._lock is None:
+            return
         with self._lock:
             finish, self._finish = self._finish, None
             if finish is not None:
@@ -141,7 +150,7 @@ class Pending(TorchWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors that the call writes."""
-        with self._lock:
+        with _making_future:
             if self._future is not None:
                 return self._future
             self._future = _new_future(self._tensors)

@@ -495,6 +495,50 @@ def several(comm: fd.Communicator) -> None:
         fit(summed, epochs=1)
 
 
+def unfit(comm: fd.Communicator) -> list[str]:
+    strategy = mirrored()
+    with strategy.scope():
+        jit = compiled(dense(), jit_compile=True)
+        stateful = compiled(
+            keras.Sequential(
+                [keras.Input(batch_shape=(2, 3, 4)), keras.layers.GRU(1, stateful=True)]
+            )
+        )
+        plain = compiled(dense(), run_eagerly=True)
+    sequences, strings = np.ones((4, 3, 4)), np.full((4, 1), "text")
+    ragged = [np.ones(3), np.ones(4)]
+    said = []
+    for model, x in [
+        (jit, np.ones((4, 5))),
+        (stateful, sequences),
+        (plain, strings),
+        (plain, ragged),
+    ]:
+        with pytest.raises((UnsupportedError, TypeError, ValueError)) as caught:
+            model.fit(x, np.ones((4, 1)), batch_size=4, verbose=0)
+        said.append(str(caught.value))
+    assert len(fit(plain, epochs=1)["loss"]) == 1  # goes on
+    strategy.check_in_sync()
+    return said
+
+
+def test_unfit_models_and_data_are_refused_alike(replicas: ProcessRanks) -> None:
+    said, other = replicas.run(unfit)
+    assert said == other
+    assert "jit_compile=True" in said[0]
+    assert "GRU gru has stateful=True" in said[1]
+
+
+def test_tpus_are_refused() -> None:
+    from fastdist.integrations.keras import extension
+
+    model = compiled(dense())
+    strategy = type("TPUStrategy", (), {})()
+    extension._attach(strategy, model, lambda: None)
+    with pytest.raises(UnsupportedError, match="TPUStrategy: Keras on torch has no XLA devices"):
+        model.fit(np.ones((4, 5)), np.ones((4, 1)))
+
+
 def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:
     replicas.run(several)
 

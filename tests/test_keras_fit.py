@@ -75,6 +75,14 @@ def test_writers_act_on_the_chief(replicas: ProcessRanks, tmp_path: Path) -> Non
     assert len((tmp_path / "0/log.csv").read_text().splitlines()) == 3
 
 
+def test_tensorboard_and_monitors_act_on_the_chief() -> None:
+    from fastdist.integrations.keras.callbacks import is_chief_only
+
+    given = [keras.callbacks.TensorBoard("logs"), keras.callbacks.RemoteMonitor()]
+    assert all(map(is_chief_only, given))
+    assert not is_chief_only(keras.callbacks.EarlyStopping())
+
+
 class Noted(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()

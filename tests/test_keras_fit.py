@@ -75,6 +75,14 @@ def test_writers_act_on_the_chief(replicas: ProcessRanks, tmp_path: Path) -> Non
     assert len((tmp_path / "0/log.csv").read_text().splitlines()) == 3
 
 
+def test_tensorboard_and_monitors_act_on_the_chief() -> None:
+    from fastdist.integrations.keras.callbacks import is_chief_only
+
+    given = [keras.callbacks.TensorBoard("logs"), keras.callbacks.RemoteMonitor()]
+    assert all(map(is_chief_only, given))
+    assert not is_chief_only(keras.callbacks.EarlyStopping())
+
+
 class Noted(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
@@ -493,6 +501,50 @@ def several(comm: fd.Communicator) -> None:
         summed = compiled(dense(), loss=lambda y, p: keras.ops.sum((y - p) ** 2))
     with pytest.warns(UserWarning, match="returns one number for a batch"):
         fit(summed, epochs=1)
+
+
+def unfit(comm: fd.Communicator) -> list[str]:
+    strategy = mirrored()
+    with strategy.scope():
+        jit = compiled(dense(), jit_compile=True)
+        stateful = compiled(
+            keras.Sequential(
+                [keras.Input(batch_shape=(2, 3, 4)), keras.layers.GRU(1, stateful=True)]
+            )
+        )
+        plain = compiled(dense(), run_eagerly=True)
+    sequences, strings = np.ones((4, 3, 4)), np.full((4, 1), "text")
+    ragged = [np.ones(3), np.ones(4)]
+    said = []
+    for model, x in [
+        (jit, np.ones((4, 5))),
+        (stateful, sequences),
+        (plain, strings),
+        (plain, ragged),
+    ]:
+        with pytest.raises((UnsupportedError, TypeError, ValueError)) as caught:
+            model.fit(x, np.ones((4, 1)), batch_size=4, verbose=0)
+        said.append(str(caught.value))
+    assert len(fit(plain, epochs=1)["loss"]) == 1  # goes on
+    strategy.check_in_sync()
+    return said
+
+
+def test_unfit_models_and_data_are_refused_alike(replicas: ProcessRanks) -> None:
+    said, other = replicas.run(unfit)
+    assert said == other
+    assert "jit_compile=True" in said[0]
+    assert "GRU gru has stateful=True" in said[1]
+
+
+def test_tpus_are_refused() -> None:
+    from fastdist.integrations.keras import extension
+
+    model = compiled(dense())
+    strategy = type("TPUStrategy", (), {})()
+    extension._attach(strategy, model, lambda: None)
+    with pytest.raises(UnsupportedError, match="TPUStrategy: Keras on torch has no XLA devices"):
+        model.fit(np.ones((4, 5)), np.ones((4, 1)))
 
 
 def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:

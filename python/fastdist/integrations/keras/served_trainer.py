@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.extension import refusal
+from fastdist.integrations.keras.extension import refusal, require_parts
 from fastdist.integrations.keras.layers import separate_random_numbers
 from fastdist.integrations.keras.pickles import send_as_they_are
 from fastdist.integrations.keras.served_optimizers import (
@@ -161,6 +161,7 @@ class ServedTrainer:
 
     def _require_servable(self) -> None:
         model: Any = self._ref()
+        require_parts(model)
         require_served(model.optimizer)
         for name, value in vars(model).items():
             is_other = isinstance(value, keras.optimizers.Optimizer) and name != "optimizer"

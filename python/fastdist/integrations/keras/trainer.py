@@ -20,7 +20,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
-from fastdist.integrations.keras.extension import CALLS, refusal
+from fastdist.integrations.keras.extension import CALLS, refusal, require_parts
 from fastdist.integrations.keras.internals import (
     DataAdapter,
     class_weight_to_sample_weights,
@@ -338,6 +338,7 @@ class ReplicatedTrainer:
         return self._make("predict", self.steps.predict, force)
 
     def _make(self, kind: str, run: Callable[..., Any], force: bool) -> Any:
+        require_parts(self._model)
         self._plain(f"make_{kind}_function")(force)
         self.steps.prepare()
         function = getattr(self._model, f"{kind}_function")

@@ -358,3 +358,13 @@ def test_a_told_replica_makes_all_save_and_exit(tmp_path: Path, undisturbed: str
     again = start(tmp_path / "told")
     assert (again.returncode, again.stdout) == (0, undisturbed), again.stderr
     assert saved
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_ends_all_replicas(tmp_path: Path, undisturbed: str) -> None:
+    ended = start(tmp_path / "ended", 0, 17, signal.SIGINT)  # which reads until all have ended
+    assert ended.returncode != 0
+    assert "KeyboardInterrupt" in ended.stderr
+    again = start(tmp_path / "ended")
+    assert (again.returncode, again.stdout) == (0, undisturbed), again.stderr

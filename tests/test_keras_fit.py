@@ -501,6 +501,25 @@ def several(comm: fd.Communicator) -> None:
         summed = compiled(dense(), loss=lambda y, p: keras.ops.sum((y - p) ** 2))
     with pytest.warns(UserWarning, match="returns one number for a batch"):
         fit(summed, epochs=1)
+    divided = mock.patch.object(keras.distribution, "distribution", return_value=strategy)
+    with divided, pytest.raises(UnsupportedError, match="would divide the data of the model a sec"):
+        fit(model)
+
+
+def eagerly(comm: fd.Communicator) -> None:
+    in_float64()
+    keras.utils.set_random_seed(3)
+    alone = compiled(dense(), "adam", run_eagerly=True)
+    expected = fit(alone)
+    keras.utils.set_random_seed(3)
+    model = made(mirrored(), run_eagerly=True)
+    assert fit(model)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for value, wanted in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-9)
+
+
+def test_eager_steps(replicas: ProcessRanks) -> None:
+    replicas.run(eagerly)
 
 
 def unfit(comm: fd.Communicator) -> list[str]:

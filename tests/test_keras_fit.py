@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -520,6 +521,26 @@ def eagerly(comm: fd.Communicator) -> None:
 
 def test_eager_steps(replicas: ProcessRanks) -> None:
     replicas.run(eagerly)
+
+
+def on_a_full_disk(comm: fd.Communicator, folder: Path) -> None:
+    strategy = mirrored()
+    model = made(strategy)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # stands for the disk's
+    try:
+        with pytest.raises(OSError, match="cannot write the checkpoint"):
+            fit(model, [fd.keras.BackupAndRestore(folder, 3)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    comm.barrier()
+    assert {path.name for path in folder.iterdir()} == {".lock"}
+    fit(model, [fd.keras.BackupAndRestore(folder, 3)])
+    strategy.check_in_sync()
+
+
+def test_a_full_disk_raises_on_all_replicas(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(on_a_full_disk, tmp_path)
 
 
 def unfit(comm: fd.Communicator) -> list[str]:

@@ -502,6 +502,16 @@ def several(comm: fd.Communicator) -> None:
         summed = compiled(dense(), loss=lambda y, p: keras.ops.sum((y - p) ** 2))
     with pytest.warns(UserWarning, match="returns one number for a batch"):
         fit(summed, epochs=1)
+
+    class Mixed(keras.src.backend.torch.trainer.TorchTrainer, keras.layers.Dense):
+        def __init__(self) -> None:
+            keras.layers.Dense.__init__(self, 1)
+            keras.src.backend.torch.trainer.TorchTrainer.__init__(self)
+
+    with strategy.scope():
+        mixed = Mixed()
+    with pytest.raises(UnsupportedError, match="fit of Mixed, which trains and is no"):
+        mixed.fit(np.ones((4, 5)), np.ones((4, 1)))
     divided = mock.patch.object(keras.distribution, "distribution", return_value=strategy)
     with divided, pytest.raises(UnsupportedError, match="would divide the data of the model a sec"):
         fit(model)

@@ -72,8 +72,12 @@ class KerasExtension:
 
         for layer in layers:
             separate_random_numbers(layer)
-            if isinstance(layer, keras.Model) and "fit" not in vars(layer):
+            if "fit" in vars(layer):
+                continue
+            if isinstance(layer, keras.Model):
                 _attach(strategy, layer, lambda: None)
+            elif hasattr(layer, "fit") and strategy.num_replicas_in_sync > 1:
+                _refuse(layer, "trains and is no keras.Model; make it a subclass of keras.Model")
         if strategy.has_servers:
             return [root for root in roots if not isinstance(root, keras.Model)]
         return roots
@@ -99,14 +103,13 @@ def _require_torch(keras: Any) -> None:
 
 def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
     if not isinstance(strategy, ReplicatedStrategy):
-        for name in CALLS:
-            message = (
-                f"{name} of a Keras model that was made in the scope of {type(strategy).__name__}: "
-                "Keras on torch has no XLA devices; write the training loop for a torch module "
-                "with strategy.run, or use MirroredStrategy, MultiWorkerMirroredStrategy, "
-                "CentralStorageStrategy or ParameterServerStrategy"
-            )
-            object.__setattr__(model, name, refusal(message))
+        _refuse(
+            model,
+            f"was made in the scope of {type(strategy).__name__}: Keras on torch has no XLA "
+            "devices; write the training loop for a torch module with strategy.run, or use "
+            "MirroredStrategy, MultiWorkerMirroredStrategy, CentralStorageStrategy or "
+            "ParameterServerStrategy",
+        )
     elif strategy.has_servers:
         from fastdist.integrations.keras.served_trainer import ServedTrainer
 
@@ -140,6 +143,12 @@ def require_parts(model: Any) -> None:
                 "example of a batch, whose parts go to several replicas or workers; leave stateful "
                 "out, or use OneDeviceStrategy"
             )
+
+
+def _refuse(layer: Any, why: str) -> None:
+    for name in CALLS:
+        message = f"{name} of {type(layer).__name__}, which {why}"
+        object.__setattr__(layer, name, refusal(message))
 
 
 def refusal(message: str) -> Callable[..., Any]:

@@ -82,8 +82,8 @@ class PeerMemory {
   // replays of all graphs must be in one order too.
   void all_reduce(const TensorView& in, const TensorView& out, ReduceOp op, StreamHandle stream,
                   bool is_captured);
-  // Waits a second for the other ranks to come here, after the last call. If they do not, they may
-  // still use this rank's memory, which then stays as it is until the process ends.
+  // Waits up to a second, after the last call, until all ranks have called this. Otherwise they may
+  // still use this rank's memory, which then stays allocated until the process ends.
   void leave();
   // Ends the kernels that wait for other ranks; results are then undefined.
   void give_up() noexcept;

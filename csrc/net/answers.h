@@ -1,5 +1,5 @@
-// The answers that travel against a lane: acknowledgements of its transfers, notices that a rank
-// leaves the communicator, and questions by which ranks find deadlocks. Thread-safe.
+// The messages that travel against a lane: acknowledgements of its transfers, notices that a rank
+// leaves the communicator, and the questions and answers of deadlock detection. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,8 @@
 
 namespace fastdist::net {
 
-// A rank's answer to a transfer: received, or `mismatch` with what this rank expected, and where.
+// A rank's answer to a transfer: received, or `mismatch` with the call that this rank expected and
+// its source line.
 struct Acknowledgement {
   std::uint64_t number = 0;
   bool is_mismatch = false;
@@ -42,7 +43,7 @@ class AnswerReader {
   [[nodiscard]] std::optional<std::uint64_t> take_question();
   // Returns the peer's answer to question `number` or a later one, if it has come.
   [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
-  // Returns the description of the deadlock that the peer has found wait `id` to be part of.
+  // Returns the peer's description of a deadlock that includes wait `id`, if it has found one.
   [[nodiscard]] std::optional<std::string> deadlock_of(std::uint64_t id) const;
 
  private:

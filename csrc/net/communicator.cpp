@@ -33,7 +33,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     }
   }
   inner_->set_labels(ranks_of(machine_of(rank_)), size());
-  inner_->count_submitted(1);  // it does not know which waits of this rank lie beyond it
+  inner_->count_submitted(1);  // it does not know this rank's waits for other machines
   for (const std::vector<int>& ranks : machines_) {
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();
@@ -55,7 +55,7 @@ void NetCommunicator::close() noexcept {
   for (const auto& peer : peers_) {
     if (!peer) continue;
     peer->writer.tell_closed();
-    // The end of what this rank has sent, behind bytes that are still on their way.
+    // Marks the end of this rank's messages, after bytes that are still on their way.
     if (peer->stream.fd() >= 0) ::shutdown(peer->stream.fd(), SHUT_WR);
     ::shutdown(peer->out.get(), SHUT_WR);
   }

@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
-// Connections, beside those of ranks, that may wait before they prove which rank they are.
+// Number of connections, in addition to those of ranks, that may wait for authentication.
 constexpr int kMaxStrangers = 64;
 struct Address {
   sockaddr_storage storage{};
@@ -55,8 +55,8 @@ FileDescriptor open_socket(const Address& address) {
   return fd;
 }
 
-// Sends at once, and probes an idle peer every second, so that a cut cable is noticed. The number
-// of probes is not a limit: the connection survives an outage of ten minutes.
+// Sends immediately, and probes an idle peer every second to notice a cut cable. The number of
+// probes is not a limit: the connection survives an outage of ten minutes.
 void set_options(int fd, bool probes) {
   const auto set = [fd](int level, int name, int value) {
     (void)::setsockopt(fd, level, name, &value, sizeof(value));
@@ -69,8 +69,8 @@ void set_options(int fd, bool probes) {
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
-// True for errors that may pass: those of an outage of the network, and of a rank that closes
-// connections since strangers crowd it.
+// True for errors that may be temporary: a network outage, or a rank that closes connections
+// because too many strangers connect to it.
 bool may_pass(int error) {
   switch (error) {
     case ECONNRESET:
@@ -131,7 +131,7 @@ class Meeting {
 
  private:
   enum class Step { kBegin, kConnect, kChallenge, kWelcome, kHello, kProof };
-  // A connection that is being made: to a lower rank, or from a process that has not said its rank.
+  // An unfinished connection: to a lower rank, or from a process whose rank is still unknown.
   struct Pending {
     int rank = -1;
     Purpose purpose = Purpose::kStream;
@@ -140,7 +140,7 @@ class Meeting {
     Hello hello{};
     Challenge challenge{};
     Digest proof{};
-    std::size_t at = 0;                      // bytes that were read of what this step awaits
+    std::size_t at = 0;                      // bytes read of the object that this step awaits
     Clock::time_point since = Clock::now();  // accepted, or when to begin
     bool is_done = false;
   };
@@ -163,7 +163,7 @@ class Meeting {
     retry_or_throw(one, errno);
   }
 
-  // A cable may be out for a while: tries again until the meeting's deadline.
+  // A cable may be out for a while: tries again until the rendezvous' deadline.
   void retry_or_throw(Pending& one, int error) {
     if (!may_pass(error)) throw_unreachable(one, error);
     outages_[static_cast<std::size_t>(one.rank)] = error;
@@ -219,9 +219,9 @@ class Meeting {
     (void)::poll(fds.data(), fds.size(), static_cast<int>(kPollInterval.count()));
   }
 
-  // A rank that fails while others connect closes its connections without a word. A rank that has
-  // connected to all may have closed the communicator since, and says so first: that concerns the
-  // calls, not the meeting.
+  // A rank that fails during the rendezvous closes its connections without a message. A rank that
+  // has connected to all may already have closed the communicator; it sends a message first, which
+  // concerns later calls and not the rendezvous.
   void check_connected() const {
     for (std::size_t p = 0; p < found_.size(); ++p) {
       pollfd state{found_[p].out.get(), POLLRDHUP, 0};
@@ -234,8 +234,8 @@ class Meeting {
     }
   }
 
-  // Accepts as many connections as ranks may be making, and some of strangers; the others wait for
-  // the next turn.
+  // Accepts as many connections as ranks may open, and some from strangers; the rest wait for the
+  // next turn.
   void accept_some() {
     for (int left = missing_ + kMaxStrangers; left > 0; --left) {
       FileDescriptor fd(::accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -251,8 +251,8 @@ class Meeting {
     }
   }
 
-  // Closes the oldest connections from processes that have not proved who they are, but for the
-  // `kept` latest; returns how many. A rank among them connects again.
+  // Closes all but the latest `kept` connections from processes that have not authenticated;
+  // returns how many it closed. A rank among them connects again.
   int close_strangers(int kept) {
     const auto is_stranger = [](const Pending& one) {
       return !one.is_done && (one.step == Step::kHello || one.step == Step::kProof);
@@ -353,7 +353,7 @@ class Meeting {
     return Got::kAll;
   }
 
-  // Reads from a process that has not proved who it is, and is given up if it ends or says nothing.
+  // Reads from a process that has not authenticated; drops it if it ends or stays silent.
   template <class T>
   [[nodiscard]] bool hears(Pending& one, T& object) {
     const Got got = read(one, object);
@@ -368,7 +368,7 @@ class Meeting {
                                                        : c.in;
     one.is_done = true;
     if (kept.get() < 0) --missing_;
-    kept = std::move(one.fd);  // the latest, if a connection was lost and made anew
+    kept = std::move(one.fd);  // the latest one, if a connection was lost and made again
   }
 
   const Listener& listener_;
@@ -376,7 +376,7 @@ class Meeting {
   const std::vector<Place>& places_;
   const Token& token_;
   std::vector<Connections> found_;
-  std::vector<int> outages_;  // the last error that kept this rank from each other one
+  std::vector<int> outages_;  // by rank: the last error of connecting to it
   std::vector<Pending> pending_;
   int missing_ = 0;
 };

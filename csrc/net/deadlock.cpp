@@ -1,16 +1,16 @@
-// Detects ranks that wait for each other for ever, such as one in `barrier` and one in `send`.
+// Detects ranks that wait for each other forever, such as one in `barrier` and one in `send`.
 //
-// A rank that has waited for a second asks all others for their state. A rank answers while it
-// waits too, and makes no other call until its wait ends: with the call in which it waits, and how
-// many calls of each kind it has begun. A rank that has not answered may still act. A rank can go
-// on if all ranks can that have not begun what it waits for. The others, if any, wait for ever: to
-// act after its answer, one of them would have had to be the first, but each waits for another one.
+// A rank that has waited for a second asks all others for their state. A waiting rank answers with
+// the call in which it waits and the number of calls of each kind that it has begun; it makes no
+// other call until its wait ends. A rank that has not answered may still act. A rank can proceed if
+// every rank that has not started the call it waits for can proceed. Ranks that cannot proceed are
+// deadlocked: one of them would have to act first, but each waits for another.
 //
-// A process with a single thread that waits in one communicator answers in its others too, with the
-// waits of the ranks that it waits for: their random numbers, since ranks differ between
-// communicators. Such a rank is stuck if one of these waits is, and lasts: the number in that
-// rank's own answer is still the same. The rank that finds the deadlock tells it to those that wait
-// elsewhere, which would not hear of its failure.
+// A process with a single thread that waits in one communicator also answers in its other ones. It
+// sends the random numbers of the waits that it depends on, because a rank has another number in
+// each communicator. Such a rank is deadlocked if one of these waits is, and if that wait's own
+// rank still answers with the same number. The rank that finds the deadlock reports it to the ranks
+// that wait in other communicators, which would not see its failure.
 
 #include <algorithm>
 #include <cstring>
@@ -85,7 +85,7 @@ std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
   return waiting;
 }
 
-// Returns the ranks that have not begun what rank `r` waits for.
+// Returns the ranks that have not started the call that rank `r` waits for.
 std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& ranks) {
   const Waiting& own = *ranks[static_cast<std::size_t>(r)];
   const bool is_elsewhere = own.state.is_elsewhere != 0;
@@ -109,8 +109,8 @@ std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& r
   return missing;
 }
 
-// Returns the ranks that wait for ever. A rank that waits elsewhere can go on if none of the waits
-// that it awaits is a rank's here.
+// Returns the deadlocked ranks. A rank that waits in another communicator can proceed if none of
+// the waits that it depends on belongs to a rank of this communicator.
 std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
   std::vector<bool> goes_on;
   for (const auto& rank : ranks) goes_on.push_back(!rank);
@@ -246,9 +246,9 @@ std::uint64_t NetCommunicator::ask_all() {
   return question;
 }
 
-// Returns the ranks for which all others wait: those that have not come to this call and do not
-// answer; if there are none, those that are in an earlier call; then those that have come and do
-// not answer any more, as they have stopped; else `suspects`.
+// Returns the ranks that all others wait for, by the first rule that names any: ranks that have not
+// arrived at this call and do not answer; ranks in an earlier call; ranks that have arrived but
+// have stopped answering; `suspects`.
 std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& suspects) {
   const std::uint64_t question = ask_all();
   std::vector<int> absent, behind, stopped;
@@ -263,7 +263,7 @@ std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& 
       answers.poll();
       if (const auto told = answers.failure()) throw_told(*told, wait.signature);
       const bool answers_now = answers.state(question).has_value();
-      // An answer to an earlier question tells as well that the rank has come.
+      // An answer to an earlier question also shows that the rank has arrived.
       const auto state = answers.state(1);
       const auto theirs = state ? parse(*state, places_.size()) : std::nullopt;
       const bool has_come = theirs && theirs->state.sequence >= sequence_;

@@ -13,10 +13,10 @@
 namespace fastdist::net {
 namespace {
 
-// What does not concern the current wait must last so long before it ends the call: a rank that
-// exits may have finished a call that others are about to finish.
+// A failure outside the current wait must last this long before it ends the call: a rank that exits
+// may have finished a call that others are about to finish.
 constexpr std::chrono::milliseconds kDoubt{500};
-// A machine that has not answered the kernel for so long when a timeout is reached is to blame.
+// When a timeout is reached, a machine is blamed if it has not answered the kernel for this long.
 constexpr std::chrono::milliseconds kSilence{1500};
 
 }  // namespace
@@ -41,13 +41,14 @@ std::optional<int> NetCommunicator::find_lost() const noexcept {
   return ranks_of(machine_of(rank_))[static_cast<std::size_t>(*lost)];
 }
 
-// Throws if a rank has given up or died: the call cannot finish, whoever this rank waits for.
+// Throws if any rank has given up or died: the call cannot finish then, even if this rank waits for
+// another one.
 void NetCommunicator::check_failures(Wait& wait) {
   const Signature& signature = wait.signature;
   check_usable();
   if (const auto told = inner_->find_told()) throw_told(*told, signature);
   const std::int64_t now = Clock::now().time_since_epoch().count();
-  // Returns true if something that was first noticed at `since` has lasted.
+  // Returns true if a condition that was first noticed at `since` has lasted long enough.
   const auto lasts = [this, now](std::atomic<std::int64_t>& since) {
     std::int64_t first = 0;
     if (since.compare_exchange_strong(first, now)) return false;
@@ -69,7 +70,7 @@ void NetCommunicator::check_failures(Wait& wait) {
   check_deadlock(wait);
 }
 
-// Warns, once in a call, of machines from which nothing has come for long.
+// Warns, once per call, about machines that have been silent for long.
 void NetCommunicator::warn_of_silence(Wait& wait) {
   constexpr std::chrono::seconds kSilence{10};
   if (wait.has_warned || Clock::now() - wait.since < kSilence) return;
@@ -119,7 +120,7 @@ void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   fail({FailureKind::kTimeout, find_late(wait, {p}), rank_, waited}, wait.signature);
 }
 
-// The kernel has asked the machine of rank p, and has heard nothing from it for `silence`.
+// Throws since rank p's machine has not answered the kernel's probes for `silence`.
 bool NetCommunicator::is_unreachable(int p, std::chrono::milliseconds silence) const {
   tcp_info info{};
   socklen_t length = sizeof(info);
@@ -137,23 +138,23 @@ void NetCommunicator::throw_inner(const Error& error, Wait& wait) {
   }
   if (const auto told = inner_->find_told()) throw_told(*told, signature);
   check_usable();
-  // Of a send and a recv, after which all is usable.
+  // A mismatch of send and recv leaves the communicator usable.
   if (error.code() == ErrorCode::kMismatch) throw error;
   auto failure = inner_->failure();
   if (!failure) {
     failure = {FailureKind::kError, error.ranks(), rank_, {}, error.what(), error.code()};
   }
-  // The rank that is late on this machine may itself wait for one beyond.
+  // The late rank of this machine may itself wait for a rank of another machine.
   if (failure->kind == FailureKind::kTimeout) failure->ranks = find_late(wait, failure->ranks);
   throw_told(*failure, signature);
 }
 
-// Throws for the failure that a rank has told, or noticed within this machine.
+// Throws for a failure that another rank has reported or that was noticed on this machine.
 void NetCommunicator::throw_told(const Failure& failure, const Signature& signature) {
   const auto& ranks = failure.ranks;
   const bool blames_self = std::find(ranks.begin(), ranks.end(), rank_) != ranks.end();
   if (blames_self && code_of(failure) == ErrorCode::kPeerFailure) {
-    // This rank lives: only its connections can be lost.
+    // This rank is alive, so only its connections can be lost.
     fail({FailureKind::kCutOff, {failure.noticed_by}, rank_}, signature);
   }
   fail(failure, signature);

@@ -142,7 +142,7 @@ Message NetCommunicator::await_message(int src, const Signature& call, const Cal
   return *found;
 }
 
-// Waits until `fd`, a connection to rank p, is ready, or a while.
+// Waits until `fd`, a connection to rank p, is ready, or until a short time has passed.
 void NetCommunicator::await_lane(int p, int fd, short events, Wait& wait,
                                  const CallOptions& options, Clock::time_point& last_check) {
   pollfd state{fd, events, 0};
@@ -167,7 +167,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
   } const sending(them.sends);
   auto start = Clock::now();  // of the wait since bytes have moved
   auto last_check = start;
-  int kept = 0;  // by the kernel, of what was sent
+  int kept = 0;  // bytes that were sent and are still in the kernel's buffer
   const auto pause = [&](int fd, short events) {
     await_lane(dst, fd, events, wait, options, last_check);
     if (them.answers.last().number == wait.number) return;

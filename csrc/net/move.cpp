@@ -129,7 +129,7 @@ void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
   }
 }
 
-// Every array crosses to each other machine once, to one rank, which shares it there.
+// Every array is sent once to each other machine, to one rank there, which shares it.
 void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   const std::size_t bytes = in.bytes();
   const auto copy_payloads = [&] {
@@ -156,8 +156,8 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
     gather_here(in, out.data, -1);
     for (std::size_t begin = 0; begin < bytes; begin += kChunkBytes) {
       const std::size_t end = std::min(bytes, begin + kChunkBytes);
-      // A rank that waits for others of its machine hardly sends. So all send a piece before any
-      // waits for others to share it; else the machines may wait for each other.
+      // A rank hardly sends while it waits for others of its machine. So every rank sends a piece
+      // before it waits for the piece to be shared; otherwise the machines may wait for each other.
       for (int m = 0; m < machines(); ++m) {
         if (m != here) await_sent(partner(m), to[static_cast<std::size_t>(m)] + end);
       }
@@ -256,7 +256,7 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
       give_at[q + 1] = give_at[q] + bytes_between(r, q);
       take_at[q + 1] = take_at[q] + bytes_between(q, r);
     }
-    for (std::size_t step = 1; step < n; ++step) {  // not all send to the same rank at a time
+    for (std::size_t step = 1; step < n; ++step) {  // at each step, every rank has another partner
       const std::size_t to = (r + step) % n;
       const std::size_t from = (r + n - step) % n;
       if (!is_here(static_cast<int>(from))) {

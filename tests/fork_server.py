@@ -153,7 +153,7 @@ def start() -> None:
     global _started
     if _started is None and _connected() is None:
         _started = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, _run_id()],
+            [sys.executable, "-W", "error", __file__, _run_id(), str(os.getpid())],
             env=os.environ | _ONE_THREAD,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -223,17 +223,17 @@ def _preload() -> None:
     gc.freeze()  # collections in the forks leave the server's pages shared
 
 
-def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _serve(listener: socket.socket, starter: int) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request, and report exit statuses; in a fork, return its request.
 
-    Answers to a request are the process id and, later, the wait status.
+    Answers to a request are the process id and, later, the wait status. A server without clients
+    ends if the process `starter` has ended, which may be before this call.
     """
     server = os.getpid()
     prctl = ctypes.CDLL(None).prctl
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     clients: set[socket.socket] = set()
-    starter = os.getppid()
     while True:
         if not clients and os.getppid() != starter:
             os._exit(0)
@@ -368,7 +368,7 @@ def _main() -> None:
     installed = [entry for entry in sys.path[1:] if entry not in before]
     _preload()
     listener.listen()
-    request, given = _serve(listener)
+    request, given = _serve(listener, int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _take_descriptors(given, request["descriptors"])
     os.environ.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import fastdist._core as _core
 import pytest
 from fastdist.collectives import secret as secret_module
-from fastdist.collectives.engines import machine_rendezvous as meeting_module
+from fastdist.collectives.engines import machine_rendezvous as rendezvous_module
 from fastdist.collectives.secret import Secret, UnsealedError, exchange, job_secret
 from fastdist.errors import ClusterConfigError
 
@@ -108,7 +108,7 @@ def test_secrets_that_cannot_be_used(environ: pytest.MonkeyPatch, tmp_path: Path
 def test_going_on_without_a_secret_warns_once(environ: pytest.MonkeyPatch) -> None:
     environ.setenv("FASTDIST_INSECURE", "1")
     environ.setattr(secret_module._Warned, "once", False)
-    with pytest.warns(UserWarning, match="FASTDIST_INSECURE=1: whoever can reach"):
+    with pytest.warns(UserWarning, match="FASTDIST_INSECURE=1: anyone who can reach"):
         job_secret()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -116,7 +116,7 @@ def test_going_on_without_a_secret_warns_once(environ: pytest.MonkeyPatch) -> No
 
 
 class Store:
-    """The part of torch's stores that a meeting uses."""
+    """The part of torch's stores that a rendezvous uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -143,18 +143,18 @@ class Store:
 
 
 def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[Any]:
-    """Meet as one rank for each secret; return each rank's meeting, or its error."""
+    """Meet as one rank for each secret; return each rank's rendezvous, or its error."""
     results: list[Any] = [None] * len(secrets)
 
     def meet(rank: int) -> None:
         listener = _core.Listener("127.0.0.1")
-        arrival = meeting_module.Arrival(
+        arrival = rendezvous_module.Arrival(
             len(secrets), f"machine {rank}", "10.0.0.1", listener.port, "1.0"
         )
-        table = meeting_module._Table(store, secrets[rank], rank)
+        table = rendezvous_module._Table(store, secrets[rank], rank)
         deadline = time.monotonic() + limit_s
         try:
-            results[rank] = meeting_module._meet(table, arrival, listener, deadline, limit_s)
+            results[rank] = rendezvous_module._meet(table, arrival, listener, deadline, limit_s)
         except BaseException as error:
             results[rank] = error
 
@@ -168,7 +168,7 @@ def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[A
 
 def test_a_key_that_is_not_in_the_store() -> None:
     store = Store()
-    keys = {meeting.key for meeting in meet_all([OURS] * 3, store)}
+    keys = {rendezvous.key for rendezvous in meet_all([OURS] * 3, store)}
     assert len(keys) == 1
     assert not any(key.encode() in value for key in keys for value in store.values.values())
 
@@ -191,7 +191,7 @@ def test_ranks_with_another_secret() -> None:
 def test_strangers_in_the_store(text: str) -> None:
     store = Store()
     store.set("rank/1", text)
-    error = refused(lambda: meeting_module._Table(store, OURS, 0).arrival(1))
+    error = refused(lambda: rendezvous_module._Table(store, OURS, 0).arrival(1))
     assert "rank 1 does not prove" in str(error)
     store.set("decision", text)
     for error in meet_all([OURS], store):
@@ -225,7 +225,7 @@ NONE = Secret(b"", "FASTDIST_INSECURE=1")
 )
 def test_malformed_arrivals_of_jobs_without_a_secret(packed: str) -> None:
     with pytest.raises(ClusterConfigError, match="rank 1 has posted a malformed arrival"):
-        meeting_module._check_arrival(packed, 0, 2, 1)
+        rendezvous_module._check_arrival(packed, 0, 2, 1)
 
 
 @pytest.mark.parametrize("refusal", ["[", "7", "[]", '["why", {}]', '["\\u001b[31mwhy", 1]'])

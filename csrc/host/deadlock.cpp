@@ -1,4 +1,4 @@
-// Detects ranks that wait for each other for ever, such as one in `barrier` and one in `send`.
+// Detects ranks that wait for each other forever, such as one in `barrier` and one in `send`.
 //
 // A rank that makes no other call until its wait ends publishes the wait: which rank must act, and
 // which counter of that rank must reach which value. A chain of such waits that leads back to one

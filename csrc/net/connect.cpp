@@ -90,9 +90,10 @@ std::string endpoint(const Place& place) {
   return place.ip + " port " + std::to_string(place.port);
 }
 
-class Meeting {
+class Rendezvous {
  public:
-  Meeting(const Listener& listener, int rank, const std::vector<Place>& places, const Token& token)
+  Rendezvous(const Listener& listener, int rank, const std::vector<Place>& places,
+             const Token& token)
       : listener_(listener),
         rank_(rank),
         places_(places),
@@ -408,7 +409,7 @@ std::vector<Connections> connect_ranks(const Listener& listener, int rank,
                                        const std::vector<Place>& places, const Token& token,
                                        std::chrono::nanoseconds timeout, const Caller& caller,
                                        const std::function<void()>& check) {
-  return Meeting(listener, rank, places, token).run(timeout, caller, check);
+  return Rendezvous(listener, rank, places, token).run(timeout, caller, check);
 }
 
 }  // namespace fastdist::net

@@ -20,7 +20,7 @@
 namespace fastdist::test {
 namespace {
 
-CASE(a_rank_that_leaves_ends_the_meeting) {
+CASE(a_rank_that_leaves_ends_the_rendezvous) {
   const Machines machines{{0}, {1}, {2}};
   const World world = make_world(machines);
   const auto start = std::chrono::steady_clock::now();
@@ -41,7 +41,7 @@ CASE(a_rank_that_leaves_ends_the_meeting) {
 }
 
 // Rank 1 connects to rank 0 and leaves, before rank 2 has come.
-CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_meeting) {
+CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_rendezvous) {
   for (const bool closes : {true, false}) {
     const World world = make_world({{0}, {1}, {2}});
     const auto connect_all = [&world](std::uint32_t rank) {
@@ -77,7 +77,7 @@ CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_meeting) {
   }
 }
 
-CASE(strangers_do_not_disturb_the_meeting) {
+CASE(strangers_do_not_disturb_the_rendezvous) {
   const Machines machines{{0}, {1}};
   const World world = make_world(machines);
   std::vector<FileDescriptor> strangers;
@@ -95,7 +95,7 @@ CASE(strangers_do_not_disturb_the_meeting) {
 }
 
 // Strangers that say nothing hold more connections than this process may open beside its own.
-CASE(many_silent_strangers_do_not_end_the_meeting) {
+CASE(many_silent_strangers_do_not_end_the_rendezvous) {
   const World world = make_world({{0}, {1}});
   std::vector<FileDescriptor> strangers;
   for (int i = 0; i < 500; ++i) strangers.push_back(connect_to(world.places[0]));

@@ -30,7 +30,7 @@ from fastdist.collectives.secret import exchange, job_secret
 from fastdist.errors import ClusterConfigError, FastdistError
 
 if TYPE_CHECKING:
-    from fastdist.collectives.engines.machine_rendezvous import Meeting
+    from fastdist.collectives.engines.machine_rendezvous import Rendezvous
 
 _DEFAULT_PORT = 29500  # the same as torch's
 _MAX_THREADS = 1024  # memory grows with the square of the number
@@ -69,7 +69,7 @@ class _World:
     """The default communicator, and the number of rendezvous of this process."""
 
     communicator: Communicator | None = None
-    meetings = 0
+    rendezvous_count = 0
     process = 0  # id of the process that called init
 
 
@@ -123,7 +123,7 @@ def init(
     config = settings()
     started_replica()
     waits_s = config.rendezvous_timeout_s + patience_s()
-    _World.meetings += 1  # also of a meeting that fails
+    _World.rendezvous_count += 1  # also of a rendezvous that fails
     if bootstrap is not None:
         engine, _ = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
@@ -261,7 +261,7 @@ def _from_launch(timeout_s: float) -> Engine:
     if launch is None:
         launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
     if launch.local_world_size == launch.world_size:
-        return HostEngine.of_launch(launch, _World.meetings, timeout_s)
+        return HostEngine.of_launch(launch, _World.rendezvous_count, timeout_s)
     coordinator = coordinator_of_launch(launch)
     place = launch.rank, launch.world_size
     return _on_machines(launch.launcher, *place, coordinator, timeout_s)[0]
@@ -305,7 +305,7 @@ def _meet(
         return _on_machines(launcher, rank, size, coordinator, timeout_s)
     key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
     launch = Launch(launcher, rank, size, rank, size, key)
-    return HostEngine.of_launch(launch, _World.meetings, timeout_s), launch
+    return HostEngine.of_launch(launch, _World.rendezvous_count, timeout_s), launch
 
 
 def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, str]:
@@ -357,8 +357,8 @@ def _from_bootstrap(
     arrivals = [Arrival.unpack(one) for one in packed]
     if secret is not None:
         key = secret.derive("key", json.dumps(packed))
-    meeting = conclude(arrivals, listener, key)
-    return _connect_machines("bootstrap", rank, meeting, timeout_s)[0], ranks_here
+    rendezvous = conclude(arrivals, listener, key)
+    return _connect_machines("bootstrap", rank, rendezvous, timeout_s)[0], ranks_here
 
 
 def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
@@ -378,23 +378,28 @@ def _on_machines(
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    meeting = meet_machines(
-        rank, size, coordinator, f"fastdist/{attempt}/{_World.meetings}", timeout_s, has_agent
+    rendezvous = meet_machines(
+        rank,
+        size,
+        coordinator,
+        f"fastdist/{attempt}/{_World.rendezvous_count}",
+        timeout_s,
+        has_agent,
     )
-    return _connect_machines(launcher, rank, meeting, timeout_s)
+    return _connect_machines(launcher, rank, rendezvous, timeout_s)
 
 
 def _connect_machines(
-    launcher: str, rank: int, meeting: Meeting, timeout_s: float
+    launcher: str, rank: int, rendezvous: Rendezvous, timeout_s: float
 ) -> tuple[Engine, Launch]:
-    layout = meeting.layout
+    layout = rendezvous.layout
     place, local = layout.place_of(rank)
     here = len(layout.places[place])
-    key = f"{meeting.key}/{place}"
+    key = f"{rendezvous.key}/{place}"
     own = Launch("machines", local, here, local, here, key)
     launch = Launch(launcher, rank, layout.size, local, here, key)
     try:
-        inner = HostEngine.of_launch(own, _World.meetings, timeout_s)
+        inner = HostEngine.of_launch(own, _World.rendezvous_count, timeout_s)
     except ClusterConfigError as error:
         ranks = tuple(layout.places[place][number] for number in error.ranks)
         raise ClusterConfigError(
@@ -404,7 +409,7 @@ def _connect_machines(
     if len(layout.places) == 1:
         return inner, launch
     engine = NetEngine(
-        layout, rank, inner, meeting.listener, meeting.addresses, meeting.key, timeout_s
+        layout, rank, inner, rendezvous.listener, rendezvous.addresses, rendezvous.key, timeout_s
     )
     return engine, launch
 

@@ -71,10 +71,10 @@ def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list
     """
     deadline = time.monotonic() + timeout_s
     prefix = prefix_of(launch.job_key, generation)
-    meeting = _Meeting(launch.rank, launch.world_size, timeout_s, deadline, prefix)
+    rendezvous = _Rendezvous(launch.rank, launch.world_size, timeout_s, deadline, prefix)
     if launch.rank == 0:
-        return _host(meeting, own_fd)
-    return _join(meeting, own_fd)
+        return _host(rendezvous, own_fd)
+    return _join(rendezvous, own_fd)
 
 
 def prefix_of(job_key: str, generation: int) -> str:
@@ -84,7 +84,7 @@ def prefix_of(job_key: str, generation: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _Rendezvous:
     rank: int
     world_size: int
     timeout_s: float
@@ -107,7 +107,7 @@ class _Meeting:
             time.sleep(_RETRY_S)
 
     def connections(self, but: str = "") -> Iterator[socket.socket | None]:
-        """Connect to each process that listens for this meeting; None for another user's."""
+        """Connect to each process that listens for this rendezvous; None for another user's."""
         for name in _names(self.prefix):
             if name == but:
                 continue
@@ -145,17 +145,17 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-def _host(meeting: _Meeting, own_fd: int) -> list[int]:
-    guests = _Guests(meeting, own_fd)
+def _host(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
+    guests = _Guests(rendezvous, own_fd)
     try:
         guests.await_all()
         for rank, connection in guests.connections.items():
-            others = [guests.fds[r] for r in range(meeting.world_size) if r != rank]
-            meeting.arm(connection)
+            others = [guests.fds[r] for r in range(rendezvous.world_size) if r != rank]
+            rendezvous.arm(connection)
             try:
                 connection.sendall(_VERDICT.pack(0))
                 for start in range(0, len(others), _FDS_PER_MESSAGE):
-                    meeting.send_fds(connection, others[start : start + _FDS_PER_MESSAGE])
+                    rendezvous.send_fds(connection, others[start : start + _FDS_PER_MESSAGE])
             except OSError:
                 raise _left(rank) from None
     except BaseException as error:
@@ -166,7 +166,7 @@ def _host(meeting: _Meeting, own_fd: int) -> list[int]:
         raise
     finally:
         guests.close()
-    return [guests.fds[rank] for rank in range(meeting.world_size)]
+    return [guests.fds[rank] for rank in range(rendezvous.world_size)]
 
 
 def _left(rank: int) -> ClusterConfigError:
@@ -181,8 +181,8 @@ class _Guests:
         connections: to each rank but 0.
     """
 
-    def __init__(self, meeting: _Meeting, own_fd: int) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: _Rendezvous, own_fd: int) -> None:
+        self._rendezvous = rendezvous
         self.fds = {0: own_fd}
         self.connections: dict[int, socket.socket] = {}
         self._silent: list[socket.socket] = []  # the oldest first
@@ -190,10 +190,10 @@ class _Guests:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        name = meeting.prefix + secrets.token_hex(8)
+        name = rendezvous.prefix + secrets.token_hex(8)
         self._listener.bind(name)
-        self._listener.listen(meeting.world_size + _MAX_SILENT)
-        for other in meeting.connections(but=name):
+        self._listener.listen(rendezvous.world_size + _MAX_SILENT)
+        for other in rendezvous.connections(but=name):
             if other is not None:
                 other.close()
                 self.close()
@@ -208,15 +208,15 @@ class _Guests:
         Raises:
             ClusterConfigError: a rank did not arrive in time, left, or is not expected.
         """
-        size = self._meeting.world_size
+        size = self._rendezvous.world_size
         while len(self.fds) < size:
             run_checks()
-            left_s = self._meeting.deadline - time.monotonic()
+            left_s = self._rendezvous.deadline - time.monotonic()
             if left_s <= 0:
                 missing = sorted(set(range(size)) - set(self.fds))
                 raise ClusterConfigError(
                     f"rendezvous: ranks {missing} of {size} did not arrive within "
-                    f"{self._meeting.timeout_s:g} s",
+                    f"{self._rendezvous.timeout_s:g} s",
                     tuple(missing),
                 )
             for key, _ in self._selector.select(min(left_s, _CHECK_S)):
@@ -247,7 +247,7 @@ class _Guests:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ)
         self._silent.append(connection)
-        if len(self._silent) > self._meeting.world_size + _MAX_SILENT:
+        if len(self._silent) > self._rendezvous.world_size + _MAX_SILENT:
             oldest = self._silent.pop(0)
             self._selector.unregister(oldest)
             oldest.close()
@@ -264,7 +264,7 @@ class _Guests:
             connection.close()
             return
         _, version, rank, world_size = _HELLO.unpack(data)
-        expected = self._meeting.world_size
+        expected = self._rendezvous.world_size
         refusal = ""
         if version != _VERSION:
             refusal = f"rank {rank} uses version {version} of the protocol, expected {_VERSION}"
@@ -286,7 +286,7 @@ class _Guests:
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def refuse_all(self, error: ClusterConfigError) -> None:
-        """Tell every rank that has arrived why the meeting has failed."""
+        """Tell every rank that has arrived why the rendezvous has failed."""
         for connection in self.connections.values():
             _refuse(connection, error)
 
@@ -304,32 +304,32 @@ def _refuse(connection: socket.socket, error: ClusterConfigError) -> None:
         connection.sendall(_VERDICT.pack(len(text)) + text)
 
 
-def _join(meeting: _Meeting, own_fd: int) -> list[int]:
+def _join(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
     others: list[int] = []
-    with _connect(meeting) as connection:
-        meeting.arm(connection)
-        hello = _HELLO.pack(_MAGIC, _VERSION, meeting.rank, meeting.world_size)
+    with _connect(rendezvous) as connection:
+        rendezvous.arm(connection)
+        hello = _HELLO.pack(_MAGIC, _VERSION, rendezvous.rank, rendezvous.world_size)
         try:
-            meeting.send_fds(connection, [own_fd], hello)
+            rendezvous.send_fds(connection, [own_fd], hello)
             # Rank 0 has begun to wait before now, and reports the missing ranks at its deadline.
-            connection.settimeout(meeting.timeout_s + 2.0)
+            connection.settimeout(rendezvous.timeout_s + 2.0)
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])
             if refusal:
                 message, ranks = json.loads(refusal)
                 raise ClusterConfigError(message, tuple(ranks))
-            while len(others) < meeting.world_size - 1:
-                others += _receive_fds(connection, meeting.rank)
+            while len(others) < rendezvous.world_size - 1:
+                others += _receive_fds(connection, rendezvous.rank)
         except BaseException as error:
             for fd in others:
                 os.close(fd)
             if not isinstance(error, OSError):
                 raise
             raise ClusterConfigError(
-                f"rendezvous: rank 0 left before all {meeting.world_size} ranks had arrived "
-                f"(seen from rank {meeting.rank})",
+                f"rendezvous: rank 0 left before all {rendezvous.world_size} ranks had arrived "
+                f"(seen from rank {rendezvous.rank})",
                 (0,),
             ) from None
-    return [*others[: meeting.rank], own_fd, *others[meeting.rank :]]
+    return [*others[: rendezvous.rank], own_fd, *others[rendezvous.rank :]]
 
 
 def _receive_fds(connection: socket.socket, rank: int) -> list[int]:
@@ -345,18 +345,18 @@ def _receive_fds(connection: socket.socket, rank: int) -> list[int]:
     return received
 
 
-def _connect(meeting: _Meeting) -> socket.socket:
+def _connect(rendezvous: _Rendezvous) -> socket.socket:
     while True:
         run_checks()
         problem = "no process listens on its socket"
-        for connection in meeting.connections():
+        for connection in rendezvous.connections():
             if connection is not None:
                 return connection
             problem = "its socket belongs to another user"
-        if time.monotonic() >= meeting.deadline:
+        if time.monotonic() >= rendezvous.deadline:
             raise ClusterConfigError(
-                f"rendezvous: rank {meeting.rank} of {meeting.world_size} did not find rank 0 "
-                f"within {meeting.timeout_s:g} s: {problem}",
+                f"rendezvous: rank {rendezvous.rank} of {rendezvous.world_size} did not find "
+                f"rank 0 within {rendezvous.timeout_s:g} s: {problem}",
                 (0,),
             )
         time.sleep(_RETRY_S)

@@ -149,8 +149,8 @@ def job_secret() -> Secret:
         if not _Warned.once:
             _Warned.once = True
             warnings.warn(
-                "FASTDIST_INSECURE=1: whoever can reach the ports of this job can join it and run "
-                "code in it",
+                "FASTDIST_INSECURE=1: anyone who can reach the ports of this job can join it and "
+                "run code in it",
                 stacklevel=2,
             )
         return Secret(b"", "FASTDIST_INSECURE=1")

@@ -236,7 +236,7 @@ _USES_OF_ONE_TENSOR = _uses(torch.ones(1))
 
 @_disable_dynamo
 def call_weakly(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Call a weakly bound method; torch's hooks would keep a strategy alive for ever."""
+    """Call a weakly bound method; torch's hooks would keep a strategy alive forever."""
     found = method()
     result: torch.Tensor | None = None if found is None else found(i, gradient)
     return result

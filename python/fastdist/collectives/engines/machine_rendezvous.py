@@ -37,7 +37,7 @@ _TELL_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """The result of a rendezvous.
 
     Attributes:
@@ -108,8 +108,8 @@ def arrive(
     return Arrival(world_size, machine_id(), ip, listener.port, __version__, nonce), listener
 
 
-def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Meeting:
-    """Make the meeting of ranks that have told each other how they arrived.
+def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Rendezvous:
+    """Make the rendezvous of ranks that have told each other how they arrived.
 
     Raises:
         ClusterConfigError: ranks have different versions of fastdist, or an address that other
@@ -133,7 +133,7 @@ def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) ->
             )
     layout = Layout(tuple(map(tuple, places.values())))
     addresses = tuple((arrival.ip, arrival.port) for arrival in arrivals)
-    return Meeting(layout, addresses, listener, key)
+    return Rendezvous(layout, addresses, listener, key)
 
 
 def machine_id() -> str:
@@ -149,7 +149,7 @@ def meet_machines(
     prefix: str,
     timeout_s: float,
     has_agent: bool = False,
-) -> Meeting:
+) -> Rendezvous:
     """Find all ranks and their machines. Every rank must call.
 
     Args:
@@ -172,7 +172,7 @@ def meet_machines(
     deadline = time.monotonic() + timeout_s
     secret = job_secret()
 
-    def meet() -> Meeting:
+    def meet() -> Rendezvous:
         def refuse_other_job(other: Any) -> None:
             with contextlib.suppress(ClusterConfigError):  # with another secret
                 _Table(other, secret, rank).decide(json.dumps([_twice(0), 0]))
@@ -191,8 +191,8 @@ def meet_machines(
                 f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
             ) from None
 
-    # In a thread: while the network is down, questions to the store take for ever.
-    answer: queue.SimpleQueue[Meeting | BaseException] = queue.SimpleQueue()
+    # In a thread: while the network is down, questions to the store take forever.
+    answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
 
     def body() -> None:
         try:
@@ -217,7 +217,7 @@ def meet_machines(
 
 
 class _Table:
-    """The store of a meeting, in which ranks seal what they post.
+    """The store of a rendezvous, in which ranks seal what they post.
 
     Args:
         store: a store of torch.
@@ -250,7 +250,7 @@ class _Table:
             raise self.secret.mismatch(self.rank, rank) from None
 
     def decide(self, refusal: str) -> str:
-        """Post whether the meeting is refused, as JSON, or not (""); return the first decision.
+        """Post whether the rendezvous is refused, as JSON, or not (""); return the first decision.
 
         Raises:
             ClusterConfigError: it was posted without this rank's secret.
@@ -269,7 +269,7 @@ def _meet(
     listener: _core.Listener,
     deadline: float,
     timeout_s: float,
-) -> Meeting:
+) -> Rendezvous:
     store, rank = table.store, table.rank
     if store.add(f"arrived/{rank}", 1) > 1:
         refusal = json.dumps([_twice(rank), rank])
@@ -279,11 +279,11 @@ def _meet(
     try:
         packed = _await_all(table, arrival.world_size, deadline, timeout_s)
         key = table.secret.derive("key", json.dumps(packed))
-        meeting = conclude([Arrival.unpack(text) for text in packed], listener, key)
+        rendezvous = conclude([Arrival.unpack(text) for text in packed], listener, key)
         refusal = table.decide("")
         if refusal:
             raise _refused(refusal)
-        return meeting
+        return rendezvous
     except ClusterConfigError as error:
         text = str(error).removeprefix("rendezvous: ")
         refusal = ""
@@ -356,7 +356,7 @@ def _refused(refusal: str) -> ClusterConfigError:
         if not all(isinstance(rank, int) for rank in ranks):
             raise TypeError("not a rank")
     except (ValueError, TypeError, RecursionError):
-        text, ranks = "another rank has refused the meeting", []
+        text, ranks = "another rank has refused the rendezvous", []
     shown = "".join(c if c.isprintable() else " " for c in str(text))
     return ClusterConfigError(f"rendezvous: {shown}", tuple(ranks))
 

@@ -14,9 +14,9 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import communicator_of
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
+from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap, host_of
 from fastdist.integrations.torch_backend.calls import Calls, Job, Left
 from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
-from fastdist.integrations.torch_backend.meeting import StoreBootstrap, host_of
 
 
 class ProcessGroupFastdist(Calls):

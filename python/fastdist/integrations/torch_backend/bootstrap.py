@@ -28,7 +28,7 @@ class StoreBootstrap:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         # A store may have served a group of this name that has ended.
-        self._number: int = store.add(f"fastdist/meetings/{rank}", 1)
+        self._number: int = store.add(f"fastdist/rendezvous/{rank}", 1)
         self._given_up = f"fastdist/{self._number}/given up"
         self._calls = 0
 

@@ -391,7 +391,7 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     from fork_server import python
 
     chance = random.Random(2)
-    done = 0
+    done, kept = 0, 2
     for _ in range(kills):
         with python("-c", _SAVER, str(tmp_path), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -406,7 +406,11 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         with fd.CheckpointManager(tmp_path) as manager:
             path = manager.restore(checkpoint)
             assert path is not None or done == 0
-            assert len(manager.checkpoints) <= 3
+            # A kill between writing one and removing the oldest leaves one more; a save that has
+            # returned has removed all that were left so.
+            most = 3 if any(step % 3 != 0 for step in told) else kept + 1
+            kept = len(manager.checkpoints)
+            assert kept <= most
         assert checkpoint.step >= done
         if path is not None:
             assert bool((state == checkpoint.step).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ os.environ.setdefault("FASTDIST_SECRET", "the secret of the tests")
 
 import fork_server
 from launched import Launcher
+from paths import TESTS
+
+# Tests, and the ranks and replicas that they start, import from all folders of tests.
+_FOLDERS = [str(folder) for folder in sorted(TESTS.iterdir()) if folder.is_dir()]
+sys.path[1:1] = _FOLDERS
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 _LARGE_RUN = 500  # tests
 

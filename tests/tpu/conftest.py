@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from fastdist import TPUStrategy
-from tpu_pieces import N
+from virtual_devices import N
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tpu_pieces import HAS_XLA
+from virtual_devices import HAS_XLA
 
 
 def said(code: str, **environ: str) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tpu_pieces import on_devices
+from paths import ROOT
+from virtual_devices import on_devices
 
 pytestmark = on_devices
-ROOT = Path(__file__).parents[2]
 
 
 def run(*options: str) -> tuple[float, float, str]:

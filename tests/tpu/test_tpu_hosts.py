@@ -12,8 +12,8 @@ from typing import Any
 import fastdist as fd
 import pytest
 import torch
-from strategy_pieces import adam, require_close
-from tpu_pieces import N, mirrored, normed, on_devices, train_on_dataset
+from digits_training import adam, require_close
+from virtual_devices import N, mirrored, normed, on_devices, train_on_dataset
 
 pytestmark = [*on_devices, pytest.mark.skipif(N != 4, reason="needs CPU_NUM_DEVICES=4")]
 

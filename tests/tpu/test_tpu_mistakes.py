@@ -12,7 +12,7 @@ import torch
 from fastdist import PerReplica, TPUStrategy
 from fastdist.errors import UnsupportedError
 from torch import nn
-from tpu_pieces import N, on_devices, traced_id
+from virtual_devices import N, on_devices, traced_id
 
 pytestmark = on_devices
 

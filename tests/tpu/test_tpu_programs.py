@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fastdist import TPUStrategy
-from tpu_pieces import N, on_devices
+from virtual_devices import N, on_devices
 
 pytestmark = on_devices
 

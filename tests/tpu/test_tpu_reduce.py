@@ -10,7 +10,7 @@ import torch
 from fastdist import TPUStrategy
 from fastdist.errors import UnsupportedError
 from torch import nn
-from tpu_pieces import N, on_devices, traced_id, values_of
+from virtual_devices import N, on_devices, traced_id, values_of
 
 pytestmark = on_devices
 

@@ -8,11 +8,11 @@ import fastdist as fd
 import pytest
 import torch
 import torch.nn.functional as F
+from digits_training import adam, digits, plain, require_close, sgd, train
 from fastdist import TPUStrategy
 from fastdist.errors import UnsupportedError
-from strategy_pieces import adam, digits, plain, require_close, sgd, train
 from torch import nn
-from tpu_pieces import N, mirrored, normed, on_devices, traced_id, train_on_dataset, values_of
+from virtual_devices import N, mirrored, normed, on_devices, traced_id, train_on_dataset, values_of
 
 pytestmark = on_devices
 

@@ -9,11 +9,11 @@ import fastdist as fd
 import pytest
 import torch
 import torch.nn.functional as F
+from digits_training import require_close
 from fastdist import TPUStrategy
 from fastdist.errors import UnsupportedError
-from strategy_pieces import require_close
 from torch import nn
-from tpu_pieces import N, mirrored, on_devices
+from virtual_devices import N, mirrored, on_devices
 
 pytestmark = on_devices
 

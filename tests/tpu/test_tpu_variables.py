@@ -11,7 +11,7 @@ from fastdist import PerReplica, TPUStrategy, VariableAggregation
 from fastdist.errors import FastdistError
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from tpu_pieces import (
+from virtual_devices import (
     FIRST,
     MEAN,
     ON_READ,

@@ -15,6 +15,7 @@ from typing import Any
 import fastdist as fd
 import pytest
 import torch
+from digits_training import adam
 from fastdist import PerReplica, VariableAggregation, VariableSynchronization
 from fastdist.cluster import TPUClusterResolver
 from fastdist.collectives.init import default_communicator
@@ -22,9 +23,8 @@ from fastdist.data import AutoShardPolicy
 from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.tpu import devices, mesh
 from fastdist.tpu.mesh import Mesh, RuntimeDevices
-from strategy_pieces import adam
 from torch import nn
-from tpu_pieces import normed, traced_id, train_on_dataset
+from virtual_devices import normed, traced_id, train_on_dataset
 
 RANK = int(sys.argv[1])
 DEVICES = [(0, 2), (1, 3)]

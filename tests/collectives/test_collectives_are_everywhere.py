@@ -1,0 +1,88 @@
+"""Each table of collectives has all of them: a new one fails here until it is everywhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+
+import fastdist as fd
+import pytest
+from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.doctor.explain import NAMES
+from fastdist.collectives import functions, group
+from fastdist.collectives.engines.engine import OPS
+from paths import ROOT
+from ranks import ThreadRanks
+
+MESSAGES = {"send", "recv"}
+
+
+def of_cpp() -> Iterable[str]:
+    table = re.search(r"kOps\{(.*?)\}", read("csrc/core/types.cpp"), re.DOTALL)
+    assert table is not None
+    return set(re.findall(r'"(\w+)"', table[1])) - {"empty", "group"}
+
+
+def of_bindings(file: str, pattern: str) -> Iterable[str]:
+    return re.findall(pattern, read(f"csrc/bindings/{file}"))
+
+
+def of_stubs(name: str) -> Iterable[str]:
+    tree = ast.parse(read("python/fastdist/_core.pyi"))
+    (made,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    return {n.target.id for n in made.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
+
+
+def of_running_engine() -> Iterable[str]:
+    return ThreadRanks(1).run(lambda comm: set(comm.engine.calls()))[0]
+
+
+def of_tpus() -> Iterable[str]:
+    return set(re.findall(r"    def _(\w+)\(", read("python/fastdist/tpu/engine.py"))) & set(OPS)
+
+
+def of_docs() -> Iterable[str]:
+    rows = re.findall(r"^\| (`.*?) \|", read("docs/communicator.md"), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)\(", row)} & set(OPS)
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+FAST = r'FastCall<&\w+>::define\("(\w+)"\)'
+ROUTED = r"RoutedCall<&(\w+), Op::k\w+>::define\(\)"
+
+
+@pytest.mark.parametrize(
+    ("table", "lacks"),
+    [
+        (of_cpp, set()),
+        (lambda: of_bindings("endpoint_calls.cpp", FAST), set()),
+        (lambda: of_bindings("endpoint_calls.cpp", ROUTED), {"barrier"}),
+        (lambda: of_bindings("gpu_calls.cpp", FAST), set()),
+        (lambda: of_stubs("_Calls"), set()),
+        (lambda: of_stubs("_GpuCalls"), set()),
+        (of_running_engine, set()),
+        (of_tpus, set()),
+        (lambda: group._RESULT, {"barrier"}),
+        (lambda: vars(fd.Communicator), set()),
+        (lambda: vars(functions), set()),
+        (lambda: fd.__all__, set()),
+        (lambda: NAMES, MESSAGES),
+        (lambda: COLLECTIVES, MESSAGES),  # as send_recv
+        (of_docs, set()),
+    ],
+    ids=[
+        *("names in C++", "bindings", "routed bindings", "bindings of GPUs", "stubs"),
+        *("stubs of GPUs", "engine that runs", "TPUs", "groups", "methods", "functions"),
+        *("public names", "doctor --explain", "bench", "documentation"),
+    ],
+)
+def test_all_are_in(table: Callable[[], Iterable[str]], lacks: set[str]) -> None:
+    assert set(table()) & set(OPS) == set(OPS) - lacks
+
+
+def test_names_of_cpp_are_those_of_python() -> None:
+    assert set(of_cpp()) == set(OPS)

@@ -1,0 +1,172 @@
+"""`Communicator` on GPU arrays, on real GPUs or on virtual GPUs.
+
+The CMake preset `virtual_gpu` builds the module for virtual GPUs; see `.ci/run`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import fastdist._core as _core
+import pytest
+from paths import SUPPORT
+
+IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
+LIMIT_S = 150
+
+# Parts that need no other rank, parts that need one, and parts that lose a rank.
+ALONE = [
+    "every_op",
+    "among_calls_on_the_host",
+    "on_given_streams",
+    "bad_arrays",
+    "registering",
+    "in_memory_of_nccl",
+    "limited",
+]
+TOGETHER = [
+    "disagreement",
+    "hosts_beside",
+    "one_rank_without_a_gpu",
+    "groups",
+    "shrinking",
+    "aborting",
+    "between_two",
+]
+LOSING = [
+    "a_late_rank",
+    "a_group_that_raises",
+    "an_error_that_was_caught",
+    "a_killed_rank",
+    "a_silent_peer",
+    "a_peer_that_does_not_call",
+    "a_receive_in_vain",
+]
+
+pytestmark = [
+    *([] if IS_VIRTUAL else [pytest.mark.gpu]),
+    pytest.mark.skipif(_core.why_no_cuda() != "", reason=_core.why_no_cuda()),
+    pytest.mark.timeout(LIMIT_S + 20),
+]
+
+
+def start(arguments: list[str], gpus: int, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=SUPPORT,
+        env=os.environ | {"VIRTUAL_GPUS": str(gpus)} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def passes(process: subprocess.Popen[str]) -> None:
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, out
+    assert "passed" in out
+
+
+def gpus_for(ranks: int) -> int:
+    if not IS_VIRTUAL and len(_core.cuda_devices()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    return ranks
+
+
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_processes(ranks: int, part: str) -> None:
+    """Processes share a GPU."""
+    if ranks == 1 and part in TOGETHER:
+        pytest.skip("needs two ranks")
+    passes(start(["-m", "fastdist", "run", "-n", str(ranks), "gpu_communicator.py", part], 1))
+
+
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_threads_with_a_gpu_each(ranks: int, part: str) -> None:
+    passes(start(["gpu_communicator.py", part, str(ranks)], gpus_for(ranks)))
+
+
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+def test_calls_that_do_not_block(part: str) -> None:
+    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
+    passes(start(command, 1, NCCL_COMM_BLOCKING="0"))
+
+
+@pytest.mark.skipif(not IS_VIRTUAL, reason="torch's tensors have it already")
+@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+def test_arrays_that_c_code_reads(part: str) -> None:
+    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
+    passes(start(command, 1, VIRTUAL_ARRAYS="exchanged"))
+
+
+def test_threads_with_the_same_gpu_are_refused() -> None:
+    passes(start(["gpu_communicator.py", "one_gpu_twice", "2"], 1))
+
+
+def test_ranks_that_see_one_gpu_each_share_none(tmp_path: Path) -> None:
+    """The settings that let ranks share a GPU, which slow NCCL down, are not set."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+import fastdist as fd
+from gpu_communicator import every_op
+every_op(fd.init())
+assert not [name for name in os.environ if name.startswith("NCCL_")]
+print("passed")
+""")
+    command = ["-m", "fastdist", "run", "-n", "2", str(script)]
+    passes(start(command, gpus_for(2)))
+
+
+@pytest.mark.parametrize("part", ["on_two_gpus", "out_of_memory"])
+def test_gpus_of_their_own(part: str) -> None:
+    passes(start(["gpu_communicator.py", part, "2"], gpus_for(2)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_small_arrays_over_peer_memory(ranks: int, kind: str) -> None:
+    command = ["gpu_communicator.py", "over_peer_memory"]
+    if kind == "threads":
+        command.append(str(ranks))
+    else:
+        command = ["-m", "fastdist", "run", "-n", str(ranks), *command]
+    passes(start(command, gpus_for(ranks), FASTDIST_PEER_MEMORY="1"))
+
+
+@pytest.mark.parametrize("part", LOSING)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_are_lost(ranks: int, part: str) -> None:
+    """Ranks are lost; no launcher ends the other ranks."""
+    job = {"FASTDIST_JOB": uuid.uuid4().hex, "WORLD_SIZE": str(ranks)}
+    job["LOCAL_WORLD_SIZE"] = str(ranks)
+    started = [
+        start(["gpu_communicator.py", part], 1, **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(ranks)
+    ]
+    lost = ranks - 1 if part in ("a_killed_rank", "a_silent_peer") else None
+    for rank, process in enumerate(started):
+        if rank == lost:
+            process.communicate(timeout=LIMIT_S)
+        else:
+            passes(process)
+
+
+@pytest.mark.skipif(IS_VIRTUAL, reason="virtual GPUs survive a fork")
+def test_calls_on_the_host_leave_gpus_to_children() -> None:
+    script = """
+import os, fastdist as fd, numpy as np, torch
+fd.init().all_reduce(np.ones(3))
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.ones(2, device="cuda").sum().item() == 2 else 1)
+print("passed" if os.waitpid(child, 0)[1] == 0 else "the child had no GPU")
+"""
+    passes(start(["-c", script], 1))

@@ -1,0 +1,43 @@
+"""What is installed and published: the version, the types, the compiled module."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import fastdist
+import pytest
+from paths import ROOT
+
+
+@pytest.fixture
+def installed() -> importlib.metadata.Distribution:
+    """The distribution whose package the tests import."""
+    try:
+        found = importlib.metadata.distribution("fastdist-collectives")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fastdist is not installed")
+    if not Path(str(found.locate_file("fastdist/__init__.py"))).samefile(fastdist.__file__):
+        pytest.skip("fastdist is imported from the source tree")
+    return found
+
+
+def test_the_version_stands_in_one_place() -> None:
+    for name in ("pyproject.toml", "CITATION.cff", "CMakeLists.txt", "cmake/wheel/CMakeLists.txt"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert re.findall(r"(?im)^\s*(?:project\(.*)?\bversion\b\s*[:= ]\s*[\"']?\d.*", text) == []
+
+
+def test_metadata_have_the_version(installed: importlib.metadata.Distribution) -> None:
+    assert installed.version == fastdist.__version__
+
+
+def test_types_are_installed_and_one_module(installed: importlib.metadata.Distribution) -> None:
+    files = [str(path) for path in installed.files or ()]
+    assert {"fastdist/py.typed", "fastdist/_core.pyi"} <= set(files)
+    # Not what a developer has built into the source tree, for another Python perhaps.
+    assert len([name for name in files if name.endswith(".so")]) == 1
+    # Nothing else at the top, such as tests or docs.
+    tops = {name.split("/")[0] for name in files if not name.startswith("..")}
+    assert {top for top in tops if not top.endswith((".dist-info", ".libs"))} == {"fastdist"}

@@ -1,0 +1,242 @@
+"""Update rules of tables against torch.optim."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import fastdist._core as _core
+import numpy as np
+import pytest
+import torch
+from row_tables import Floats, Given, Ids, filled, floats, pulled, slots_of
+
+
+def every(**choices: tuple[Any, ...]) -> list[Given]:
+    """Every combination of the choices."""
+    values = itertools.product(*choices.values())
+    return [dict(zip(choices, chosen, strict=True)) for chosen in values]
+
+
+BETAS = ((0.9, 0.999), (0.0, 0.5), (0.6, 0.99))
+RULES: list[tuple[str, Given]] = [
+    *(("SGD", c) for c in every(lr=(0.1,), weight_decay=(0, 0.1), maximize=(False, True))),
+    *(
+        ("SGD", c)
+        for c in every(
+            lr=(0.05,),
+            momentum=(0.9, 0.3),
+            dampening=(0, 0.4, 1),
+            weight_decay=(0, 0.1),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        ("SGD", c)
+        for c in every(lr=(0.1,), momentum=(0.9, 0.5), nesterov=(True,), weight_decay=(0, 0.1))
+    ),
+    *(
+        ("Adagrad", c)
+        for c in every(
+            lr=(0.1,),
+            lr_decay=(0, 0.1),
+            weight_decay=(0, 0.1),
+            initial_accumulator_value=(0, 0.5),
+            eps=(1e-10, 1e-3),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        (name, c)
+        for name in ("Adam", "AdamW")
+        for c in every(
+            lr=(0.01,),
+            betas=BETAS,
+            eps=(1e-8, 1e-3),
+            weight_decay=(0, 0.1),
+            maximize=(False, True),
+        )
+    ),
+    *(
+        ("RMSprop", c)
+        for c in every(
+            lr=(0.01,),
+            alpha=(0.99, 0.5),
+            eps=(1e-8, 1e-3),
+            weight_decay=(0, 0.1),
+            momentum=(0, 0.9),
+            centered=(False, True),
+            maximize=(False, True),
+        )
+    ),
+    ("SGD", {}),
+    ("Adagrad", {}),
+    ("Adam", {}),
+    ("AdamW", {}),
+    ("RMSprop", {}),
+]
+
+
+def name_of(case: Any) -> str:
+    return ",".join(f"{k}={v}" for k, v in case.items()) if isinstance(case, dict) else str(case)
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_dense_steps_are_those_of_torch(name: str, given: Given) -> None:
+    rng = np.random.default_rng(1)
+    initial = floats(rng, 203)  # not a multiple of any vector
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = getattr(torch.optim, name)([parameter], foreach=False, **given)
+    variable = _core.DenseVariable(initial, _core.UpdateRule(name, **given))
+    out = np.empty_like(initial)
+    for _ in range(20):
+        gradient = floats(rng, initial.size)
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        variable.push(gradient)
+        variable.pull(out)
+        np.testing.assert_allclose(out, parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
+    assert variable.step == 20
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "RMSprop"])
+def test_a_large_variable_is_as_its_parts(name: str, storage: str) -> None:
+    rng = np.random.default_rng(16)
+    initial = floats(rng, 3 * 16384 + 1001)  # more than one chunk
+    rule = _core.UpdateRule(name)
+    cuts = [5000, 16384, 40_000]
+    parts = [_core.DenseVariable(part, rule, storage) for part in np.split(initial, cuts)]
+    whole = _core.DenseVariable(initial, rule, storage)
+    for _ in range(3):
+        gradient = floats(rng, initial.size)
+        whole.push(gradient)
+        for part, piece in zip(parts, np.split(gradient, cuts), strict=True):
+            part.push(piece)
+    out, expected = np.empty_like(initial), np.empty_like(initial)
+    whole.pull(out)
+    for part, piece in zip(parts, np.split(expected, cuts), strict=True):
+        part.pull(piece)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_a_step_on_all_rows_is_a_dense_step(name: str, given: Given) -> None:
+    """All but Adam, which on rows is SparseAdam."""
+    if name == "Adam":
+        given = {**given, "eps": 0}
+    rng = np.random.default_rng(2)
+    initial = floats(rng, 9, 7)
+    rule = _core.UpdateRule(name, **given)
+    variable, table = _core.DenseVariable(initial, rule), filled(initial, rule)
+    out = np.empty_like(initial)
+    for step in range(5):
+        gradient = floats(rng, 9, 7)
+        variable.push(gradient, lr=0.1 / (step + 1))
+        order = rng.permutation(9)
+        table.push(order, gradient[order], lr=0.1 / (step + 1))
+        variable.pull(out)
+        np.testing.assert_allclose(pulled(table, np.arange(9)), out, rtol=1e-6, atol=1e-6)
+
+
+def sparse_gradient(ids: Ids, gradients: Floats, rows: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(ids)[None],
+        torch.from_numpy(gradients),
+        (rows, gradients.shape[1]),
+        check_invariants=True,
+    )
+
+
+SPARSE: list[tuple[str, str, Given]] = [
+    *(("SGD", "SGD", c) for c in every(lr=(0.1,), maximize=(False, True))),
+    *(
+        ("Adagrad", "Adagrad", c)
+        for c in every(
+            lr=(0.1,), lr_decay=(0, 0.1), initial_accumulator_value=(0, 0.5), eps=(1e-10, 1e-3)
+        )
+    ),
+    *(
+        ("Adam", "SparseAdam", c)
+        for c in every(lr=(0.01,), betas=BETAS, eps=(1e-8, 1e-3), maximize=(False, True))
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse tensors
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize(("name", "torch_name", "given"), SPARSE, ids=name_of)
+def test_sparse_steps_are_those_of_torch(
+    name: str, torch_name: str, given: Given, hashed: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    rows, dim = 300, 10
+    initial = floats(rng, rows, dim)
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = getattr(torch.optim, torch_name)([parameter], **given)
+    table = _core.RowTable(dim, _core.UpdateRule(name, **given), rows=None if hashed else rows)
+    table.assign(np.arange(rows), initial)
+    for step in range(20):
+        # With repeated ids; sometimes none at all, which is a step too.
+        ids = rng.integers(0, rows, 0 if step == 7 else 200)
+        gradients = floats(rng, ids.size, dim)
+        parameter.grad = sparse_gradient(ids, gradients, rows)
+        optimizer.step()
+        table.push(ids, gradients)
+        np.testing.assert_allclose(
+            pulled(table, np.arange(rows)), parameter.detach().numpy(), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def test_rows_that_are_not_touched_stay(name: str, given: Given) -> None:
+    rng = np.random.default_rng(4)
+    initial = floats(rng, 50, 4)
+    table = filled(initial, _core.UpdateRule(name, **given))
+    touched = rng.choice(50, 20, replace=False)
+    others = np.setdiff1d(np.arange(50), touched)
+    before = slots_of(table, others)
+    for _ in range(3):
+        table.push(touched, floats(rng, 20, 4))
+    np.testing.assert_array_equal(pulled(table, others), initial[others])
+    np.testing.assert_array_equal(slots_of(table, others), before)
+    assert (pulled(table, touched) != initial[touched]).any()
+
+
+def test_slots_are_torchs_state() -> None:
+    rng = np.random.default_rng(5)
+    initial = floats(rng, 6, 3)
+    parameter = torch.nn.Parameter(torch.from_numpy(initial.copy()))
+    optimizer = torch.optim.Adam([parameter])
+    rule = _core.UpdateRule("Adam")
+    variable, table = _core.DenseVariable(initial, rule), filled(initial, rule)
+    for _ in range(3):
+        gradient = floats(rng, 6, 3)
+        parameter.grad = torch.from_numpy(gradient)
+        optimizer.step()
+        variable.push(gradient)
+        table.push(np.arange(6), gradient)
+    assert rule.slots == table.slots == ["exp_avg", "exp_avg_sq"]
+    dense = np.empty((2, 6, 3), np.float32)
+    assert variable.read_state(np.empty_like(initial), dense) == 3
+    rows = slots_of(table, np.arange(6))
+    for i, slot in enumerate(rule.slots):
+        expected = optimizer.state[parameter][slot].numpy()
+        np.testing.assert_allclose(dense[i], expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(rows[:, i], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_learning_rate_of_a_push_counts_for_that_push() -> None:
+    table = filled(np.zeros((1, 1), np.float32))
+    one = np.ones((1, 1), np.float32)
+    for lr in (None, 0.25, None, 0.0):
+        table.push(np.array([0]), one, lr=lr)
+    assert pulled(table, [0]) == -1.25
+
+
+def test_equal_ids_are_summed_before_the_step() -> None:
+    table = filled(np.zeros((3, 2), np.float32), _core.UpdateRule("Adagrad", lr=1.0))
+    ids = np.array([1, 0, 1, 1])
+    table.push(ids, np.array([[1, 2], [1, 1], [10, 20], [100, 200]], np.float32))
+    np.testing.assert_array_equal(slots_of(table, [1])[0, 0], [111**2, 222**2])
+    np.testing.assert_array_equal(slots_of(table, [2])[0, 0], [0, 0])

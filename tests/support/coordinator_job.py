@@ -1,0 +1,194 @@
+"""A coordinator's job without servers and torch: workers start in a fraction of a second."""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import fastdist as fd
+import zmq
+from fastdist.cluster.ports import reserve_port
+from fastdist.ps import Keys
+from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
+from fastdist.ps.coordinator.per_worker import set_worker_index
+from fastdist.ps.coordinator.shipping import Definitions
+from fastdist.ps.coordinator.worker import CallContext, Worker
+from fastdist.ps.server.listening import start_authenticator
+from fastdist.ps.wire.keys import use_client_keys, use_server_keys
+from fork_server import python
+from ps_cluster import end_all, wait_for
+
+_contexts: list[CallContext] = []
+
+
+def step(weight: float = 1.0) -> float:
+    """In a function of a group: take a step with the others; return the sum of weights, or 0."""
+    totals = [0.0]
+    _contexts[-1].commit(weight, totals.append)
+    return totals[-1]
+
+
+class PlainHost:
+    """Runs functions without a strategy."""
+
+    def begin_job(self, index: int, seed: int) -> None:
+        set_worker_index(index)
+
+    def parts(self, made: Any) -> Sequence[Any]:
+        return ()
+
+    def apply_state_update(self, state_update: bytes) -> None:
+        pass
+
+    def run(self, call: Callable[[], Any], context: CallContext) -> Any:
+        _contexts[:] = [context]
+        return call()
+
+    def state_update(self) -> bytes:
+        return b""
+
+
+def serve(address: str, keys: str) -> None:
+    worker = Worker(address, Keys.from_json(keys), PlainHost())
+    try:
+        worker.serve()
+    finally:
+        worker.close()
+
+
+class PlainJob:
+    """A job for a coordinator that records the coordinator's calls.
+
+    Attributes:
+        asked: "before", "reports" with the reports, "after" and "end", in the order of the calls.
+    """
+
+    has_servers = True
+    synchronous = False
+    max_staleness = None
+
+    def __init__(self, addresses: Sequence[str], keys: Keys) -> None:
+        self.worker_addresses = tuple(addresses)
+        self.keys = keys
+        self.definitions = Definitions()
+        self.asked: list[str] = []
+
+    def require_chief(self, call: str) -> None:
+        pass
+
+    def before_calls(self) -> bytes:
+        self.asked.append("before")
+        return b""
+
+    def apply_reports(self, reports: Sequence[bytes]) -> None:
+        self.asked += ["reports", *(pickle.loads(report) for report in reports)]
+
+    def after_calls(self) -> None:
+        self.asked.append("after")
+
+    def end_job(self) -> None:
+        self.asked.append("end")
+
+
+class PlainCluster:
+    """Workers that serve until they are killed, or until a coordinator ends the job."""
+
+    def __init__(self, workers: int) -> None:
+        self.keys = Keys.make()
+        held = [reserve_port() for _ in range(workers)]
+        self._ports = [holder for holder, _ in held]
+        self.addresses = [f"tcp://127.0.0.1:{port}" for _, port in held]
+        self.tasks: dict[int, subprocess.Popen[bytes]] = {}
+        for index in range(workers):
+            self.start(index)
+
+    def start(self, index: int) -> None:
+        """Start or restart a worker."""
+        given = (self.addresses[index], self.keys.to_json())
+        code = f"import coordinator_job; coordinator_job.serve(*{given!r})"
+        self.tasks[index] = python("-c", code)
+
+    def kill(self, index: int) -> None:
+        """Kill a worker with SIGKILL."""
+        self.tasks[index].send_signal(signal.SIGKILL)
+        self.tasks[index].wait(10)
+
+    def coordinator(self, job: PlainJob | None = None, **options: Any) -> Any:
+        """Create a coordinator, and wait for all its workers."""
+        job = job or PlainJob(self.addresses, self.keys)
+        coordinator = fd.ClusterCoordinator(job, **options)
+        wait_for(lambda: len(coordinator.workers) == len(job.worker_addresses))
+        return coordinator
+
+    def close(self) -> None:
+        """End all workers."""
+        end_all(self.tasks.values(), self._ports)
+
+
+class Impostor:
+    """Has the keys of a job and sends arbitrary messages, as a worker or as a coordinator.
+
+    Attributes:
+        address: where it listens as a worker.
+    """
+
+    def __init__(self, keys: Keys, worker: str = "") -> None:
+        self._context = zmq.Context()
+        self._authenticator = None
+        self._peer: list[bytes] = []
+        self._socket = self._context.socket(zmq.DEALER if worker else zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        if worker:
+            use_client_keys(self._socket, keys)
+            self._socket.connect(worker)
+        else:
+            self._authenticator = start_authenticator(self._context, keys)
+            use_server_keys(self._socket, keys)
+            self._socket.bind("tcp://127.0.0.1:*")
+            self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.send_multipart([*self._peer, *frames])
+
+    def receive(self) -> tuple[Kind, int, Sequence[bytes]]:
+        """Return kind, number and further frames of the next message."""
+        frames = self._socket.recv_multipart()
+        if self._socket.type == zmq.ROUTER:
+            self._peer = [frames.pop(0)]
+        return unpack(frames, TO_WORKER if self._authenticator else TO_COORDINATOR)
+
+    def receive_until(self, kind: Kind) -> tuple[int, Sequence[bytes]]:
+        """Return number and further frames of the next message of a kind."""
+        while True:
+            received, number, frames = self.receive()
+            if received is kind:
+                return number, frames
+
+    def be_ready(self) -> None:
+        """Answer the HELLO as a worker does."""
+        self.receive_until(Kind.HELLO)
+        self.send(pack(Kind.READY))
+
+    def take_over(self, began: int, index: int = 0) -> None:
+        """Become the coordinator of a worker."""
+        self.send(pack(Kind.HELLO), os.urandom(16), HELLO.pack(began, 0, index))
+        self.receive_until(Kind.READY)
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+
+@contextlib.contextmanager
+def impostor(keys: Keys, worker: str = "") -> Iterator[Impostor]:
+    made = Impostor(keys, worker)
+    try:
+        yield made
+    finally:
+        made.close()

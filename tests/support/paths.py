@@ -1,0 +1,7 @@
+"""Folders of this repository."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+SUPPORT = TESTS / "support"

@@ -1,0 +1,104 @@
+"""A rank of the bench on a virtual GPU, and that GPU as the bench drives it.
+
+Started as the bench's own worker is. The engine, the kernels' plans and the bench are the real
+ones; times mean nothing, since the runtime below keeps none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+import virtual_arrays as va
+from fastdist.cli.bench.arrays import ArrayLibrary
+
+Call = Callable[[], object]
+
+
+class Flat(va.Array):
+    """An array of one dimension, with its length."""
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+
+class VirtualEvent:
+    def __init__(self) -> None:
+        self.handle = ctypes.c_void_p()
+        va.cuda.cudaEventCreateWithFlags(ctypes.byref(self.handle), 0)
+        self.recorded_ns = 0
+
+
+class VirtualGpu:
+    """A `Gpu` of the bench. The time between events is that between their records on the host."""
+
+    def __init__(self, device: int) -> None:
+        va.set_device(device)
+        self.device = device
+        self._stream = va.Stream()
+        self._current = va.use_stream(self._stream)
+        self._current.__enter__()  # until the process ends
+        self.arrays = ArrayLibrary(
+            make=lambda shape, dtype: va.empty(tuple(shape), dtype),
+            flat=lambda a: Flat(a, a.address, (a.size,), a.dtype, a.device),
+            filler=lambda array: array.fill,
+            write=lambda flat, start, block: flat[start : start + block.size].set(block),
+            read=lambda flat, start, stop: flat[start:stop].numpy(),
+            copy_all=copy_all,
+        )
+
+    def event(self) -> VirtualEvent:
+        return VirtualEvent()
+
+    def record(self, event: VirtualEvent) -> None:
+        va.cuda.cudaEventRecord(event.handle, ctypes.c_void_p(va.current_stream()))
+        event.recorded_ns = perf_counter_ns()
+
+    def is_over(self, event: VirtualEvent) -> bool:
+        try:
+            va.cuda.cudaEventQuery(event.handle)
+        except va.CudaError:
+            return False
+        return True
+
+    def elapsed_ns(self, start: VirtualEvent, end: VirtualEvent) -> int:
+        assert self.is_over(start)
+        assert self.is_over(end)
+        return end.recorded_ns - start.recorded_ns
+
+    def synchronize(self) -> None:
+        va.synchronize()
+
+    def copy_call(self, nbytes: int) -> Call:
+        nbytes = min(nbytes, 1 << 20)  # of the machine that all ranks share
+        to, source = va.empty(nbytes, "uint8"), va.zeros(nbytes, "uint8")
+        return lambda: to.copy_from(source)
+
+    def capture(self, call: Call) -> Call:
+        graph = va.Graph()
+        with graph.capture(va.THREAD_LOCAL):
+            call()
+        return graph.launch
+
+
+def copy_all(to: Sequence[Any], source: Sequence[Any]) -> None:
+    for target, array in zip(to, source, strict=True):
+        target.copy_from(array)
+
+
+def stand_in_for_torch() -> None:
+    """From now on the bench's GPUs are virtual, where it asks for torch's."""
+    module = ModuleType("fastdist.cli.bench.torch_gpu")
+    module.open_gpu = VirtualGpu  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
+if __name__ == "__main__":
+    from fastdist.cli.bench.worker import main
+
+    stand_in_for_torch()
+    raise SystemExit(main())

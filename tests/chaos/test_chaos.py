@@ -1,7 +1,7 @@
 """A campaign of seeded faults: every rank ends in time, and no result is ever wrong.
 
-FASTDIST_CHAOS is the number of faults on one machine, 40 if it is not set;
-FASTDIST_CHAOS_MACHINES that on two machines (network namespaces), 6 if it is not set. A failing
+FASTDIST_CHAOS is the number of faults on one machine, 24 if it is not set;
+FASTDIST_CHAOS_MACHINES that on two machines (network namespaces), 4 if it is not set. A failing
 test names its seed; `pytest -m slow "tests/chaos/test_chaos.py::test_a_fault[SEED]"` repeats it.
 """
 
@@ -24,8 +24,8 @@ from machines import MACHINES, Network, network, ports
 
 __all__ = ["network"]  # a fixture
 RANK = Path(__file__).parent / "chaos_rank.py"
-COUNT = int(os.environ.get("FASTDIST_CHAOS", "40"))
-COUNT_ON_MACHINES = int(os.environ.get("FASTDIST_CHAOS_MACHINES", "6"))
+COUNT = int(os.environ.get("FASTDIST_CHAOS", "24"))
+COUNT_ON_MACHINES = int(os.environ.get("FASTDIST_CHAOS_MACHINES", "4"))
 DEATHS = ("kill", "exit", "kill behind a late rank")
 IN_RANK = (*DEATHS, "raise", "close", "late", "mismatch", "deadlock")
 FROM_OUTSIDE = ("stop", "SIGINT to one", "SIGINT to all", "none")

@@ -15,7 +15,6 @@ from strategy_contract import StrategyContract
 from strategy_programs import ProgramsContract
 from strategy_training import TrainingContract
 from test_strategies import (  # noqa: F401
-    Contract,
     ManyProcesses,
     pytest_generate_tests,
     strategies,
@@ -59,16 +58,16 @@ def launched(size: int, launcher: str, kind: str) -> ManyProcesses:
     return ManyProcesses(size, kind, LaunchedRanks(size, launcher, kind))
 
 
-class TestSelfStarted(Contract):
+class Started(StrategyContract, ProgramsContract):
+    """The parts of the contract that a launcher might change."""
+
+
+class TestSelfStarted(Started, TrainingContract):
     slow_sizes = (2,)
 
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return launched(size, "self-started", "mirrored")
-
-
-class Started(StrategyContract, TrainingContract, ProgramsContract):
-    """The parts of the contract that a launcher might change."""
 
 
 class TestSelfStartedCentral(Started):
@@ -82,7 +81,7 @@ class TestSelfStartedCentral(Started):
     test_out_of_sync_is_seen = test_strategies.TestCentralStorage.test_out_of_sync_is_seen
 
 
-class TestThreeSelfStarted(Started):
+class TestThreeSelfStarted(StrategyContract):
     slow_sizes = (3,)
     make = staticmethod(TestSelfStarted.make)
 

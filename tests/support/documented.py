@@ -58,23 +58,20 @@ class Program:
 
     Attributes:
         name: the page and the line where the first block begins.
-        command: of the shell; without one, Python runs the program.
+        command: of the shell; without one, Python runs the program, in a fork.
         skipped: why it does not run.
-        is_docstring: whether the program is of one process, which may be a fork.
     """
 
     name: str
     blocks: list[Block] = field(default_factory=list)
     command: str | None = None
     skipped: str | None = None
-    is_docstring: bool = False
 
     def run(self, folder: Path) -> None:
         """Run in an empty folder; raise AssertionError for a failure or another output."""
         for linked in ("examples", "benchmarks"):
             (folder / linked).symlink_to(ROOT / linked)
-        command = self.command or "python program.py"
-        named = _SCRIPT.search(command)
+        named = _SCRIPT.search(self.command or "program.py")
         script = folder / (named[1] if named else "unused.py")
         script.parent.mkdir(exist_ok=True)
         script.write_text(f"print({_MARK!r}, flush=True)\n".join(b.code for b in self.blocks))
@@ -87,16 +84,15 @@ class Program:
             "text": True,
             "cwd": folder,
         }
-        if self.is_docstring:  # there are many
+        if self.command is None:  # of many
             process = python(str(script), env=env, **pipes)
         else:
-            process = subprocess.Popen(
-                ["bash", "-euc", command], env=env, start_new_session=True, **pipes
-            )
+            command = ["bash", "-euc", self.command]
+            process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         try:
             printed, errors = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            if self.is_docstring:
+            if self.command is None:
                 process.kill()
             else:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -263,7 +259,7 @@ def programs_of_module(path: Path) -> list[Program]:
         if ">>>" in text:
             name = f"{path.relative_to(ROOT)}:{first_line}"
             code = f"import doctest\ntext = {text!r}\n" + DOCTEST.format(name=name, flags=_OUTPUT)
-            programs.append(Program(name, [Block(code)], is_docstring=True))
+            programs.append(Program(name, [Block(code)]))
         elif "```" in text:
             programs += programs_of_page(path, text, first_line)
     return programs

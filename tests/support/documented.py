@@ -38,6 +38,7 @@ _COMMAND_IN_TEXT = re.compile(
 _INSTALLS = re.compile(r"\bpip install\b")
 _OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _MARK = "<end of the block>"  # printed after each
+_WARN = "import warnings; warnings.resetwarnings()\n"  # which are errors in forks
 
 
 @dataclass
@@ -74,7 +75,8 @@ class Program:
         named = _SCRIPT.search(self.command or "program.py")
         script = folder / (named[1] if named else "unused.py")
         script.parent.mkdir(exist_ok=True)
-        script.write_text(f"print({_MARK!r}, flush=True)\n".join(b.code for b in self.blocks))
+        code = f"print({_MARK!r}, flush=True)\n".join(b.code for b in self.blocks)
+        script.write_text(code if self.command else _WARN + code)
         # Strategies refuse to start replicas in a test of pytest.
         env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         env["PATH"] = f"{_commands(folder)}:{env['PATH']}"

@@ -143,10 +143,12 @@ class ReplicaContext:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `fn(strategy, *args, **kwargs)` once, in cross-replica context.
+        """Run `fn(strategy, *args, **kwargs)` in cross-replica context.
 
-        Every replica of this process must call. Arguments that differ between replicas reach `fn`
-        as per-replica values; each replica gets its own part of the result of `fn`.
+        Every replica must call. Where each replica is a process, each process calls `fn` with its
+        own arguments. Under TPUStrategy `fn` is called once per process: arguments that differ
+        between replicas reach it as per-replica values, and each replica gets its own part of the
+        result.
 
         Raises:
             FastdistError: a replica ended without calling; the message names the replica.

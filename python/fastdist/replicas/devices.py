@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,20 +18,14 @@ def every_device() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu")]
 
 
-def working_on(devices: Sequence[torch.device]) -> Sequence[AbstractContextManager[None]]:
-    """Return, for each device, a context manager that makes a thread compute on the device.
-
-    On a GPU, the thread uses the stream that is current in the calling thread now. Backward runs
-    in the thread that calls it, so that hooks and recomputed functions know their replica.
-    """
-    return [
-        _on_gpu(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
-        for device in devices
-    ]
-
-
 @contextlib.contextmanager
-def _on_gpu(stream: torch.cuda.Stream) -> Iterator[None]:
+def working_on_gpu(device: torch.device) -> Iterator[None]:
+    """A context manager: code inside computes on the GPU, on its current stream.
+
+    Backward runs in the thread that calls it, so that hooks and recomputed functions know their
+    replica.
+    """
+    stream = torch.cuda.current_stream(device)
     with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
         yield
 

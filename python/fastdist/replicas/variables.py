@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,18 +55,20 @@ class Owner(Protocol):
     num_replicas_in_sync: int
     local_replica_ids: tuple[int, ...]
 
-    @property
-    def workers(self) -> Communicator | None:
-        """Connects all processes; None if this is the only process."""
+    def connect(self) -> Communicator | None:
+        """Return what connects all processes, made again after a failure; None if there is one.
 
-    def variables(self, variable: Variable) -> Sequence[Variable]:
-        """Return the variable of each local replica."""
+        Every replica must call.
+        """
+
+    def values(self, variable: Variable) -> Sequence[torch.Tensor]:
+        """Return the value of each local replica."""
 
     def refresh(self) -> None:
         """Bring changes made outside `run` to all replicas."""
 
-    def note_values(self) -> None:
-        """Called after all components have been written."""
+    def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
+        """Call `write(local, component)` for each local replica; the component is a variable."""
 
 
 class Variable(nn.Module):
@@ -149,11 +151,11 @@ class Variable(nn.Module):
                 "a variable with synchronization ON_READ and aggregation NONE has no single value "
                 "outside run; strategy.local_results(variable) returns the values of this process"
             )
-        values = [component._value for component in owner.variables(self)]
+        values, workers = owner.values(self), owner.connect()
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             first = values[0].clone()
-            return first if owner.workers is None else owner.workers.broadcast(first)
-        return reduce_values(owner.workers, self.aggregation.value, values, None, None)
+            return first if workers is None else workers.broadcast(first)
+        return reduce_values(workers, self.aggregation.value, values, None, None)
 
     def assign(self, value: Any) -> None:
         """Set the value; in `run`, to the aggregate of the values that the replicas pass."""
@@ -220,11 +222,13 @@ class Variable(nn.Module):
         owner, context = _owner_of(self), state.replica
         if owner is not None:
             owner.refresh()
-            pairs = zip(owner.local_replica_ids, owner.variables(self), strict=True)
-            for local, (replica, component) in enumerate(pairs):
+            ids, replicas = owner.local_replica_ids, owner.num_replicas_in_sync
+
+            def put(local: int, component: Variable) -> None:
                 own = self._given(select(value, local), sign)
-                component._put(self._part(own, replica, owner.num_replicas_in_sync), sign)
-            owner.note_values()
+                component._put(self._part(own, ids[local], replicas), sign)
+
+            owner.write(self, put)
             return
         given = self._given(value, sign)
         if context is not None and self.synchronization is not VariableSynchronization.ON_READ:
@@ -241,10 +245,12 @@ class Variable(nn.Module):
         owner, context = _owner_of(self), state.replica
         if owner is not None:
             owner.refresh()
-            for local, component in enumerate(owner.variables(self)):
+
+            def put(local: int, component: Variable) -> None:
                 given = select((indices, updates), local)
                 scatter(component._value, op, *to_rows(component._value, *given))
-            owner.note_values()
+
+            owner.write(self, put)
             return
         rows, values = to_rows(self._value, indices, updates)
         if context is not None and context.num_replicas_in_sync > 1:

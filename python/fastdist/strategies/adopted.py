@@ -77,7 +77,7 @@ class AdoptedModules:
 
     Args:
         device: device of this process's replica.
-        replica_ids: ids of the replicas of this process.
+        replica_id: id of this process's replica.
         replicas: number of replicas of the job.
         options: communication options.
         central: holds the only copy of all parameters; None if every replica has its own copy.
@@ -90,14 +90,14 @@ class AdoptedModules:
     def __init__(
         self,
         device: torch.device,
-        replica_ids: tuple[int, ...],
+        replica_id: int,
         replicas: int,
         options: CommunicationOptions,
         central: CentralParameters | None = None,
         reconnect: Callable[[], None] | None = None,
     ) -> None:
         self._reconnect = None if reconnect is None else weakref.WeakMethod(reconnect)
-        self.local_replica_ids = replica_ids
+        self.local_replica_ids: tuple[int, ...] = (replica_id,)
         self.num_replicas_in_sync = replicas
         self.sync: GradientSync | None = None
         self._communicators: ReplicaCommunicators | None = None
@@ -147,10 +147,8 @@ class AdoptedModules:
         self._compare(added)
         if self._central is not None:
             for optimizer in optimizers:
-                self._central.take_optimizer(
-                    optimizer, self._steps.require_allowed, lambda: self.workers
-                )
-        self.connect(communicators)
+                self._central.take_optimizer(optimizer, self._steps.require_allowed, self.connect)
+        self.use(communicators)
         for root in roots:
             for module in root.modules():
                 if isinstance(module, Variable):
@@ -159,8 +157,9 @@ class AdoptedModules:
     def _release(self) -> None:
         """Forget the models that no replica has any more. Every replica must call."""
         alive = np.array([model.is_alive for model in self._models], np.uint8)
-        if self.workers is not None and len(alive):
-            self.workers.all_reduce(alive, "max")
+        workers = self.connect()
+        if workers is not None and len(alive):
+            workers.all_reduce(alive, "max")
         self._models = [
             model for model, is_alive in zip(self._models, alive, strict=True) if is_alive
         ]
@@ -198,17 +197,18 @@ class AdoptedModules:
         roots = [root for model in models if (root := model.root()) is not None]
         named = [*named_parameters(roots), *named_buffers(roots)]
         new = [tensor for _, tensor in named if not self.has(tensor)]
-        if self.workers is not None and models:
-            require_same_structure(self.workers, named)
+        workers = self.connect()
+        if workers is not None and models:
+            require_same_structure(workers, named)
             if self._central is None:
-                broadcast_state(self.workers, new)
+                broadcast_state(workers, new)
             else:
                 state = {id(t) for root in roots for m in inner_modules(root) for t in state_of(m)}
                 parameters = [t for t in new if isinstance(t, nn.Parameter) and id(t) not in state]
                 central = set(map(id, parameters))
                 buffers = [tensor for tensor in new if id(tensor) not in central]
-                broadcast_state(self.workers, buffers)
-                self._central.take_parameters(self.workers, parameters)
+                broadcast_state(workers, buffers)
+                self._central.take_parameters(workers, parameters)
         for model in models:
             root = model.root()
             if root is None:
@@ -223,10 +223,10 @@ class AdoptedModules:
             model.tensors = {id(tensor): weakref.ref(tensor) for _, tensor in both}
             model.structure = structure_of([root])
             model.buffered = [self._buffered_module(module) for module in buffered_modules([root])]
-        if self.workers is not None:
+        if workers is not None:
             when_initialized(roots, self._share_lazy)
 
-    def connect(self, communicators: ReplicaCommunicators | None) -> None:
+    def use(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""
         self._communicators = communicators
         self._steps.record.clear()
@@ -287,9 +287,11 @@ class AdoptedModules:
         places = {b.place: b for model in self._models for b in model.buffered}
         yield from places.values()
 
-    @property
-    def workers(self) -> Communicator | None:
-        """Connects all replicas; None if there is one replica."""
+    def connect(self) -> Communicator | None:
+        """Return what connects all replicas, made again after a failure; None if there is one.
+
+        Every replica must call.
+        """
         reconnect = None if self._reconnect is None else self._reconnect()
         if reconnect is not None:
             reconnect()
@@ -306,9 +308,9 @@ class AdoptedModules:
         ]
         if changed:
             self._compare(changed)
-            self.connect(self._communicators)
-        if self._central is not None and self.workers is not None:
-            self._central.take_parameters(self.workers, self._central.moved())
+            self.use(self._communicators)
+        if self._central is not None and (workers := self.connect()) is not None:
+            self._central.take_parameters(workers, self._central.moved())
 
     @contextlib.contextmanager
     def run(
@@ -323,15 +325,16 @@ class AdoptedModules:
         """
         self._outside.watch(fn, given)
         self._batches.note(given, examples)
-        if self._central is not None and self.workers is not None:
-            self.workers.barrier()  # what replicas have written between runs is there
+        workers = None if self._central is None else self.connect()
+        if self._central is not None and workers is not None:
+            workers.barrier()  # what replicas have written between runs is there
             self._central.note_versions()
         with self._steps.run():
             yield
-        if self._central is not None and self.workers is not None:
+        if self._central is not None and workers is not None:
             self._central.require_unchanged()
-            self.workers.barrier()  # no replica writes while another one computes
-        self._batches.report(self.local_replica_ids[0] == 0)
+            workers.barrier()  # no replica writes while another one computes
+        self._batches.report(self.local_replica_ids == (0,))
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""
@@ -345,22 +348,24 @@ class AdoptedModules:
             ValueError: the variable does not belong to this strategy.
         """
         component = variable.component if isinstance(variable, Variable) else variable
-        if self.workers is not None and not self.has(component):
+        workers = self.connect()
+        if workers is not None and not self.has(component):
             raise ValueError(
                 "update: expected a parameter of a module, or a fastdist.Variable, that was made "
                 f"in the strategy's scope, got {type(variable).__name__} of shape "
                 f"{tuple(component.shape)}"
             )
-        if self._central is None or self.workers is None or isinstance(variable, Variable):
+        if self._central is None or workers is None or isinstance(variable, Variable):
             return call(component)
-        return self._central.update(self.workers, component, call)
+        return self._central.update(workers, component, call)
 
-    def variables(self, variable: Variable) -> list[Variable]:
-        """Return the variable of each local replica."""
-        return [variable]
+    def values(self, variable: Variable) -> list[torch.Tensor]:
+        """Return the value of this process's replica."""
+        return [variable.component]
 
-    def note_values(self) -> None:
-        """Do nothing: values written outside `run` need not be copied."""
+    def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
+        """Call `write` for this process's replica."""
+        write(0, variable)
 
     def require_in_sync(self) -> None:
         """Check that all replicas hold bitwise equal tensors. Every replica must call.
@@ -380,16 +385,17 @@ class AdoptedModules:
                 for name, tensor in [*named_parameters([root]), *named_buffers([root])]
                 if id(tensor) not in apart
             ]
-        require_in_sync(self.workers, [named])
+        require_in_sync(self.connect(), [named])
 
     def _share_lazy(self, module: nn.Module) -> None:
         """Broadcast replica 0's values of the parameters that a lazy module has made."""
         parameters = list(module.parameters(recurse=False))
         buffers = list(module.buffers(recurse=False))
-        if self.workers is not None and self._central is None:
-            broadcast_state(self.workers, [*parameters, *buffers])
-        elif self.workers is not None and self._central is not None:
-            broadcast_state(self.workers, buffers)
-            self._central.take_parameters(self.workers, parameters)
+        workers = self.connect()
+        if workers is not None and self._central is None:
+            broadcast_state(workers, [*parameters, *buffers])
+        elif workers is not None and self._central is not None:
+            broadcast_state(workers, buffers)
+            self._central.take_parameters(workers, parameters)
         if self.sync is not None:
             self.sync.watch()

@@ -23,7 +23,7 @@ from fastdist.errors import (
 )
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
-from fastdist.replicas.devices import working_on
+from fastdist.replicas.devices import working_on_gpu
 from fastdist.replicas.per_replica import PerReplica, map_structure, select, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
 from fastdist.replicas.variables import Variable
@@ -78,7 +78,7 @@ class ReplicatedStrategy(Strategy):
         self.central = central
         self._members = AdoptedModules(
             device,
-            self.local_replica_ids,
+            rank,
             self.num_replicas_in_sync,
             self.options,
             central,
@@ -94,11 +94,13 @@ class ReplicatedStrategy(Strategy):
         if self._world is not None and not self._is_connected:
             self._communicators = connect_replicas(self._world, self.options)
             self._is_connected = True
-            self._members.connect(self._communicators)
+            self._members.use(self._communicators)
 
-    @property
-    def _workers(self) -> Communicator | None:
-        """Connects all replicas, for calls outside `run`; None if there is one replica."""
+    def _connected(self) -> Communicator | None:
+        """Return what connects all replicas, for calls outside `run`; None if there is one replica.
+
+        Every replica must call.
+        """
         self._connect()
         return None if self._communicators is None else self._communicators.replicas
 
@@ -141,7 +143,7 @@ class ReplicatedStrategy(Strategy):
             )
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
-            (scope,) = working_on(self.devices)
+            scope = working_on_gpu(self._device)
         if self.num_replicas_in_sync == 1:
             with scope:
                 return self._call(fn, given, examples, None)
@@ -166,7 +168,7 @@ class ReplicatedStrategy(Strategy):
         communicator = None if self._communicators is None else self._communicators.replicas
         weight = 1.0
         if examples is not None and self.options.gradient_reduction == "mean":
-            share = examples[self.local_replica_ids[0]] / max(1, sum(examples))
+            share = examples[self._worker] / max(1, sum(examples))
             weight = share * len(examples)
         context = ReplicaContext(self, communicator, self._merge, 0, examples, weight)
         args, kwargs = select(given)
@@ -207,7 +209,7 @@ class ReplicatedStrategy(Strategy):
         After a failed collective the next call makes new communicators, so that the failure of a
         replica is reported once.
         """
-        workers = self._workers
+        workers = self._connected()
         try:
             yield workers
         except (CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError):
@@ -265,7 +267,7 @@ class ReplicatedStrategy(Strategy):
         if op == "mean" and axis is None and type(value) is PerReplica:
             examples = value.examples
             if examples is not None and examples.count(examples[0]) != len(examples):
-                weights = [examples[self.local_replica_ids[0]] / sum(examples)]
+                weights = [examples[self._worker] / sum(examples)]
         return reduce_values(workers, op, self.local_results(value), axis, weights)
 
     def update(

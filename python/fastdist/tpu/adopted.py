@@ -46,7 +46,7 @@ class AdoptedModules:
     def __init__(self, mesh: Mesh, hosts: Communicator | None = None) -> None:
         self.num_replicas_in_sync = mesh.size
         self.local_replica_ids = tuple(mesh.local)
-        self.workers = hosts
+        self._hosts = hosts
         self.roots: list[nn.Module] = []
         self.held: set[int] = set()
         self._mesh = mesh
@@ -85,9 +85,9 @@ class AdoptedModules:
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Move new tensors to the devices, with the values of the first process."""
         new = [(name, tensor) for name, tensor in named if tensor.device.type != "xla"]
-        if self.workers is not None:
-            require_same_structure(self.workers, new)
-            broadcast_state(self.workers, [tensor for _, tensor in new])
+        if self._hosts is not None:
+            require_same_structure(self._hosts, new)
+            broadcast_state(self._hosts, [tensor for _, tensor in new])
         for _, tensor in new:
             self._replicate(tensor)
 
@@ -218,7 +218,21 @@ class AdoptedModules:
 
     # --- the interface that variables use -------------------------------------------------------
 
-    def variables(self, variable: Variable) -> list[Variable]:
+    def connect(self) -> Communicator | None:
+        """Return what connects the processes of the mesh; None if there is one."""
+        return self._hosts
+
+    def values(self, variable: Variable) -> list[torch.Tensor]:
+        """Return a variable's value on the CPU for each local replica."""
+        return [copy.component for copy in self.copies(variable)]
+
+    def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
+        """Call `write` for each local replica; what it writes reaches the devices."""
+        for local, copy in enumerate(self.copies(variable)):
+            write(local, copy)
+        self._push_components()
+
+    def copies(self, variable: Variable) -> list[Variable]:
         """Return copies of a variable on the CPU, one per replica, for code outside `run`."""
         key = id(variable)
         if key not in self._components:
@@ -232,10 +246,6 @@ class AdoptedModules:
         if isinstance(thing, Variable):
             return self._values(thing)
         return [thing]
-
-    def note_values(self) -> None:
-        """Take over components that were written outside `run`."""
-        self._push_components()
 
     def _values(self, variable: Variable) -> list[torch.Tensor]:
         known = self._locals.get(id(variable.component))
@@ -271,7 +281,7 @@ class AdoptedModules:
         for name, tensor in [*self._parameters, *buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
-        require_in_sync(self.workers, replicas)
+        require_in_sync(self._hosts, replicas)
 
 
 def _ids_in(roots: Sequence[nn.Module]) -> list[int]:

@@ -96,7 +96,7 @@ class ReplicatedTrainer:
         return method
 
     def _workers(self) -> Communicator:
-        workers = self._strategy._workers
+        workers = self._strategy._connected()
         assert workers is not None
         return workers
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fastdist.cli.bench.cases import Case, array_cases
 from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
@@ -26,7 +27,6 @@ from fastdist.cli.bench.peers import (
     fastdist_engine,
     find_peer,
 )
-from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.main import main

@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -74,11 +74,15 @@ class Children:
         threading.Thread(target=serve, name="fastdist processes", daemon=True).start()
         started.result()
 
-    def wait(self, timeout_s: float | None, until: Callable[[], bool] | None = None) -> bool:
-        """Wait until all processes have ended, or until a condition; False on timeout."""
-        condition = until or (lambda: len(self.ended) == len(self.processes))
+    def wait(self, timeout_s: float | None, *, until_failure: bool = False) -> bool:
+        """Wait until all processes have ended, or until one has failed; False on timeout."""
+
+        def is_over() -> bool:
+            has_failed = until_failure and any(child.status for child in self.ended)
+            return has_failed or len(self.ended) == len(self.processes)
+
         with self._changed:
-            return self._changed.wait_for(condition, timeout_s)
+            return self._changed.wait_for(is_over, timeout_s)
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM to running processes, and SIGKILL after `grace_s`."""

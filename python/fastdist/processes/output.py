@@ -140,8 +140,9 @@ class Stream:
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Register `read` with a selector, as the data of its key, until `pause` or the end."""
-        selector.register(self.fd, selectors.EVENT_READ, self.read)
-        self._selector = selector
+        if self.is_open and self._selector is None:
+            selector.register(self.fd, selectors.EVENT_READ, self.read)
+            self._selector = selector
 
     def pause(self) -> None:
         """Undo `watch`."""

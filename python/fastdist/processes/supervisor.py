@@ -179,10 +179,7 @@ class _Supervisor:
         if process.popen.stdin is not None:
             with suppress(BrokenPipeError):  # it has ended already, and says why
                 process.popen.stdin.write(task.stdin)
-        for stream, line in zip(process.streams, lines, strict=True):
-            self._lines[stream] = line
-            if line.sink not in self._stalled:
-                stream.watch(self._selector)
+        self._lines.update(zip(process.streams, lines, strict=True))
         return process
 
     def _make_lines(self, number: int, sink: Sink) -> Lines:
@@ -204,7 +201,7 @@ class _Supervisor:
         times_s = [at_s - now_s for at_s in self._timers.values()]
         times_s += [_PROMPT_S] if any(prompts) else []
         times_s += [timeout_s] if timeout_s is not None else []
-        self._pause_streams()
+        self._watch_files()
         events = self._selector.select(max(0.0, min(times_s)) if times_s else None)
         # Signals first: they report the end of processes, whose order matters.
         for key, _ in sorted(events, key=lambda event: event[0].fd != self._signals):
@@ -220,22 +217,20 @@ class _Supervisor:
         if self._stopped_at_s is None and (self._stdout.error or self._stderr.error):
             self._terminate()
 
-    def _pause_streams(self) -> None:
-        """Pause the streams of a sink that does not keep up, so that their processes wait."""
+    def _watch_files(self) -> None:
+        """Watch sinks that do not keep up instead of their streams, so that processes wait."""
         for sink in {self._stdout, self._stderr}:
-            if bool(sink.pending) == (sink in self._stalled):
-                continue
-            streams = [s for s, its in self._lines.items() if s.is_open and its.sink is sink]
-            if sink.pending:
+            if sink.pending and sink not in self._stalled:
                 self._stalled.add(sink)
                 self._selector.register(sink.fd, selectors.EVENT_WRITE, sink.flush)
-                for stream in streams:
-                    stream.pause()
-            else:
+            elif sink in self._stalled and not sink.pending:
                 self._stalled.discard(sink)
                 self._selector.unregister(sink.fd)
-                for stream in streams:
-                    stream.watch(self._selector)
+        for stream, lines in self._lines.items():
+            if lines.sink.pending:
+                stream.pause()
+            else:
+                stream.watch(self._selector)
 
     def _drain(self) -> None:
         """Forward the remaining output of the ended processes."""

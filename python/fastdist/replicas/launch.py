@@ -46,7 +46,7 @@ def launch(
         ImportError: cloudpickle is not installed.
         ValueError: replicas is not positive.
         TypeError: fn is not callable.
-        FastdistError: a replica was killed, or ended early.
+        FastdistError: a replica could not be started, was killed, or ended early.
         BaseException: the exception that `fn` raised on the first replica that failed, with its
             traceback.
 
@@ -84,9 +84,8 @@ def launch(
                 [sys.executable, "-m", "fastdist.replicas.launched", folder],
                 [rank_environment(i, replicas, i, replicas, job) for i in range(replicas)],
             )
-            children.wait(None, lambda: _is_over(children))
-            if any(child.status for child in children.ended):
-                children.wait(_FAILED_END_S)
+            children.wait(None, until_failure=True)
+            children.wait(_FAILED_END_S)
         except StartError as error:
             raise FastdistError(f"launch: {error}") from None
         finally:
@@ -94,11 +93,6 @@ def launch(
         if shown.error is not None:
             raise shown.error
         return _result(folder, children)
-
-
-def _is_over(children: Children) -> bool:
-    ended = children.ended
-    return len(ended) == len(children.processes) or any(child.status for child in ended)
 
 
 class _Shown:

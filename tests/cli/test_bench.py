@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from fastdist.cli.bench.cases import Case, array_cases
 from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
@@ -26,10 +27,11 @@ from fastdist.cli.bench.peers import (
     fastdist_engine,
     find_peer,
 )
-from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.main import main
+from launched import wait_until
+from marks import slow
 
 has_torch = importlib.util.find_spec("torch") is not None
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -257,7 +259,8 @@ def test_a_peer_that_fails_to_start_is_named_and_left_out(tmp_path: Path) -> Non
     assert [row["wrong"] for row in loaded["rows"]] == [0, 0]
 
 
-def test_ctrl_c_leaves_no_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGKILL)])
+def test_a_bench_that_is_ended_leaves_no_processes(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fastdist", "bench", "all_reduce", "--ranks", "2"]
     bench = subprocess.Popen(
         [*command, "--sizes", "1M", "--time-s", "60"],
@@ -270,8 +273,10 @@ def test_ctrl_c_leaves_no_processes(tmp_path: Path) -> None:
     while not rank_processes(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
-    bench.send_signal(signal.SIGINT)
+    bench.send_signal(number)
     _, errors = bench.communicate(timeout=30)
-    assert bench.returncode == 130
-    assert "interrupted" in errors
-    assert rank_processes(tmp_path) == []
+    if number == signal.SIGINT:
+        assert bench.returncode == 130
+        assert "interrupted" in errors
+        assert rank_processes(tmp_path) == []
+    wait_until(lambda: rank_processes(tmp_path) == [])

@@ -29,6 +29,7 @@ from fastdist.cli.bench.cases import (
 from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
+from fastdist.cli.bench.engine_ranks import reason_in
 from fastdist.cli.bench.machine import total_cache_bytes
 from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
@@ -38,7 +39,6 @@ from fastdist.cli.bench.peers import (
     find_peer,
     parse_peers,
 )
-from fastdist.cli.bench.processes import reason_in
 from fastdist.cli.bench.results import (
     Measurement,
     Report,

@@ -19,6 +19,7 @@ from fastdist.cli.bench import add_parser, full_report
 from fastdist.cli.bench.cases import Case, array_case
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.driver import LIST_VARIANTS
+from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.full_report import last_run, measure, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.machine import machine_facts
@@ -30,7 +31,6 @@ from fastdist.cli.bench.peers import (
     peer_of,
     tuned_settings,
 )
-from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.results import Measurement, Report, Row, combined
 from fastdist.cli.bench.session import Effort
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from fastdist._version import __version__
-from fastdist.cli.output import Sink, Stream
+from fastdist.processes.output import Lines, Sink
 from launched import Launcher, finish
 
 
@@ -280,21 +280,15 @@ def test_version() -> None:
     assert shown.stdout.decode() == f"fastdist {__version__}\n"
 
 
-def test_sink_and_stream_cut_only_lines_beyond_the_limit(tmp_path: Path) -> None:
+def test_lines_are_cut_only_beyond_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with path.open("wb") as file:
         sink = Sink(file.fileno())
-        read, write = os.pipe()
-        stream = Stream(read, sink, b"[0] ", adds_last_newline=True)
+        lines = Lines(sink, b"[0] ", adds_last_newline=True)
         for _ in range(40):
-            os.write(write, b"x" * (1 << 15))
-            assert stream.read()
+            lines.put(b"x" * (1 << 15))
         sink.put(None, b"[1] ", b"other\n")
-        os.write(write, b"y\n")
-        os.close(write)
-        while stream.is_open:
-            stream.read()
-        os.close(read)
+        lines.put(b"y\n")
     first, other, rest = path.read_bytes().splitlines()
     assert first.startswith(b"[0] x")
     assert other == b"[1] other"

@@ -20,6 +20,7 @@ CSRC = ROOT / "csrc"
 CHAIN = (
     "fastdist._core",
     "fastdist._version",
+    "fastdist.processes",
     "fastdist.errors",
     "fastdist._config",
     "fastdist.cluster",
@@ -180,6 +181,7 @@ def test_imports_point_down() -> None:
         ("fastdist.cluster.launch", "fastdist.errors", True),
         ("fastdist.cluster.launch", "fastdist.collectives.init", False),
         ("fastdist.errors", "fastdist._config", False),
+        ("fastdist.processes.supervisor", "fastdist.errors", False),
         ("fastdist.data.sharding", "fastdist.strategies", False),
         ("fastdist.training.modules", "fastdist.ps.model.table", False),
         ("fastdist.ps.client.client", "fastdist.ps.wire.keys", True),

@@ -12,7 +12,8 @@ from pathlib import Path
 # Times that the launcher waits, shortened for tests of what happens after them.
 SHORT_TIMES = """
 import sys
-from fastdist.cli import run, supervisor
+from fastdist.cli import run
+from fastdist.processes import supervisor
 run.GRACE_S = 0.5
 supervisor._CAUSE_WAIT_S = 0.1
 from fastdist.cli.main import main

@@ -12,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
-from fastdist.cli.job import GRACE_S, Job, StartError, Task
 from fastdist.cli.program import ProgramError, find_program
-from fastdist.cli.supervisor import Outcome, supervise
 from fastdist.cli.tasks import (
     Machines,
     VariableError,
@@ -25,10 +23,14 @@ from fastdist.cli.tasks import (
 )
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
+from fastdist.processes.job import GRACE_S, Job, Task
+from fastdist.processes.process import StartError
+from fastdist.processes.supervisor import Outcome, supervise
 
 if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_NAME = "fastdist run"
 _USAGE_EXIT_CODE = 2
 _OUTPUTS = 2
 _OTHER_FILES = 24
@@ -230,6 +232,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
         job = Job(
+            _NAME,
             command,
             tasks,
             len(tasks) * arguments.nnodes,
@@ -256,7 +259,7 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0], variables)
     # The launchers on the machines begin each line with its rank.
     grace_s = arguments.grace_s + _ANSWER_S
-    job = Job((), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
+    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
     return supervise(job)
 
 

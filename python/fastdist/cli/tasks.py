@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
-from fastdist.cli.job import Ending, Task
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
+from fastdist.processes.job import Ending, Task
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")

@@ -14,7 +14,8 @@ from typing import Any
 
 from fastdist.cluster.replicas import rank_environment
 from fastdist.errors import FastdistError
-from fastdist.replicas.processes import Child, Children
+from fastdist.processes.children import Children
+from fastdist.processes.process import Process, StartError
 
 _FAILED_END_S = 3.0
 _STOP_S = 2.0
@@ -45,7 +46,7 @@ def launch(
         ImportError: cloudpickle is not installed.
         ValueError: replicas is not positive.
         TypeError: fn is not callable.
-        FastdistError: a replica was killed, or ended early.
+        FastdistError: a replica could not be started, was killed, or ended early.
         BaseException: the exception that `fn` raised on the first replica that failed, with its
             traceback.
 
@@ -71,7 +72,8 @@ def launch(
     if not callable(fn):
         raise TypeError(f"launch: fn must be a function, got {type(fn).__name__}")
     job = secrets.token_hex(16)
-    children = Children(_Shown())
+    shown = _Shown()
+    children = Children(shown.put)
     with tempfile.TemporaryDirectory(prefix="fastdist-") as folder:
         call = Path(folder, "call")
         call.write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
@@ -82,45 +84,52 @@ def launch(
                 [sys.executable, "-m", "fastdist.replicas.launched", folder],
                 [rank_environment(i, replicas, i, replicas, job) for i in range(replicas)],
             )
-            children.wait(None, lambda: _is_over(children))
-            if any(child.popen.returncode for child in children.ended()):
-                children.wait(_FAILED_END_S)
+            children.wait(None, until_failure=True)
+            children.wait(_FAILED_END_S)
+        except StartError as error:
+            raise FastdistError(f"launch: {error}") from None
         finally:
             children.stop(_STOP_S)
-        if children.forward_error is not None:  # the output that it shows could not be written
-            raise children.forward_error
+        if shown.error is not None:
+            raise shown.error
         return _result(folder, children)
 
 
-def _is_over(children: Children) -> bool:
-    ended = children.ended()
-    return len(ended) == len(children.children) or any(c.popen.returncode for c in ended)
-
-
 class _Shown:
-    """Decodes UTF-8 and writes the text to `sys.stdout`, which a notebook shows."""
+    """Decodes UTF-8 and writes the text to `sys.stdout`, which a notebook shows.
+
+    Attributes:
+        error: the first error of writing, after which the replicas continue without output.
+    """
 
     def __init__(self) -> None:
+        self.error: Exception | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def __call__(self, data: bytes) -> None:
-        sys.stdout.write(self._decoder.decode(data))
-        sys.stdout.flush()
+    def put(self, data: bytes) -> None:
+        if self.error is None:
+            try:
+                sys.stdout.write(self._decoder.decode(data))
+                sys.stdout.flush()
+            except Exception as error:  # for example, a closed pipe
+                self.error = error
 
 
 def _result(folder: str, children: Children) -> Any:
-    failed = [child for child in children.ended() if child.popen.returncode]
-    failed.sort(key=lambda child: (child.is_consequence, (child.popen.returncode or 0) < 0))
+    failed = [child for child in children.ended if child.status]
+    failed.sort(key=lambda child: (child.is_consequence, (child.status or 0) < 0))
     if failed:
         raise _failure(folder, failed[0], children)
     try:
         return pickle.loads(Path(folder, "result.0").read_bytes())
     except FileNotFoundError:
-        raise FastdistError(f"launch: no result; {children.children[0].describe()}", (0,)) from None
+        raise FastdistError(
+            f"launch: no result; {children.processes[0].describe()}", (0,)
+        ) from None
 
 
-def _failure(folder: str, child: Child, children: Children) -> BaseException:
-    replica = children.children.index(child)
+def _failure(folder: str, child: Process, children: Children) -> BaseException:
+    replica = children.processes.index(child)
     try:
         error = pickle.loads(Path(folder, f"error.{replica}").read_bytes())
     except Exception:  # killed, or its error cannot be pickled

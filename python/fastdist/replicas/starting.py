@@ -26,7 +26,8 @@ from fastdist.cluster.replicas import (
 from fastdist.collectives.init import exit_with, has_communicator
 from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError, PeerFailureError
-from fastdist.replicas.processes import Children
+from fastdist.processes.children import Children
+from fastdist.processes.process import StartError
 
 _END_S = 30.0  # for the other replicas to end after the first one
 _PEER_END_S = 10.0  # for a failed replica, which is still ending
@@ -122,8 +123,8 @@ class _Started:
                 [other.environment() for other in others],
                 cwd=INITIAL_DIRECTORY,
             )
-        except OSError as error:
-            raise ClusterConfigError(f"cannot start {command[0]} again: {error}") from None
+        except StartError as error:
+            raise ClusterConfigError(f"cannot start {command[0]} again: {error.reason}") from None
         atexit.register(self._end)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._note_failure
@@ -135,12 +136,12 @@ class _Started:
         Raises:
             ClusterConfigError: a replica has ended.
         """
-        ended = self._children.ended()
+        ended = self._children.ended
         if ended and os.getpid() == self._pid:
-            first = next((child for child in ended if child.popen.returncode), ended[0])
+            first = next((child for child in ended if child.status), ended[0])
             ended_how = first.describe()
             hint = ""
-            if b"EOFError" in first.tail:
+            if b"EOFError" in first.streams[0].tail:
                 hint = "\n(only the first replica can read standard input)"
             raise ClusterConfigError(
                 f"a replica ended before it made the strategy. {ended_how}{hint}"
@@ -163,21 +164,19 @@ class _Started:
                 waits_s = _PEER_END_S
             all_ended = self._children.wait(waits_s)
             if not all_ended and not has_failed:
-                late = [child.name for child in self._children.children if not child.has_ended]
+                late = [child.name for child in self._children.processes if child.status is None]
                 _say(f"stopping {', '.join(late)}, still running after {_END_S:g} s")
-        stopped = [child for child in self._children.children if not child.has_ended]
+        ended = list(self._children.ended)
         self._children.stop(_STOP_S)
-        failed = [c for c in self._children.ended() if c.popen.returncode and c not in stopped]
+        failed = [child for child in ended if child.status]
         causes = [child for child in failed if not child.is_consequence]
         if isinstance(self._error, PeerFailureError) and not causes:
-            causes = [child for child in self._children.ended() if child not in stopped]
+            causes = ended
         if not has_failed or isinstance(self._error, PeerFailureError):
             for cause in (causes or failed)[:1]:
                 _say(cause.describe())
-        if has_failed or not (failed or stopped):
-            return
-        code = (causes or failed)[0].popen.returncode if failed else 1
-        exit_with(code if code > 0 else 128 - code)
+        if not has_failed and (failed or len(ended) < len(self._children.processes)):
+            exit_with((causes or failed)[0].exit_code if failed else 1)
 
 
 def _say(message: str) -> None:

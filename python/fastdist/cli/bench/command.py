@@ -13,10 +13,10 @@ from typing import TextIO, TypeVar
 
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.caveats import load_average
+from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
 from fastdist.cli.bench.options import Plan, make_plan, written_lines
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import Session

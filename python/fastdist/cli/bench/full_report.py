@@ -25,6 +25,7 @@ from fastdist.cli.bench.caveats import load_average
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.command import run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
+from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
 from fastdist.cli.bench.machine import machine_facts, usable_cores
 from fastdist.cli.bench.page import page
@@ -37,7 +38,6 @@ from fastdist.cli.bench.peers import (
     tuned_settings,
 )
 from fastdist.cli.bench.plot import check_plot
-from fastdist.cli.bench.processes import EngineError
 from fastdist.cli.bench.progress import Progress, shown_progress
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined

@@ -24,10 +24,10 @@ from types import TracebackType
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
+from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.machine import largest_cache_bytes, total_cache_bytes
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.placement import Placement
-from fastdist.cli.bench.processes import EngineError, EngineProcesses
 from fastdist.cli.bench.results import (
     Measurement,
     Row,
@@ -79,7 +79,7 @@ class Effort:
 class _Contender:
     """One engine, or one of its ways to reduce a list, while a case is measured."""
 
-    processes: EngineProcesses
+    processes: EngineRanks
     variant: str
     iterations: int = 0
     times_ns: list[int] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Session:
         self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
         self._socket_path = self._folder / "socket"
-        self._engines = [EngineProcesses(engine, ranks, self._socket_path) for engine in engines]
+        self._engines = [EngineRanks(engine, ranks, self._socket_path) for engine in engines]
         self._copy_bytes = (
             max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
             if placement is None
@@ -161,7 +161,7 @@ class Session:
                     engine.command(bind, self._effort.timeout_s)
 
     @contextlib.contextmanager
-    def _may_fail(self, engine: EngineProcesses) -> Iterator[None]:
+    def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
         """Removes a peer that fails to start; raises if fastdist fails."""
         try:
             yield

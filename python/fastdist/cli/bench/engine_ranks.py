@@ -1,4 +1,4 @@
-"""Runs the ranks of one engine as processes, and ends all of them."""
+"""Starts the ranks of one engine, exchanges messages with them, and ends them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from typing import NoReturn
 
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.peers import Engine
-from fastdist.cluster.launch import JOB_VARIABLE
+from fastdist.cluster.launch import without_rank
 from fastdist.errors import FastdistError
+from fastdist.processes.process import StartError
+from fastdist.processes.sessions import Sessions
 
-# Set by a launcher around the bench; the ranks' own launchers set them again.
-_LAUNCH_VARIABLES = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
-)
 _QUIT_S = 10.0
 _LAST_WORDS_S = 1.0
 _TERMINATE_S = 2.0
@@ -48,8 +46,8 @@ class EngineError(FastdistError):
         self.reason = reason
 
 
-class EngineProcesses:
-    """The processes of one engine's ranks, and the channel to each rank."""
+class EngineRanks:
+    """The ranks of one engine, and the channel to each of them."""
 
     def __init__(self, engine: Engine, ranks: int, socket_path: Path) -> None:
         self.engine = engine
@@ -57,9 +55,9 @@ class EngineProcesses:
         self._ranks = ranks
         self._socket_path = socket_path
         self._log = socket_path.with_name(f"{engine.name}.log")
-        self._launched: list[subprocess.Popen[bytes]] = []
+        self._launched = Sessions()
         self._channels: dict[int, Channel] = {}
-        self._pids: list[int] = []
+        self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
         """Starts the engine's processes; they connect to the socket."""
@@ -69,23 +67,14 @@ class EngineProcesses:
         with self._log.open("wb") as log:
             for environment in self._environments():
                 try:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                        start_new_session=True,  # Ctrl-C is for the bench, which ends them
+                    self._launched.start(
+                        engine.name, command, environment, stdout=log, stderr=subprocess.STDOUT
                     )
-                except OSError as error:
-                    self._fail(f"cannot run {command[0]}: {error.strerror}")
-                self._launched.append(process)
+                except StartError as error:
+                    self._fail(f"cannot run {command[0]}: {error.reason}")
 
     def _environments(self) -> list[dict[str, str]]:
-        inherited = {
-            name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES
-        }
-        environment = {**inherited, **self.engine.environment}
+        environment = {**without_rank(os.environ), **self.engine.environment}
         if not self.engine.per_rank:
             return [environment]
         environment["WORLD_SIZE"] = str(self._ranks)
@@ -100,7 +89,8 @@ class EngineProcesses:
         """Takes over the channel of a connected rank."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("3i", credentials)
-        self._pids.append(pid)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            self._workers.append(os.pidfd_open(pid))
         if rank in self._channels or not 0 <= rank < self._ranks:
             self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel
@@ -154,7 +144,7 @@ class EngineProcesses:
         received[rank] = message
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
-        _wait_all(self._launched, _LAST_WORDS_S)  # launchers print the reason when they end
+        self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
         self._fail(f"rank {rank} {what}", self._output())
 
     def fail_late(self, timeout_s: float) -> NoReturn:
@@ -175,15 +165,13 @@ class EngineProcesses:
 
     def require_alive(self) -> None:
         """Raises EngineError if a process has ended before its ranks have connected."""
-        for index, process in enumerate(self._launched):
+        for index, process in enumerate(self._launched.processes):
             status = process.poll()
             if status is not None:
                 self._raise_sent_error()
                 who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
-                what = (
-                    f"{who} ended with status {status} before all {self._ranks} ranks had started"
-                )
-                self._fail(what, self._output())
+                when = f"before all {self._ranks} ranks had started"
+                self._fail(f"{who} ended with status {status} {when}", self._output())
 
     def _raise_sent_error(self) -> None:
         """Raises EngineError if a rank has sent an error."""
@@ -204,28 +192,22 @@ class EngineProcesses:
                 channel.send({"command": "quit"})
         except ChannelClosedError:
             pass  # they are killed below
-        _wait_all(self._launched, _QUIT_S)
+        self._launched.wait(_QUIT_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends the remaining processes at once."""
-        for process in self._launched:
-            if process.poll() is None:
-                process.terminate()
+        self._launched.signal(signal.SIGTERM)
         for channel in self._channels.values():
             channel.close()
-        _wait_all(self._launched, _TERMINATE_S)
-        for pid in self._pids:
-            if _runs_worker(pid, self._socket_path):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for process in self._launched:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        self._launched.wait(_TERMINATE_S)
+        for worker in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker, signal.SIGKILL)
+            os.close(worker)
+        self._launched.close()
         self._channels.clear()
-        self._pids.clear()
-        self._launched.clear()
+        self._workers.clear()
 
 
 def reason_in(output: str) -> str:
@@ -238,20 +220,3 @@ def reason_in(output: str) -> str:
     if exceptions:
         return exceptions[-1]
     return next((line for line in lines if re.search(r"\w", line)), "")
-
-
-def _runs_worker(pid: int, socket_path: Path) -> bool:
-    """Returns True if the process is a rank of this run and its number was not reused."""
-    try:
-        return str(socket_path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def _wait_all(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return

@@ -1,0 +1,1 @@
+"""Starts processes, forwards their output, notes how they end, and ends them with this process."""

@@ -1,0 +1,116 @@
+"""Processes that run beside this program, which a thread watches."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from fastdist.processes.output import Receiver
+from fastdist.processes.process import Process, start
+
+_KILLED_END_S = 5.0
+
+
+class Children:
+    """Starts processes and reads their output in a thread, and ends the processes.
+
+    The kernel kills the processes when the thread ends, which happens when this process ends.
+
+    Args:
+        receive: called with the output of the first process; the output of others is not shown.
+
+    Attributes:
+        processes: the processes, in the order of their names.
+        ended: those that have ended, and whose output has been read, in the order of their ends.
+    """
+
+    def __init__(self, receive: Receiver = lambda _: None) -> None:
+        self.processes: list[Process] = []
+        self.ended: list[Process] = []
+        self._receive = receive
+        self._changed = threading.Condition()
+
+    def start(
+        self,
+        names: Sequence[str],
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        **options: Any,
+    ) -> None:
+        """Start a process for each environment.
+
+        Args:
+            names: names of the processes, for messages.
+            command: the command of all processes.
+            environments: environment variables of each process.
+            options: further arguments for `subprocess.Popen`.
+
+        Raises:
+            StartError: a process could not be started; the others have been killed.
+        """
+        started: Future[None] = Future()
+
+        def serve() -> None:
+            try:
+                for name, environment in zip(names, environments, strict=True):
+                    receive = (lambda _: None) if self.processes else self._receive
+                    child = start(name, command, environment, [receive], **options)
+                    self.processes.append(child)
+            except BaseException as error:
+                for child in self.processes:
+                    child.popen.kill()
+                    child.reap()
+                self.processes.clear()
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            self._serve()
+
+        threading.Thread(target=serve, name="fastdist processes", daemon=True).start()
+        started.result()
+
+    def wait(self, timeout_s: float | None, *, until_failure: bool = False) -> bool:
+        """Wait until all processes have ended, or until one has failed; False on timeout."""
+
+        def is_over() -> bool:
+            has_failed = until_failure and any(child.status for child in self.ended)
+            return has_failed or len(self.ended) == len(self.processes)
+
+        with self._changed:
+            return self._changed.wait_for(is_over, timeout_s)
+
+    def stop(self, grace_s: float) -> None:
+        """Send SIGTERM to running processes, and SIGKILL after `grace_s`."""
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILLED_END_S)):
+            for child in self.processes:
+                if child.status is None:
+                    child.popen.send_signal(number)
+            if self.wait(wait_s):
+                break
+        for child in self.processes:
+            child.reap()
+
+    def _serve(self) -> None:
+        with selectors.PollSelector() as selector:
+            running = {os.pidfd_open(child.popen.pid): child for child in self.processes}
+            for end, child in running.items():
+                child.streams[0].watch(selector)
+                selector.register(end, selectors.EVENT_READ)
+            while running:
+                for key, _ in selector.select():
+                    if key.fd not in running:
+                        key.data()
+                        continue
+                    child = running.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    child.streams[0].finish()
+                    with self._changed:
+                        child.poll()
+                        self.ended.append(child)
+                        self._changed.notify_all()

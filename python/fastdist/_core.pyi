@@ -3,6 +3,7 @@
 # parameter called `arrays` takes one array or a list of arrays.
 
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -13,6 +14,11 @@ import numpy.typing as npt
 def instruction_set() -> str: ...
 def copy(dst: Any, src: Any, /) -> None: ...
 def stream_copy(dst: Any, src: Any, /) -> None: ...
+
+# bind_errors.cpp
+
+# The module that composes messages: fastdist.collectives.hints, which is above this one.
+def set_hints(module: ModuleType, /) -> None: ...
 
 # bind_work.cpp
 

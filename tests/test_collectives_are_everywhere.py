@@ -25,7 +25,7 @@ def of_cpp() -> Iterable[str]:
 
 
 def of_running_engine() -> Iterable[str]:
-    return ThreadRanks(1).run(lambda comm: set(dir(comm.engine.calls(1.0))))[0]
+    return ThreadRanks(1).run(lambda comm: set(comm.engine.compiled.calls(1.0)))[0]
 
 
 def of_tpus() -> Iterable[str]:

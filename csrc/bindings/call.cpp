@@ -96,7 +96,7 @@ std::size_t to_bucket_bytes(py::handle given) {
   if (PyUnicode_Check(given.ptr()) != 0 && PyUnicode_Compare(given.ptr(), automatic) == 0) return 0;
   const Py_ssize_t bytes = PyNumber_AsSsize_t(given.ptr(), nullptr);
   if (bytes > 0) return static_cast<std::size_t>(bytes);
-  throw_unexpected("bucket_bytes must be \"auto\" or positive", given);
+  throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", given);
 }
 
 std::string text_of(const TensorView& view) {
@@ -196,7 +196,7 @@ py::dict CallArguments::by_name() const {
   py::dict result;
   for (const Name& name : kNames) {
     const py::handle value = this->*name.value;
-    if (!value.is_none()) result[name.text] = value;
+    if (value && !value.is_none()) result[name.text] = value;
   }
   return result;
 }
@@ -214,7 +214,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
-  if (!given.bucket_bytes.is_none()) bucket_bytes = to_bucket_bytes(given.bucket_bytes);
+  if (given.bucket_bytes) bucket_bytes = to_bucket_bytes(given.bucket_bytes);
 }
 
 void Call::view_arrays(const CallArguments& given, bool is_root, const Placement& placement) {

@@ -33,7 +33,7 @@ struct CallArguments {
   py::handle out = Py_None;  // None: the result goes to `array`
   py::handle compress = Py_None;
   py::handle counts = Py_None;  // for each array, the elements from each rank to each rank
-  py::handle bucket_bytes = Py_None;
+  py::handle bucket_bytes;      // null where it was not given
   py::handle stream = Py_None;  // GPUs: the handle of the stream on which the arrays are ready
   py::handle timeout = Py_None;
   py::handle async_op = Py_None;

@@ -14,12 +14,13 @@ namespace fastdist::bindings {
 // ValueError.
 [[noreturn]] void throw_unexpected(const std::string& expected, pybind11::handle got);
 
-// Returns a message of fastdist.collectives.hints.
+// The module of Python that composes messages, once it has given itself to `set_hints`.
+[[nodiscard]] pybind11::handle hints();
+
+// Returns a message of that module.
 template <class... Args>
 [[nodiscard]] std::string hint(const char* function, Args&&... args) {
-  return pybind11::module_::import("fastdist.collectives.hints")
-      .attr(function)(std::forward<Args>(args)...)
-      .template cast<std::string>();
+  return hints().attr(function)(std::forward<Args>(args)...).template cast<std::string>();
 }
 
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.

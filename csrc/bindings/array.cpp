@@ -410,7 +410,7 @@ py::object item_of(PyObject* sequence, Py_ssize_t i) {
 
 }  // namespace
 
-int gpu_of(py::handle arrays) {
+int gpu_of(py::handle arrays, py::handle device_of) {
   PyObject* const object = arrays.ptr();
   PyTypeObject* const type = Py_TYPE(object);
   if (type == numpy_type()) return kOnHost;
@@ -418,7 +418,7 @@ int gpu_of(py::handle arrays) {
     int found = kOnHost;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
       const py::object item = item_of(object, i);
-      if (item) found = gpu_of(item);
+      if (item) found = gpu_of(item, device_of);
       if (found != kSomeGpu) break;
     }
     return found;
@@ -434,8 +434,7 @@ int gpu_of(py::handle arrays) {
     return device.type == dlpack::kCuda ? device.id : kOnHost;
   }
   if (PyObject_CheckBuffer(object) != 0) return kOnHost;
-  const py::object found =
-      py::module_::import("fastdist.collectives.engines.gpu_arrays").attr("device_of")(arrays);
+  const py::object found = device_of(arrays);
   return found.is_none() ? kOnHost : found.cast<int>();
 }
 
@@ -455,12 +454,10 @@ std::optional<void*> current_stream(py::handle arrays, int gpu) {
 ForgetDescription::~ForgetDescription() { described.forget(); }
 
 Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
-    : argument_(argument) {
-  is_list_ = PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0;
-  if (!is_list_) {
-    one_ = view_array(object, access, placement, argument, holder_);
-    return;
-  }
+    : argument_(argument),
+      is_list_(PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0),
+      one_(is_list_ ? TensorView{} : view_array(object, access, placement, argument, holder_)) {
+  if (!is_list_) return;
   // Holds the arrays themselves: the caller may change the list before the call ends.
   py::list holders;
   const auto items = py::reinterpret_steal<py::tuple>(PySequence_Tuple(object.ptr()));

@@ -25,7 +25,8 @@ inline constexpr int kOnHost = -2;
 inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not say which
 
 // Returns the GPU of an array, or of the first array of a list that has one; or kOnHost, kSomeGpu.
-[[nodiscard]] int gpu_of(pybind11::handle arrays);
+// `device_of` tells it of arrays whose type has no C function for that: a number, or None.
+[[nodiscard]] int gpu_of(pybind11::handle arrays, pybind11::handle device_of);
 // Returns the current stream of the library of an array, or of a list's first array, on a GPU;
 // nothing if the library has no C function for that.
 [[nodiscard]] std::optional<void*> current_stream(pybind11::handle arrays, int gpu);
@@ -61,11 +62,11 @@ class Arrays {
   }
 
  private:
-  TensorView one_;
-  std::vector<TensorView> list_;
-  bool is_list_ = false;
   const char* argument_;
   pybind11::object holder_;
+  bool is_list_;
+  TensorView one_;
+  std::vector<TensorView> list_;
 };
 
 // Raises ValueError unless each array of `out` fits its array of `in` and is either the same memory

@@ -6,6 +6,7 @@
 #include <new>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/bind.h"
 #include "core/error.h"
 
@@ -13,6 +14,8 @@ namespace py = pybind11;
 
 namespace fastdist::bindings {
 namespace {
+
+py::handle known_hints = Py_None;  // never released: it may be used until the process ends
 
 py::object own(PyObject* made) noexcept { return py::reinterpret_steal<py::object>(made); }
 
@@ -85,7 +88,10 @@ void translate_exception() {
   }
 }
 
-void bind_errors(py::module_&) {
+py::handle hints() { return known_hints; }
+
+void bind_errors(py::module_& m) {
+  m.def("set_hints", [](const py::object& module) { known_hints = module.inc_ref(); });
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);

@@ -12,6 +12,7 @@
 
 #include "bindings/bind.h"
 #include "bindings/endpoint.h"
+#include "bindings/make_call.h"
 #include "host/communicator.h"
 #include "host/machine.h"
 #include "host/tuning.h"
@@ -183,7 +184,7 @@ void bind_host(py::module_& m) {
       .def("compare", &compare)
       .def("route", &route)
       .def("empty", &empty)
-      .def("calls", &endpoint_calls);
+      .def("calls", &bind_calls<Endpoint>);
 
   py::class_<HostEndpoint, Endpoint>(m, "HostCommunicator")
       .def(py::init([](std::shared_ptr<Machine> machine, const std::vector<int>& members, int rank,

@@ -53,8 +53,8 @@ class Messages {
       inbox(dst).put(in->views()[0], tag);
       return async ? pending(ended(), py::none(), array) : py::none();
     }
-    return endpoint_.run_in_lane(
-        to_rank(dst, "dst"), true,
+    return endpoint_.run(
+        endpoint_.lane(to_rank(dst, "dst"), true),
         [in, dst, tag](BlockingCommunicator& c, CallOptions options) {
           options.tag = tag;
           c.send(in->views()[0], dst, options);

@@ -12,6 +12,7 @@
 #include "bindings/bind.h"
 #include "bindings/checker.h"
 #include "bindings/gpu.h"
+#include "bindings/make_call.h"
 #include "bindings/router.h"
 #include "core/error.h"
 #include "nccl/library.h"
@@ -20,10 +21,6 @@ namespace fastdist::bindings {
 namespace {
 
 using nccl::Library;
-
-nccl::StreamHandle to_stream(py::handle stream) {
-  return from_python<StreamArgument>(stream.ptr()).handle;
-}
 
 // Runs `call(options)` without the GIL.
 template <class Call>
@@ -215,15 +212,11 @@ void bind_arrays(py::module_& m) {
       .def_readonly("device", &GpuMemory::device)
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Router>(m, "Router")
-      .def(py::init<py::object, py::object>())
+      .def(py::init<py::object, py::object, py::object>())
       .def("connect", &Router::connect)
-      .def("calls", &routed_calls);
-  m.def("check_arrays", [](const py::object& arrays) {
-    const ForgetDescription forget;
-    const int gpu = gpu_of(arrays);
-    if (gpu == kSomeGpu) return;
-    const Placement place = gpu == kOnHost ? Placement{} : Placement{gpu};
-    (void)Arrays(arrays, Access::kRead, "array", place);
+      .def("calls", &bind_calls<Router>);
+  m.def("check_arrays", [](const py::object& arrays, std::optional<int> gpu) {
+    if (gpu != kSomeGpu) (void)Arrays(arrays, Access::kRead, "array", {gpu});
   });
   m.def("current_stream", [](const py::object& arrays, int gpu) -> py::object {
     const auto stream = current_stream(arrays, gpu);
@@ -263,10 +256,10 @@ void bind_communicator(py::module_& m) {
       .def("run_group",
            [](Gpu& g, const py::function& calls, const py::object& stream,
               const py::object& timeout) {
-             g.run_group(calls, {to_stream(stream)}, to_duration(timeout));
+             g.run_group(calls, to_stream(stream), to_duration(timeout));
            })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
-      .def("calls", &gpu_calls)
+      .def("calls", &bind_calls<Gpu>)
       .def("keep_for_last",
            [](Gpu& g, const py::object& stream, const py::tuple& arrays) {
              g.keep_for_last(to_stream(stream), arrays);

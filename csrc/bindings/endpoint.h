@@ -45,22 +45,43 @@ class Endpoint {
     return owner_;
   }
 
+  // The queue of the collectives, and that of the sends to a rank or the receives from it.
+  [[nodiscard]] WorkQueue& collectives() noexcept { return collectives_; }
+  [[nodiscard]] WorkQueue& lane(int peer, bool sends) {
+    const std::lock_guard lock(mutex_);
+    return lanes_[{peer, sends}];
+  }
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
   template <class Call>
-  py::object run(Call call, py::handle kept, py::handle result, std::chrono::nanoseconds timeout,
-                 bool async) {
-    return run_in(collectives_, std::move(call), kept, result, timeout, async);
+  py::object run(WorkQueue& queue, Call call, py::handle kept, py::handle result,
+                 std::chrono::nanoseconds timeout, bool async) {
+    if (!async && run_now(queue, call, timeout)) return py::reinterpret_borrow<py::object>(result);
+    communicator_.check_usable();
+    refuse_nested(queue);
+    const auto caller = std::make_shared<RecordedCaller>(python_location());
+    auto task = [this, &queue, call = std::move(call), caller, timeout] {
+      make(queue, call, CallOptions{timeout, caller.get()});
+    };
+    // A caller that waits here does nothing else, so its call is not counted.
+    PendingCall pending{async ? submit(queue, std::move(task)) : queue.submit(std::move(task)),
+                        py::reinterpret_borrow<py::object>(result),
+                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
+                        py::cast(this, py::return_value_policy::reference)};
+    keep_until_done(pending);
+    if (async) return py::cast(std::move(pending));
+    wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
+    *pending.kept = py::none();
+    return pending.result;
   }
   // Runs the call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
-  bool run_now(Call&& call, std::chrono::nanoseconds timeout) {
-    return run_now_in(collectives_, call, timeout);
-  }
-  template <class Call>
-  py::object run_in_lane(int peer, bool sends, Call call, py::handle kept, py::handle result,
-                         std::chrono::nanoseconds timeout, bool async) {
-    return run_in(lane(peer, sends), std::move(call), kept, result, timeout, async);
+  bool run_now(WorkQueue& queue, const Call& call, std::chrono::nanoseconds timeout) {
+    const PythonCaller caller;
+    const CallOptions options{timeout, &caller};
+    bool is_done = false;
+    caller.run([&] { is_done = queue.try_run([&] { make(queue, call, options); }); });
+    return is_done;
   }
   // Does the same for a caller that does not hold the GIL. Waits for pending calls.
   template <class Call>
@@ -140,14 +161,6 @@ class Endpoint {
     on_mismatch_.push_back(std::move(function));
   }
 
-  [[nodiscard]] int root(py::handle root) const {
-    return to_rank(root, "root", communicator_.size());
-  }
-  // Converts the rank at the other end of a lane.
-  [[nodiscard]] int peer(py::handle peer, const char* argument) const {
-    return to_rank(peer, argument, communicator_.size(), communicator_.rank());
-  }
-
  private:
   static void refuse_nested(const WorkQueue& queue) {
     if (!queue.is_running_here()) return;
@@ -166,7 +179,7 @@ class Endpoint {
   // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
   // two ranks, and other calls go on after their mismatch.
   template <class Call>
-  void make(const WorkQueue& queue, Call& call, const CallOptions& options) {
+  void make(const WorkQueue& queue, const Call& call, const CallOptions& options) {
     if (&queue != &collectives_) return call(communicator_, options);
     throw_untold();
     try {
@@ -196,10 +209,6 @@ class Endpoint {
       }
     }
   }
-  WorkQueue& lane(int peer, bool sends) {
-    const std::lock_guard lock(mutex_);
-    return lanes_[{peer, sends}];
-  }
   template <class Task>
   std::shared_ptr<Work> submit(WorkQueue& queue, Task task) {
     return queue.submit(
@@ -207,37 +216,6 @@ class Endpoint {
           const auto until_end = std::move(count);
           task();
         });
-  }
-  template <class Call>
-  bool run_now_in(WorkQueue& queue, Call& call, std::chrono::nanoseconds timeout) {
-    const PythonCaller caller;
-    const CallOptions options{timeout, &caller};
-    bool is_done = false;
-    caller.run([&] { is_done = queue.try_run([&] { make(queue, call, options); }); });
-    return is_done;
-  }
-  template <class Call>
-  py::object run_in(WorkQueue& queue, Call call, py::handle kept, py::handle result,
-                    std::chrono::nanoseconds timeout, bool async) {
-    if (!async && run_now_in(queue, call, timeout)) {
-      return py::reinterpret_borrow<py::object>(result);
-    }
-    communicator_.check_usable();
-    refuse_nested(queue);
-    const auto caller = std::make_shared<RecordedCaller>(python_location());
-    auto task = [this, &queue, call = std::move(call), caller, timeout] {
-      make(queue, call, CallOptions{timeout, caller.get()});
-    };
-    // A caller that waits here does nothing else, so its call is not counted.
-    PendingCall pending{async ? submit(queue, std::move(task)) : queue.submit(std::move(task)),
-                        py::reinterpret_borrow<py::object>(result),
-                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
-                        py::cast(this, py::return_value_policy::reference)};
-    keep_until_done(pending);
-    if (async) return py::cast(std::move(pending));
-    wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
-    *pending.kept = py::none();
-    return pending.result;
   }
 
   std::shared_ptr<BlockingCommunicator> owner_;
@@ -251,8 +229,5 @@ class Endpoint {
   WorkQueue collectives_;
   std::map<std::pair<int, bool>, WorkQueue> lanes_;
 };
-
-// Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.
-py::dict endpoint_calls(const py::object& owner);
 
 }  // namespace fastdist::bindings

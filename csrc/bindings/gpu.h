@@ -17,7 +17,6 @@
 #include "bindings/array.h"
 #include "bindings/caller.h"
 #include "bindings/checker.h"
-#include "bindings/fast_call.h"
 #include "nccl/engine.h"
 
 namespace fastdist::bindings {
@@ -25,16 +24,11 @@ namespace fastdist::bindings {
 namespace py = pybind11;
 using nccl::GpuCommunicator;
 
-// A CUDA stream, which Python passes as an integer handle.
-struct StreamArgument {
-  nccl::StreamHandle handle;
-};
-
-template <>
-inline StreamArgument from_python<StreamArgument>(PyObject* object) {
-  void* const handle = PyLong_AsVoidPtr(object);
+// Returns a CUDA stream, which Python passes as an integer handle.
+inline nccl::StreamHandle to_stream(py::handle stream) {
+  void* const handle = PyLong_AsVoidPtr(stream.ptr());
   if (handle == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return {static_cast<nccl::StreamHandle>(handle)};
+  return static_cast<nccl::StreamHandle>(handle);
 }
 
 class Gpu;
@@ -68,18 +62,12 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
   [[nodiscard]] GpuCommunicator& communicator() noexcept { return *communicator_; }
   [[nodiscard]] Placement placement() const { return {communicator_->device()}; }
-  [[nodiscard]] int root(py::handle root) const {
-    return to_rank(root, "root", communicator_->size());
-  }
-  [[nodiscard]] int peer(py::handle peer, const char* argument) const {
-    return to_rank(peer, argument, communicator_->size(), communicator_->rank());
-  }
 
   // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
   // communicator's own stream, returning a GpuWork. `kept` is a tuple of the arrays of the call, or
   // of lists of them.
   template <class Call>
-  py::object run(const Call& call, const StreamArgument& stream, std::chrono::nanoseconds timeout,
+  py::object run(const Call& call, nccl::StreamHandle stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
     std::shared_ptr<const nccl::Mark> mark;
     std::shared_ptr<Work> comparison;
@@ -88,10 +76,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
       caller.may_block();  // never wait for another thread's call while holding the GIL
       const std::lock_guard lock(mutex_);
       telling([&] {
-        CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
+        CallOptions options{timeout, &caller, nullptr, nullptr, stream};
         if (async) {
           options.stream = communicator_->own_stream();
-          communicator_->follow(stream.handle);
+          communicator_->follow(stream);
         }
         call(*communicator_, options);
         if (!async) return;
@@ -103,16 +91,16 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     if (!async) return py::reinterpret_borrow<py::object>(result);
     keep(mark, kept);
     return py::cast(GpuWork{shared_from_this(), std::move(mark), std::move(comparison),
-                            py::reinterpret_borrow<py::object>(result), stream.handle});
+                            py::reinterpret_borrow<py::object>(result), stream});
   }
 
   // Launches what `calls` calls as one, on `stream`.
-  void run_group(const py::function& calls, const StreamArgument& stream,
+  void run_group(const py::function& calls, nccl::StreamHandle stream,
                  std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     caller.may_block();
     const std::lock_guard lock(mutex_);
-    const CallOptions options{timeout, &caller, nullptr, nullptr, stream.handle};
+    const CallOptions options{timeout, &caller, nullptr, nullptr, stream};
     telling([&] {
       communicator_->as_group(options, [&] {
         const py::gil_scoped_acquire gil;
@@ -217,8 +205,5 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::mutex kept_mutex_;  // guards kept_; held without Python code
   std::deque<Kept> kept_;
 };
-
-// Returns a dict of all collectives as builtins bound to the communicator that `owner` holds.
-py::dict gpu_calls(const py::object& owner);
 
 }  // namespace fastdist::bindings

@@ -50,6 +50,7 @@ enum class Op : std::uint8_t {
   kGroup,  // calls that are launched as one
 };
 inline constexpr int kOpCount = 13;
+inline constexpr int kCollectiveCount = 11;  // those that users call, which come first
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;
 [[nodiscard]] std::string_view name_of(DType dtype) noexcept;

@@ -158,7 +158,7 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   if (machine_->one_process()) options.caller->may_block();
   ++sequence_;
   const Signature& announced = options.whole != nullptr ? *options.whole : signature;
-  wait_ = {&options, announced, &me().control->bell, true, {}};
+  wait_.begin(options, announced, me().control->bell);
   Header& header = header_of(rank_);
   header.signature.store(announced.packed(), std::memory_order_relaxed);
   header.count.store(announced.count, std::memory_order_relaxed);

@@ -113,6 +113,17 @@ class HostCommunicator final : public BlockingCommunicator {
     std::chrono::steady_clock::time_point start;
     std::uint64_t number = 0;  // in `Control::blocked`, once published
     bool is_shown = false;     // in other communicators too
+    // Begins the wait of a collective. Field by field: a copy of a whole Wait that was just made
+    // waits for the stores of its fields.
+    void begin(const CallOptions& call_options, const Signature& call, Bell& own) noexcept {
+      options = &call_options;
+      signature = call;
+      bell = &own;
+      needs_all = true;
+      start = {};
+      number = 0;
+      is_shown = false;
+    }
     // The call for messages.
     [[nodiscard]] const Signature& shown() const noexcept {
       return options->shown != nullptr ? *options->shown : signature;

@@ -2,7 +2,8 @@
 # An array is a numpy array, a torch tensor, or any object with DLPack or the buffer protocol. A
 # parameter called `arrays` takes one array or a list of arrays.
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -13,6 +14,11 @@ import numpy.typing as npt
 def instruction_set() -> str: ...
 def copy(dst: Any, src: Any, /) -> None: ...
 def stream_copy(dst: Any, src: Any, /) -> None: ...
+
+# bind_errors.cpp
+
+# The module that composes messages: fastdist.collectives.hints, which is above this one.
+def set_hints(module: ModuleType, /) -> None: ...
 
 # bind_work.cpp
 
@@ -44,30 +50,23 @@ class SharedBlock:
     @property
     def offset(self) -> int: ...
 
-# Builtins bound to one communicator. All arguments are positional; the last two are timeout_s and
-# async_op. A builtin returns the array it wrote or, if async_op, a Work whose `wait` returns it.
-class _Calls(TypedDict):
-    # arrays, op, out or None to work in place, compress
-    all_reduce: Callable[[Any, str, Any | None, str | None, float, bool], Any]
-    # arrays, op, root, out or None to work in place
-    reduce: Callable[[Any, str, int, Any | None, float, bool], Any]
-    # arrays, root, out or None to work in place
-    broadcast: Callable[[Any, int, Any | None, float, bool], Any]
-    # array, out
-    all_gather: Callable[[Any, Any, float, bool], Any]
-    # array, root, out (read on the root only)
-    gather: Callable[[Any, int, Any | None, float, bool], Any]
-    # array (read on the root only), root, out
-    scatter: Callable[[Any | None, int, Any, float, bool], Any]
-    # array, op, out
-    reduce_scatter: Callable[[Any, str, Any, float, bool], Any]
-    # array, out, counts: per array, elements from each rank to each rank (empty: equal parts)
-    all_to_all: Callable[[Any, Any, Sequence[int], float, bool], Any]
-    # array, destination
-    send: Callable[[Any, int, float, bool], Any]
-    # array, source
-    recv: Callable[[Any, int, float, bool], Any]
-    barrier: Callable[[float, bool], Any]
+# Collectives bound to one engine, by name. They take the array or a list of arrays (scatter: read
+# on the root only), and by keywords:
+#
+# op: the reduction, of all_reduce, reduce and reduce_scatter
+# root: of reduce, broadcast, gather and scatter
+# dst, src: of send and recv
+# out: None for all_reduce, reduce and broadcast to work in place; gather: read on the root only
+# compress: of all_reduce
+# counts: of all_to_all, for each array, elements from each rank to each rank (empty: equal parts)
+# bucket_bytes: of all_reduce on GPUs; "auto" lets the engine choose
+# stream: the handle of a CUDA stream on which the arrays are ready
+# timeout: in seconds; None for that of `calls`
+# async_op: False if not given
+#
+# A collective returns the array it wrote or, if async_op, a Work or GpuWork whose `wait` returns
+# it.
+_Calls = Mapping[str, Callable[..., Any]]
 
 class Communicator:
     @property
@@ -93,7 +92,7 @@ class Communicator:
     def finish(self, /) -> None: ...
     def close(self, /) -> None: ...
     def empty(self, nbytes: int, /) -> npt.NDArray[np.uint8]: ...
-    def calls(self, /) -> _Calls: ...
+    def calls(self, timeout_s: float, /) -> _Calls: ...
 
 class HostCommunicator(Communicator):
     def __init__(
@@ -336,38 +335,25 @@ class GpuMemory:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
-# Like `_Calls`, with the handle of a CUDA stream before timeout_s and async_op. The arrays must be
-# ready on that stream. An async call returns a GpuWork.
-class _GpuCalls(TypedDict):
-    # arrays, op, out or None to work in place, compress, bucket bytes (0: the default)
-    all_reduce: Callable[[Any, str, Any | None, str | None, int, int, float, bool], Any]
-    reduce: Callable[[Any, str, int, Any | None, int, float, bool], Any]
-    broadcast: Callable[[Any, int, Any | None, int, float, bool], Any]
-    all_gather: Callable[[Any, Any, int, float, bool], Any]
-    gather: Callable[[Any, int, Any | None, int, float, bool], Any]
-    scatter: Callable[[Any | None, int, Any, int, float, bool], Any]
-    reduce_scatter: Callable[[Any, str, Any, int, float, bool], Any]
-    all_to_all: Callable[[Any, Any, Sequence[int], int, float, bool], Any]
-    send: Callable[[Any, int, int, float, bool], Any]
-    recv: Callable[[Any, int, int, float, bool], Any]
-    barrier: Callable[[int, float, bool], Any]
-
 class GpuRegistration:
     def close(self, /) -> None: ...
 
 # the point that a stream had reached
 class GpuMark: ...
 
-# Sends calls on arrays of a GPU to `general()`, a function (op, arguments, timeout_s, async_op), or
-# straight to the connected engine, and all others to the host engine.
+# Sends calls on arrays of a GPU to `general()`, a function (op, arguments by name), or straight to
+# the connected engine, and all others to the host engine. `device_of` returns the GPU of an array
+# whose library has no C function for that.
 class Router:
-    def __init__(self, hosts: Communicator | None, general: Any, /) -> None: ...
-    # calls on arrays of this GPU go straight to these builtins of its engine
-    def connect(self, gpu: int, calls: dict[str, Callable[..., Any]], /) -> None: ...
-    def calls(self, /) -> dict[str, Callable[..., Any]]: ...
+    def __init__(
+        self, hosts: Communicator | None, general: Any, device_of: Callable[[Any], int | None], /
+    ) -> None: ...
+    # calls on arrays of its GPU go straight to this engine
+    def connect(self, engine: NcclCommunicator, /) -> None: ...
+    def calls(self, timeout_s: float, /) -> _Calls: ...
 
-# raises unless collectives can use the arrays, which are on the host or all on one GPU
-def check_arrays(arrays: Any, /) -> None: ...
+# raises unless collectives can use the arrays, which are on this GPU, or on the host if it is None
+def check_arrays(arrays: Any, gpu: int | None, /) -> None: ...
 
 # the handle of the current stream of the arrays' library, if the library has a C function for it
 def current_stream(arrays: Any, device: int, /) -> int | None: ...
@@ -403,7 +389,7 @@ class NcclCommunicator:
     def run_group(self, calls: Callable[[], None], stream: int, timeout: float, /) -> None: ...
     @property
     def device(self) -> int: ...
-    def calls(self, /) -> _GpuCalls: ...
+    def calls(self, timeout_s: float, /) -> _Calls: ...
     # keeps arrays alive until the last call, which was made on this stream, has finished
     def keep_for_last(self, stream: int, arrays: Any, /) -> None: ...
     # registers arrays with NCCL until the result is closed or dropped

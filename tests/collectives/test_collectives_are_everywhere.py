@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Iterable
 
@@ -10,7 +9,7 @@ import fastdist as fd
 import pytest
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.doctor.explain import NAMES
-from fastdist.collectives import functions, group
+from fastdist.collectives import functions
 from fastdist.collectives.engines.engine import OPS
 from paths import ROOT
 from ranks import ThreadRanks
@@ -24,18 +23,8 @@ def of_cpp() -> Iterable[str]:
     return set(re.findall(r'"(\w+)"', table[1])) - {"empty", "group"}
 
 
-def of_bindings(file: str, pattern: str) -> Iterable[str]:
-    return re.findall(pattern, read(f"csrc/bindings/{file}"))
-
-
-def of_stubs(name: str) -> Iterable[str]:
-    tree = ast.parse(read("python/fastdist/_core.pyi"))
-    (made,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    return {n.target.id for n in made.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
-
-
 def of_running_engine() -> Iterable[str]:
-    return ThreadRanks(1).run(lambda comm: set(comm.engine.calls()))[0]
+    return ThreadRanks(1).run(lambda comm: set(comm.engine.compiled.calls(1.0)))[0]
 
 
 def of_tpus() -> Iterable[str]:
@@ -51,22 +40,12 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-FAST = r'FastCall<&\w+>::define\("(\w+)"\)'
-ROUTED = r"RoutedCall<&(\w+), Op::k\w+>::define\(\)"
-
-
 @pytest.mark.parametrize(
     ("table", "lacks"),
     [
         (of_cpp, set()),
-        (lambda: of_bindings("endpoint_calls.cpp", FAST), set()),
-        (lambda: of_bindings("endpoint_calls.cpp", ROUTED), {"barrier"}),
-        (lambda: of_bindings("gpu_calls.cpp", FAST), set()),
-        (lambda: of_stubs("_Calls"), set()),
-        (lambda: of_stubs("_GpuCalls"), set()),
         (of_running_engine, set()),
         (of_tpus, set()),
-        (lambda: group._RESULT, {"barrier"}),
         (lambda: vars(fd.Communicator), set()),
         (lambda: vars(functions), set()),
         (lambda: fd.__all__, set()),
@@ -75,8 +54,7 @@ ROUTED = r"RoutedCall<&(\w+), Op::k\w+>::define\(\)"
         (of_docs, set()),
     ],
     ids=[
-        *("names in C++", "bindings", "routed bindings", "bindings of GPUs", "stubs"),
-        *("stubs of GPUs", "engine that runs", "TPUs", "groups", "methods", "functions"),
+        *("names in C++", "engine that runs", "TPUs", "methods", "functions"),
         *("public names", "doctor --explain", "bench", "documentation"),
     ],
 )

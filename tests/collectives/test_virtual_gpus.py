@@ -96,8 +96,9 @@ x = virtual_arrays.array(__import__("numpy").ones(8, "float32"))
 gpu = _core.NcclCommunicator.connect(
     _core.new_nccl_id(), 0, 1, 1, sys.argv[1] == "blocking", None, 20.0
 )
-calls = gpu.calls()
-calls["all_reduce"](x, "sum", None, None, 0, virtual_arrays.current_stream(), 20.0, True).wait(0)
+calls = gpu.calls(20.0)
+stream = virtual_arrays.current_stream()
+calls["all_reduce"](x, op="sum", stream=stream, async_op=True).wait(0)
 gpu.close()
 del calls, gpu
 runtime = ctypes.CDLL(str(virtual_arrays.FOLDER / "libvirtual_cudart.so"))

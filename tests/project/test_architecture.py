@@ -18,10 +18,10 @@ CSRC = ROOT / "csrc"
 
 # A chain: each imports from itself and from those above it, and from nothing below.
 CHAIN = (
-    "fastdist._core",
-    "fastdist._version",
     "fastdist.processes",
     "fastdist.errors",
+    "fastdist._core",
+    "fastdist._version",
     "fastdist._config",
     "fastdist.cluster",
     "fastdist.collectives",
@@ -62,6 +62,8 @@ INCLUDES = {
     "table": {"core"},
     "core": set(),
 }
+# C++ is fastdist._core. What it needs from above is given to it.
+CPP_IMPORT = re.compile(r'[iI]mport\w*\(\s*"(fastdist[\w.]*)"')
 PYTHON_HEADERS = re.compile(r"pybind11/|Python\.h$|numpy/")
 CUDA_HEADERS = re.compile(r"cuda|nccl|cub/|thrust/|cooperative_groups|device_launch|driver_types")
 TORCH_HEADERS = re.compile(r"torch/|ATen/|c10/")
@@ -179,6 +181,8 @@ def test_imports_point_down() -> None:
         ("fastdist.collectives.init", "fastdist", False),
         ("fastdist.collectives.rendezvous", "fastdist.replicas.context", False),
         ("fastdist.cluster.launch", "fastdist.errors", True),
+        ("fastdist._core", "fastdist.errors", True),
+        ("fastdist._core", "fastdist.collectives.hints", False),
         ("fastdist.cluster.launch", "fastdist.collectives.init", False),
         ("fastdist.errors", "fastdist._config", False),
         ("fastdist.processes.supervisor", "fastdist.errors", False),
@@ -208,6 +212,23 @@ def test_imports_are_found_in_every_form(tmp_path: Path) -> None:
         "fastdist.cli.run",
         "fastdist.cluster.launch",
         "fastdist.replicas.context",
+    ]
+
+
+def test_imports_of_cpp_point_down() -> None:
+    found = [
+        (path.relative_to(ROOT), imported)
+        for path in sources()
+        for imported in CPP_IMPORT.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert found, "fastdist.errors is imported"
+    assert [each for each in found if not is_allowed("fastdist._core", each[1])] == []
+
+
+@pytest.mark.parametrize("call", ["py::module_::import(", "PyImport_ImportModule(\n    "])
+def test_imports_of_cpp_are_found(call: str) -> None:
+    assert CPP_IMPORT.findall(f'{call}"fastdist.collectives.hints")') == [
+        "fastdist.collectives.hints"
     ]
 
 

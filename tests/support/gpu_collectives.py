@@ -38,15 +38,15 @@ def reductions(r: Rank) -> None:
                 inputs = r.inputs(dtype, size, op)
                 expected = reduced(inputs, op)
                 x = r.arrays.array(inputs[r.rank])
-                r.call("all_reduce", x, op, None, None, 0)
+                r.call("all_reduce", x, op=op)
                 check(r, x, expected, f"all_reduce: {what}")
                 x = r.arrays.array(inputs[r.rank])
-                r.call("reduce", x, op, 0, None)
+                r.call("reduce", x, op=op, root=0)
                 wanted = expected if r.rank == 0 else inputs[r.rank]
                 check(r, x, wanted, f"reduce: {what}")
                 wide = r.inputs(dtype, size * r.size, op)
                 out = r.arrays.array(inputs[0])
-                r.call("reduce_scatter", r.arrays.array(wide[r.rank]), op, out)
+                r.call("reduce_scatter", r.arrays.array(wide[r.rank]), op=op, out=out)
                 part = reduced(wide, op)[r.rank * size : (r.rank + 1) * size]
                 check(r, out, part, f"reduce_scatter: {what}")
 
@@ -60,24 +60,24 @@ def moves(r: Rank) -> None:
             everyone = np.concatenate(inputs)
             mine = r.arrays.array(inputs[r.rank])
             out = r.arrays.array(np.zeros_like(everyone))
-            r.call("all_gather", mine, out)
+            r.call("all_gather", mine, out=out)
             check(r, out, everyone, f"all_gather: {what}")
             out = r.arrays.array(np.zeros_like(everyone))
-            r.call("gather", mine, last, out if r.rank == last else None)
+            r.call("gather", mine, root=last, out=out if r.rank == last else None)
             if r.rank == last:
                 check(r, out, everyone, f"gather: {what}")
             part = r.arrays.array(np.zeros_like(inputs[0]))
-            r.call("scatter", r.arrays.array(everyone) if r.rank == 0 else None, 0, part)
+            r.call("scatter", r.arrays.array(everyone) if r.rank == 0 else None, root=0, out=part)
             check(r, part, inputs[r.rank], f"scatter: {what}")
             x = r.arrays.array(inputs[r.rank])
-            r.call("broadcast", x, last, None)
+            r.call("broadcast", x, root=last)
             check(r, x, inputs[last], f"broadcast: {what}")
             wide = [
                 np.concatenate([inputs[(k + p) % r.size] for p in range(r.size)])
                 for k in range(r.size)
             ]
             out = r.arrays.array(np.zeros_like(wide[0]))
-            r.call("all_to_all", r.arrays.array(wide[r.rank]), out, [])
+            r.call("all_to_all", r.arrays.array(wide[r.rank]), out=out)
             expected = np.concatenate([inputs[(k + r.rank) % r.size] for k in range(r.size)])
             check(r, out, expected, f"all_to_all: {what}")
 
@@ -87,7 +87,12 @@ def uneven(r: Rank) -> None:
     counts = np.array([[(p + k) % 3 * 100 for p in range(r.size)] for k in range(r.size)])
     sent = [sample("int32", int(counts[k].sum()), 5, k) for k in range(r.size)]
     out = r.arrays.full(int(counts[:, r.rank].sum()), 0, "int32")
-    r.call("all_to_all", r.arrays.array(sent[r.rank]), out, [int(n) for n in counts.reshape(-1)])
+    r.call(
+        "all_to_all",
+        r.arrays.array(sent[r.rank]),
+        out=out,
+        counts=[int(n) for n in counts.reshape(-1)],
+    )
     begins = np.cumsum(counts, axis=1) - counts
     expected = [sent[k][begins[k, r.rank] :][: counts[k, r.rank]] for k in range(r.size)]
     check(r, out, np.concatenate(expected), "all_to_all of uneven parts")
@@ -102,11 +107,11 @@ def pairs(r: Rank) -> None:
         if r.size == 1:
             return
         if r.rank % 2 == 0:
-            r.call("send", x, after)
-            r.call("recv", y, before)
+            r.call("send", x, dst=after)
+            r.call("recv", y, src=before)
         else:
-            r.call("recv", y, before)
-            r.call("send", x, after)
+            r.call("recv", y, src=before)
+            r.call("send", x, dst=after)
         check(r, y, sample("float32", size, 5, before), f"recv of {size}")
 
 
@@ -118,25 +123,25 @@ def lists(r: Rank) -> None:
         [sample(d, n, 5, k) for d, n in zip(dtypes, sizes, strict=True)] for k in range(r.size)
     ]
     sums = [reduced([inputs[k][i] for k in range(r.size)], "sum") for i in range(len(sizes))]
-    for bucket_bytes in (0, 1 << 16):
+    for bucket_bytes in ("auto", 1 << 16):
         arrays = [r.arrays.array(x) for x in inputs[r.rank]]
-        r.call("all_reduce", arrays, "sum", None, None, bucket_bytes)
+        r.call("all_reduce", arrays, bucket_bytes=bucket_bytes)
         for i, x in enumerate(arrays):
             check(r, x, sums[i], f"list of {bucket_bytes}: array {i}")
     arrays = [r.arrays.array(x) for x in inputs[r.rank]]
     outs = [r.arrays.array(np.zeros_like(x)) for x in inputs[r.rank]]
-    r.call("all_reduce", arrays, "sum", outs, None, 0)
-    r.call("broadcast", arrays, 0, None)
+    r.call("all_reduce", arrays, out=outs)
+    r.call("broadcast", arrays, root=0)
     for i, (x, out) in enumerate(zip(arrays, outs, strict=True)):
         check(r, out, sums[i], f"list out of place: array {i}")
         check(r, x, inputs[0][i], f"broadcast of a list: array {i}")
-    r.call("broadcast", arrays, r.size - 1, outs if r.rank == r.size - 1 else None)
-    r.call("reduce", arrays, "max", 0, outs if r.rank == 0 else None)
+    r.call("broadcast", arrays, root=r.size - 1, out=outs if r.rank == r.size - 1 else None)
+    r.call("reduce", arrays, op="max", root=0, out=outs if r.rank == 0 else None)
     for i, out in enumerate(outs):
         if r.rank == 0:
             check(r, out, inputs[0][i], f"reduce of a list: array {i}")
     flat = r.arrays.array(sample("float32", 50_000, 7, r.rank))
-    r.call("all_reduce", [flat[:10_000], flat[10_000:10_001], flat[10_001:]], "sum", None, None, 0)
+    r.call("all_reduce", [flat[:10_000], flat[10_000:10_001], flat[10_001:]])
     expected = reduced([sample("float32", 50_000, 7, k) for k in range(r.size)], "sum")
     check(r, flat, expected, "a list that is contiguous in memory")
 
@@ -147,16 +152,16 @@ def grouped(r: Rank) -> None:
     inputs = [[sample("int16", n, 5, k) for n in sizes] for k in range(r.size)]
     mine = [r.arrays.array(x) for x in inputs[r.rank]]
     outs = [r.arrays.full(n * r.size, 0, "int16") for n in sizes]
-    r.call("all_gather", mine, outs)
+    r.call("all_gather", mine, out=outs)
     for i, out in enumerate(outs):
         check(r, out, np.concatenate([inputs[k][i] for k in range(r.size)]), f"all_gather: {i}")
     parts = [r.arrays.full(n, 0, "int16") for n in sizes]
-    r.call("reduce_scatter", outs, "sum", parts)
+    r.call("reduce_scatter", outs, out=parts)
     for i, part in enumerate(parts):
         with np.errstate(over="ignore"):
             expected = (inputs[r.rank][i].astype(np.int64) * r.size).astype(np.int16)
         check(r, part, expected, f"reduce_scatter: {i}")
-    r.call("reduce", mine, "sum", 0, None)
+    r.call("reduce", mine, root=0)
     for i, x in enumerate(mine):
         wanted = reduced([inputs[k][i] for k in range(r.size)], "sum")
         check(r, x, wanted if r.rank == 0 else inputs[r.rank][i], f"reduce: {i}")
@@ -164,10 +169,10 @@ def grouped(r: Rank) -> None:
 
 def compression(r: Rank) -> None:
     inputs = [[sample("float32", n, 9, k) for n in (3, 40_000, 1, 0, 777)] for k in range(r.size)]
-    for bucket_bytes in (0, 1 << 14):
+    for bucket_bytes in ("auto", 1 << 14):
         for wire, tolerance in (("fp16", 4e-3), ("bf16", 4e-2), ("fp8", 0.3)):
             arrays = [r.arrays.array(x) for x in inputs[r.rank]]
-            r.call("all_reduce", arrays, "mean", None, wire, bucket_bytes)
+            r.call("all_reduce", arrays, op="mean", compress=wire, bucket_bytes=bucket_bytes)
             for i, x in enumerate(arrays):
                 expected = reduced([inputs[k][i] for k in range(r.size)], "mean")
                 error = np.abs(r.arrays.numpy(x, "float32") - expected).max(initial=0.0)

@@ -593,7 +593,7 @@ def a_group_that_raises(comm: Communicator) -> None:
         x, stream = arrays.full(5_000_000, 1), arrays.current_stream()
 
         def calls() -> None:
-            gpus._on_gpus["send"](x, 1, stream, 1.0, False)
+            gpus._on_gpus["send"](x, dst=1, stream=stream, timeout=1.0)
             raise KeyError
 
         with pytest.raises(KeyError):

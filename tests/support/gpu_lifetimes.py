@@ -24,7 +24,7 @@ def streams(r: Rank) -> None:
         x, copy = a.full(1 << 20, 1), a.full(1 << 20, 0)
         for _ in range(3):
             a.fill(x, 1)
-            work = r.call_async("all_reduce", x, "sum", None, None, 0)
+            work = r.call_async("all_reduce", x)
             assert work.wait(a.current_stream()) is x
             a.copy(copy, x)
             a.fill(x, 7)
@@ -32,9 +32,7 @@ def streams(r: Rank) -> None:
         assert a.is_full(x, 7)
     assert work.is_done()
     # A call keeps its arrays until it has ended, even if no other code refers to them.
-    works = [
-        r.call_async("all_reduce", a.full(1 << 16, 1), "sum", None, None, 0) for _ in range(20)
-    ]
+    works = [r.call_async("all_reduce", a.full(1 << 16, 1)) for _ in range(20)]
     assert all(a.is_full(work.synchronize(), r.size) for work in works)
     # Also if the caller changes its list.
     for _ in range(5):
@@ -42,7 +40,7 @@ def streams(r: Rank) -> None:
         items[1] = a.full(9, 1)
         if r.rank == r.size - 1:
             time.sleep(0.01)
-        work = r.call_async("all_reduce", items, "sum", outs, None, 0)
+        work = r.call_async("all_reduce", items, out=outs)
         items.clear()
         others = [a.full(n, 7) for n in (200_000, 100_000, 9)]  # may get their memory
         work.wait(a.current_stream())
@@ -58,7 +56,7 @@ def alternating(r: Rank) -> None:
     for i in range(10):
         with a.use_stream(streams[i % 2]):
             arrays = [a.full(n, i + r.rank) for n in (30_000, 17, 20_000)]
-            r.call("all_reduce", arrays, "sum", None, None, (1 << 14) * (1 + i // 5))
+            r.call("all_reduce", arrays, bucket_bytes=(1 << 14) * (1 + i // 5))
             lists.append(arrays)
     for i, arrays in enumerate(lists):
         with a.use_stream(streams[i % 2]):
@@ -71,14 +69,14 @@ def memory(r: Rank) -> None:
     assert lent.nbytes == 4096
     y = r.arrays.view(lent, "float32")
     r.arrays.fill(y, 2)
-    r.call("all_reduce", y, "sum", None, None, 0)
+    r.call("all_reduce", y)
     assert r.arrays.is_full(y, 2 * r.size)
     # Dropped while a call uses it, which begins late on one rank.
     result = r.arrays.full(1024, 0)
     r.arrays.synchronize()
     if r.rank == r.size - 1:
         time.sleep(0.3)
-    r.call("all_reduce", y, "sum", result, None, 0)
+    r.call("all_reduce", y, out=result)
     del y, lent
     assert r.arrays.is_full(result, 2 * r.size**2)
     if r.size > 1:
@@ -111,18 +109,20 @@ def graphs(r: Rank) -> None:
     parts = [a.full(n, 0) for n in (5, 300, 77)]
     many = [a.full(n, 0) for n in (9_000, 300, 9_000)]
     # The first call connects, which NCCL cannot do during a capture.
-    r.call("all_reduce", x, "sum", None, None, 0)
+    r.call("all_reduce", x)
     shorts = a.full(1000, 0, "int16")
-    r.call("all_reduce", shorts, "sum", None, None, 0)
+    r.call("all_reduce", shorts)
     a.synchronize()
     r.host.barrier()  # work of other ranks, if they are threads, could invalidate the capture
     graph = a.graph()
     with graph.capture():
-        r.call("all_reduce", x, "sum", None, None, 0)
-        r.call("all_reduce", parts, "sum", None, "bf16", 0)
-        r.call("all_reduce", many, "mean", None, None, 1 << 14)
-        r.call("all_reduce", shorts, "sum", None, None, 0)
-        r.call_async("all_reduce", many, "sum", None, "fp8", 1 << 14).wait(a.current_stream())
+        r.call("all_reduce", x)
+        r.call("all_reduce", parts, compress="bf16")
+        r.call("all_reduce", many, op="mean", bucket_bytes=1 << 14)
+        r.call("all_reduce", shorts)
+        r.call_async("all_reduce", many, compress="fp8", bucket_bytes=1 << 14).wait(
+            a.current_stream()
+        )
     r.host.barrier()
     for value in (1.0, 3.0):
         for array in (x, *parts, *many):
@@ -130,7 +130,7 @@ def graphs(r: Rank) -> None:
         a.fill(shorts, value)
         a.synchronize()
         graph.launch()
-        r.call("all_reduce", a.full(9, 1), "max", None, None, 0)
+        r.call("all_reduce", a.full(9, 1), op="max")
         a.synchronize()
         assert a.is_full(x, value * r.size)
         assert all(a.is_full(part, value * r.size) for part in parts)
@@ -143,15 +143,15 @@ def captured_temporaries(r: Rank) -> None:
     """A captured call keeps its arrays until the stream that made it waits."""
     a = r.arrays
     given, out, x = a.full(1000, 1), a.full(1000, 0), a.full(9, 1)
-    r.call("all_reduce", x, "sum", None, None, 0)
+    r.call("all_reduce", x)
     a.synchronize()
     r.host.barrier()
     kept = weakref.ref(given)
     graph = a.graph()
     with graph.capture():
-        work = r.call_async("all_reduce", given, "sum", out, None, 0)
+        work = r.call_async("all_reduce", given, out=out)
         del given
-        later = r.call_async("all_reduce", x, "sum", None, None, 0)
+        later = r.call_async("all_reduce", x)
         assert kept() is not None
         work.wait(a.current_stream())
         assert kept() is None
@@ -165,16 +165,16 @@ def graphs_on_two_streams(r: Rank) -> None:
     a = r.arrays
     lists = [[a.full(n, 0) for n in (9_000, 300, 9_000)] for _ in range(3)]
     for arrays in lists:
-        r.call("all_reduce", arrays, "sum", None, None, 0)
+        r.call("all_reduce", arrays)
     a.synchronize()
     r.host.barrier()
     graph, other = a.graph(), a.graph()
     with graph.capture():
-        work = r.call_async("all_reduce", lists[0], "sum", None, None, 0)
-        r.call("all_reduce", lists[1], "sum", None, None, 0)
+        work = r.call_async("all_reduce", lists[0])
+        r.call("all_reduce", lists[1])
         work.wait(a.current_stream())
     with other.capture():
-        r.call("all_reduce", lists[2], "sum", None, None, 0)
+        r.call("all_reduce", lists[2])
     r.host.barrier()
     for _ in range(5):
         for value, arrays in enumerate(lists, 1):
@@ -192,18 +192,18 @@ def graphs_that_come_and_go(r: Rank) -> None:
     """The memory of a graph's calls goes with it."""
     a = r.arrays
     x, y = a.full(1 << 20, 0), a.full(10, 0)
-    r.call("all_reduce", [x, y], "sum", None, None, 0)
+    r.call("all_reduce", [x, y])
     used = []
     for _ in range(8):
         r.host.barrier()
         graph = a.graph()
         with graph.capture():
-            r.call("all_reduce", [x, y], "sum", None, None, 0)
+            r.call("all_reduce", [x, y])
         r.host.barrier()
         graph.launch()
         a.synchronize()
         del graph
-        r.call("all_reduce", y, "sum", None, None, 0)
+        r.call("all_reduce", y)
         a.synchronize()
         used.append(a.bytes_in_use(r.device))  # type: ignore[attr-defined]
     assert used[-1] == used[1], used
@@ -215,12 +215,12 @@ def outlived(r: Rank) -> None:
     for end in ("close", "abort"):
         gpu = r.connect(r.new_id())
         lists = [[a.full(n, 1) for n in (9_000, 300, 9_000)] for _ in range(2)]
-        r.call("all_reduce", lists[0], "sum", None, None, 1 << 14, gpu=gpu)
+        r.call("all_reduce", lists[0], bucket_bytes=1 << 14, gpu=gpu)
         a.synchronize()
         r.host.barrier()
         graph = a.graph()
         with graph.capture():
-            r.call("all_reduce", lists[1], "sum", None, None, 1 << 14, gpu=gpu)
+            r.call("all_reduce", lists[1], bucket_bytes=1 << 14, gpu=gpu)
         r.host.barrier()
         graph.launch()
         a.synchronize()
@@ -230,7 +230,7 @@ def outlived(r: Rank) -> None:
         gpu.close() if end == "close" else gpu.abort("test ends it")
         assert time.monotonic() - start < 20
         with pytest.raises(errors.FastdistError, match=r"closed|test ends it"):
-            r.call("all_reduce", lists[0], "sum", None, None, 0, gpu=gpu)
+            r.call("all_reduce", lists[0], gpu=gpu)
         r.host.barrier()
         del gpu, graph
 
@@ -240,7 +240,7 @@ def meanwhile(r: Rank) -> None:
     a = r.arrays
     alone = [_core.NcclCommunicator.connect(_core.new_nccl_id(), 0, 1, r.device, True, None, 60.0)]
     x = a.full(1000, 1, "int16")
-    r.call("all_reduce", x, "sum", None, None, 0, gpu=alone[0])
+    r.call("all_reduce", x, gpu=alone[0])
     a.synchronize()
     ready = [[a.full(n, 1) for n in (1 << k, 5)] for k in range(17, 20)]
     r.host.barrier()
@@ -250,12 +250,12 @@ def meanwhile(r: Rank) -> None:
             with graph.capture():
                 for _ in range(5):
                     time.sleep(0.002)
-                    r.call("all_reduce", x, "sum", None, None, 0, gpu=alone[0])
+                    r.call("all_reduce", x, gpu=alone[0])
     else:
         for arrays in ready:
-            work = r.call_async("all_reduce", arrays, "sum", None, None, 0, gpu=alone[0])
+            work = r.call_async("all_reduce", arrays, gpu=alone[0])
             work.synchronize(60)
-            r.call("all_reduce", arrays, "sum", None, "bf16", 0, gpu=alone[0])
+            r.call("all_reduce", arrays, compress="bf16", gpu=alone[0])
     r.host.barrier()
     alone[0].close()
 
@@ -264,14 +264,14 @@ def bad_input(r: Rank) -> None:
     a = r.arrays
     for wrong in (np.ones(3), a.in_memory_of_host(), [a.full(3, 1), a.in_memory_of_host()]):
         with pytest.raises(ValueError, match="must be on cuda:"):
-            r.call("all_reduce", wrong, "sum", None, None, 0)
+            r.call("all_reduce", wrong)
     with pytest.raises(ValueError, match="must be dense"):
-        r.call("all_reduce", a.full(10, 1)[::2], "sum", None, None, 0)
+        r.call("all_reduce", a.full(10, 1)[::2])
     if r.size > 1:
         for x in (a.full(4 + r.rank, 1), [a.full(4 + r.rank, 1), a.full(3, 1)]):
             gpu = r.connect(r.new_id(), r.checker())
             with contextlib.suppress(errors.CollectiveMismatchError):  # it may be told here already
-                r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+                r.call("all_reduce", x, gpu=gpu)
             with pytest.raises(errors.CollectiveMismatchError):
                 r.call("barrier", gpu=gpu)
             gpu.close()
@@ -282,14 +282,14 @@ def ahead(r: Rank) -> None:
     """A call does not wait until the other ranks have called, unless it is far ahead of them."""
     a = r.arrays
     x = a.full(1000, 1)
-    r.call("all_reduce", x, "max", None, None, 0)
+    r.call("all_reduce", x, op="max")
     if r.rank != 0:
         r.host.barrier()
     for i in range(300):
         if r.rank == 0 and i == 50:
             r.host.barrier()
-        r.call("all_reduce", x, "max", None, None, 0)
-    r.call("all_reduce", x, "sum", None, None, 0)
+        r.call("all_reduce", x, op="max")
+    r.call("all_reduce", x)
     assert a.is_full(x, r.size)
 
 
@@ -300,19 +300,19 @@ def late(r: Rank) -> None:
     a = r.arrays
     gpu = r.connect(r.new_id())
     x = a.full(1000, 1)
-    r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+    r.call("all_reduce", x, gpu=gpu)
     a.synchronize()
     if r.rank == 0:
-        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=2.0)
-        r.call("all_reduce", a.full(0, 1), "sum", None, None, 0, gpu=gpu)  # ends at once
+        work = r.call_async("all_reduce", x, gpu=gpu, timeout_s=2.0)
+        r.call("all_reduce", a.full(0, 1), gpu=gpu)  # ends at once
         with pytest.raises(errors.CollectiveTimeoutError, match="within 2 s"):
             work.synchronize(60)
         with pytest.raises(errors.CollectiveTimeoutError):
-            r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+            r.call("all_reduce", x, gpu=gpu)
     r.host.barrier()
     gpu.close()
     x = a.full(10, 1)
-    r.call("all_reduce", x, "sum", None, None, 0)
+    r.call("all_reduce", x)
     assert a.is_full(x, r.size)
 
 
@@ -338,13 +338,13 @@ def aborting(r: Rank) -> None:
     gpu = r.connect(r.new_id())
     x = a.full(10, 1)
     if r.rank == 0:
-        work = r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu) if r.size > 1 else None
+        work = r.call_async("all_reduce", x, gpu=gpu) if r.size > 1 else None
         gpu.abort("test ends it")
         if work is not None:
             with pytest.raises(errors.FastdistError, match="test ends it"):
                 work.synchronize(60)
         with pytest.raises(errors.FastdistError, match="test ends it"):
-            r.call("all_reduce", x, "sum", None, None, 0, gpu=gpu)
+            r.call("all_reduce", x, gpu=gpu)
         a.synchronize()
     r.host.barrier()
     gpu.close()
@@ -358,7 +358,7 @@ def uncompared(r: Rank) -> None:
     r.host.barrier()  # or the failure reaches a rank that still connects
     x = r.arrays.full(10 + r.rank, 1)
     with pytest.raises(fastdist.errors.FastdistError, match=r"ranks disagree|rank has failed"):
-        r.call_async("all_reduce", x, "sum", None, None, 0, gpu=gpu, timeout_s=20.0).synchronize(60)
+        r.call_async("all_reduce", x, gpu=gpu, timeout_s=20.0).synchronize(60)
     r.host.barrier()
     gpu.close()
 

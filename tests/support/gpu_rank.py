@@ -40,7 +40,6 @@ class Rank:
         self.device = self.rank % arrays.device_count()
         arrays.set_device(self.device)
         self.gpu = self.connect(unique_id, self.checker())
-        self.calls = self.gpu.calls()
 
     def checker(self) -> Any:
         """Make a communicator of all hosts, to compare calls of a communicator between GPUs."""
@@ -59,19 +58,15 @@ class Rank:
         made: bytes = self.host.broadcast_object(_core.new_nccl_id() if self.rank == 0 else b"")
         return made
 
-    def call(
-        self, name: str, *arguments: Any, gpu: Any = None, timeout_s: float = TIMEOUT_S
-    ) -> Any:
-        """Call on the current stream."""
-        calls = self.calls if gpu is None else gpu.calls()
-        return calls[name](*arguments, self.arrays.current_stream(), timeout_s, False)
+    def call(self, name: str, *array: Any, async_op: bool = False, **given: Any) -> Any:
+        """Call on the current stream; by `gpu`, if one is given, and to sum, if no op is."""
+        gpu, stream = given.pop("gpu", self.gpu), self.arrays.current_stream()
+        calls = gpu.calls(given.pop("timeout_s", TIMEOUT_S))
+        return calls[name](*array, **{"op": "sum"} | given, stream=stream, async_op=async_op)
 
-    def call_async(
-        self, name: str, *arguments: Any, gpu: Any = None, timeout_s: float = TIMEOUT_S
-    ) -> Any:
+    def call_async(self, name: str, *array: Any, **given: Any) -> Any:
         """Call on the communicator's own stream, after the work of the current stream."""
-        calls = self.calls if gpu is None else gpu.calls()
-        return calls[name](*arguments, self.arrays.current_stream(), timeout_s, True)
+        return self.call(name, *array, async_op=True, **given)
 
     def inputs(self, dtype: str, size: int, op: str = "sum") -> list[Any]:
         """Return the input of each rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, overload
@@ -25,10 +24,10 @@ from fastdist.collectives.arrays import (
     view_bytes,
     view_gpu_bytes,
 )
-from fastdist.collectives.engines.engine import OPS, Engine
+from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.gpu_arrays import memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
-from fastdist.collectives.group import Call, record, run
+from fastdist.collectives.group import Call, recorder, run
 from fastdist.collectives.hints import is_immutable, unknown_keyword, unknown_name
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
@@ -136,18 +135,7 @@ class Communicator:
         self._timeout_s = timeout_s
         self._is_grouping = False
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
-        calls = engine.calls() if self._gpus is None else self._gpus.calls()
-        self._all_reduce = calls["all_reduce"]
-        self._reduce = calls["reduce"]
-        self._broadcast = calls["broadcast"]
-        self._all_gather = calls["all_gather"]
-        self._gather = calls["gather"]
-        self._scatter = calls["scatter"]
-        self._reduce_scatter = calls["reduce_scatter"]
-        self._all_to_all = calls["all_to_all"]
-        self._send = calls["send"]
-        self._recv = calls["recv"]
-        self._barrier = calls["barrier"]
+        self._calls = (self._gpus or engine).calls(timeout_s)
         self.rank: int = engine.rank
         self.world_size: int = engine.size
 
@@ -268,18 +256,21 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.all_reduce(x[comm.rank]), ranks))
             [array([4, 6]), array([4, 6])]
         """
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None or bucket_bytes != "auto":
-            size = 0 if bucket_bytes == "auto" else to_integer(bucket_bytes, "bucket_bytes")
-            if bucket_bytes != "auto" and size <= 0:
-                raise ValueError(f'bucket_bytes must be "auto" or positive, got {bucket_bytes!r}')
-            given = (array, op, out, compress)
-            return self._on("all_reduce", given, seconds, async_op, stream, size)
-        try:
-            return self._all_reduce(array, op, out, compress, seconds, async_op)
-        except TypeError:
-            out = _new_for_immutable(array, out)
-        return self._all_reduce(array, op, out, compress, seconds, async_op)
+        call = self._calls.all_reduce
+        while True:
+            try:
+                return call(
+                    array,
+                    op=op,
+                    out=out,
+                    compress=compress,
+                    bucket_bytes=bucket_bytes,
+                    stream=stream,
+                    timeout=timeout,
+                    async_op=async_op,
+                )
+            except TypeError:
+                out = _new_for_immutable(array, out)
 
     @overload
     def reduce(
@@ -329,14 +320,20 @@ class Communicator:
             [array([1, 5]), array([3, 5])]
         """
         _refuse("reduce", unknown)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("reduce", (array, op, root, out), seconds, async_op, stream)
-        try:
-            return self._reduce(array, op, root, out, seconds, async_op)
-        except TypeError:
-            out = _new_for_immutable(array, out)
-        return self._reduce(array, op, root, out, seconds, async_op)
+        call = self._calls.reduce
+        while True:
+            try:
+                return call(
+                    array,
+                    op=op,
+                    root=root,
+                    out=out,
+                    stream=stream,
+                    timeout=timeout,
+                    async_op=async_op,
+                )
+            except TypeError:
+                out = _new_for_immutable(array, out)
 
     @overload
     def broadcast(
@@ -374,14 +371,14 @@ class Communicator:
             [array([1, 2]), array([1, 2])]
         """
         _refuse("broadcast", unknown)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("broadcast", (array, root, out), seconds, async_op, stream)
-        try:
-            return self._broadcast(array, root, out, seconds, async_op)
-        except TypeError:
-            out = _new_for_immutable(array, out)
-        return self._broadcast(array, root, out, seconds, async_op)
+        call = self._calls.broadcast
+        while True:
+            try:
+                return call(
+                    array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
+                )
+            except TypeError:
+                out = _new_for_immutable(array, out)
 
     @overload
     def all_gather(
@@ -439,10 +436,9 @@ class Communicator:
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
             out = for_each(array, self._joined)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("all_gather", (array, out), seconds, async_op, stream)
-        return self._all_gather(array, out, seconds, async_op)
+        return self._calls.all_gather(
+            array, out=out, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def gather(
@@ -483,10 +479,9 @@ class Communicator:
             out = None
         elif out is None:
             out = for_each(array, self._joined)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("gather", (array, root, out), seconds, async_op, stream)
-        return self._gather(array, root, out, seconds, async_op)
+        return self._calls.gather(
+            array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def scatter(
@@ -539,10 +534,9 @@ class Communicator:
                     f"scatter: rank {self.rank} needs out=, only the root knows the shape"
                 )
             out = for_each(array, self._part)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("scatter", (array, root, out), seconds, async_op, stream)
-        return self._scatter(array, root, out, seconds, async_op)
+        return self._calls.scatter(
+            array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def reduce_scatter(
@@ -605,10 +599,9 @@ class Communicator:
         for_each(array, self._check_parts)
         if out is None:
             out = for_each(array, self._part)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("reduce_scatter", (array, op, out), seconds, async_op, stream)
-        return self._reduce_scatter(array, op, out, seconds, async_op)
+        return self._calls.reduce_scatter(
+            array, op=op, out=out, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def all_to_all(
@@ -673,10 +666,9 @@ class Communicator:
             for_each(array, self._check_parts)
             if out is None:
                 out = for_each(array, _new)
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("all_to_all", (array, out, counts), seconds, async_op, stream)
-        return self._all_to_all(array, out, counts, seconds, async_op)
+        return self._calls.all_to_all(
+            array, out=out, counts=counts, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def send(self, array: A, dst: int, **keywords: Unpack[_Direct]) -> A: ...
@@ -709,10 +701,7 @@ class Communicator:
             >>> work.wait().tolist()
             [1, 2]
         """
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("send", (array, dst), seconds, async_op, stream)
-        return self._send(array, dst, seconds, async_op)
+        return self._calls.send(array, dst=dst, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
     def recv(self, array: A, src: int, **keywords: Unpack[_Direct]) -> A: ...
@@ -739,10 +728,7 @@ class Communicator:
             >>> work.wait()
             array([1, 2])
         """
-        seconds = self._timeout_s if timeout is None else timeout
-        if stream is not None:
-            return self._on("recv", (array, src), seconds, async_op, stream)
-        return self._recv(array, src, seconds, async_op)
+        return self._calls.recv(array, src=src, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
     def barrier(self, *, async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -757,7 +743,7 @@ class Communicator:
             >>> import fastdist as fd
             >>> fd.init().barrier()
         """
-        return self._barrier(self._timeout_s if timeout is None else timeout, async_op)
+        return self._calls.barrier(timeout=timeout, async_op=async_op)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -778,18 +764,14 @@ class Communicator:
                 group.
         """
         self._refuse_in_group("group")
-        calls: list[Call] = []
-        made = {op: getattr(self, f"_{op}") for op in OPS}
-        for op in OPS:
-            setattr(self, f"_{op}", partial(record, self, calls, op))
+        recorded: list[Call] = []
+        calls, self._calls = self._calls, recorder(self, self._timeout_s, recorded)
         self._is_grouping = True
         try:
             yield
         finally:
-            self._is_grouping = False
-            for op, call in made.items():
-                setattr(self, f"_{op}", call)
-        run(calls, made, self._gpus)
+            self._calls, self._is_grouping = calls, False
+        run(recorded, calls, self._gpus)
 
     def _refuse_in_group(self, what: str) -> None:
         if self._is_grouping:
@@ -1027,21 +1009,6 @@ class Communicator:
         if self._gpus is None:
             raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
         return self._gpus
-
-    def _on(
-        self,
-        op: str,
-        given: Sequence[Any],
-        timeout_s: float,
-        async_op: bool,
-        stream: Any,
-        bucket_bytes: int = 0,
-    ) -> Any:
-        """Make a call with arguments that only the engine for GPUs takes."""
-        self._refuse_in_group("a call with stream or bucket_bytes")
-        if stream is None and self._gpus is None:
-            return getattr(self, f"_{op}")(*given, timeout_s, async_op)
-        return self._on_gpus().call(op, given, timeout_s, async_op, stream, bucket_bytes)
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)

@@ -11,6 +11,8 @@ import torch
 from fastdist.collectives.arrays import DTYPES
 from fastdist.collectives.engines.engine import Engine
 
+_TIMEOUT_S = 600.0
+
 
 class Comparison:
     """Compares calls between processes that trace; `peers` connects them on the host."""
@@ -18,7 +20,7 @@ class Comparison:
     def __init__(self, peers: Engine) -> None:
         assert peers.compiled is not None
         self._peers = peers.compiled
-        self._gather = peers.calls()["all_gather"]
+        self._gather = peers.calls(_TIMEOUT_S).all_gather
 
     def require_same(
         self,
@@ -26,7 +28,7 @@ class Comparison:
         tensors: Sequence[torch.Tensor],
         op: str = "sum",
         root: int = 0,
-        timeout_s: float = 600.0,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         """Compare a call on XLA tensors with the calls of all processes. Every process must call.
 
@@ -39,10 +41,10 @@ class Comparison:
         several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
         self._peers.compare(name, dtype, op, root, count, several, timeout_s)
 
-    def joined(self, own: torch.Tensor, timeout_s: float = 600.0) -> torch.Tensor:
+    def joined(self, own: torch.Tensor) -> torch.Tensor:
         """Join the tensors of all processes along axis 0; shapes must be equal."""
         everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
-        self._gather(own.contiguous(), everyone, timeout_s, False)
+        self._gather(own.contiguous(), out=everyone)
         return everyone
 
 

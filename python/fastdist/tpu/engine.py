@@ -53,9 +53,12 @@ class SpmdEngine(Engine):
         """None: NCCL does not connect XLA devices."""
         return None
 
-    def calls(self) -> Calls:
+    def calls(self, timeout_s: float) -> Calls:
         """Return the collectives, which are part of the traced program and never asynchronous."""
-        return {op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
+        del timeout_s  # XLA decides
+        return Calls(
+            **{op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
+        )
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate host memory; XLA manages the memory of the devices."""
@@ -82,14 +85,26 @@ class SpmdEngine(Engine):
     def close(self) -> None:
         """Do nothing: the engine holds no resources."""
 
-    def _call(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        *own, _, async_op = args
+    def _call(
+        self,
+        name: str,
+        method: Callable[..., Any],
+        *arrays: Any,
+        timeout: float | None = None,
+        async_op: bool = False,
+        stream: Any = None,
+        bucket_bytes: Any = None,
+        **given: Any,
+    ) -> Any:
+        del timeout, bucket_bytes  # XLA decides
+        if stream is not None:
+            raise UnsupportedError(f"{name}: stream= is not supported for XLA tensors")
         if async_op:
             raise UnsupportedError(
                 f"{name}: async_op=True is not supported for XLA tensors; XLA itself overlaps the "
                 "collectives of a program with its computations"
             )
-        return method(*own)
+        return method(*arrays, **given)
 
     # --- the collectives ------------------------------------------------------------------------
 
@@ -161,10 +176,10 @@ class SpmdEngine(Engine):
             _put(target, self._exchanged(source))
         return out
 
-    def _send(self, *_: object) -> Any:
+    def _send(self, *_: object, **__: object) -> Any:
         raise UnsupportedError("send is not supported for XLA tensors; use all_to_all or scatter")
 
-    def _recv(self, *_: object) -> Any:
+    def _recv(self, *_: object, **__: object) -> Any:
         raise UnsupportedError("recv is not supported for XLA tensors; use all_to_all or scatter")
 
     def _barrier(self) -> None:

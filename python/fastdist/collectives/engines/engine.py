@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
 
-Calls = Mapping[str, Callable[..., Any]]
-"""The collectives of an engine by name; `_Calls` in _core.pyi lists the arguments of each."""
 
-OPS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "send",
-    "recv",
-    "barrier",
-)
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The collectives of an engine; csrc/bindings/call.h lists their arguments."""
+
+    all_reduce: Callable[..., Any]
+    reduce: Callable[..., Any]
+    broadcast: Callable[..., Any]
+    all_gather: Callable[..., Any]
+    gather: Callable[..., Any]
+    scatter: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
+    all_to_all: Callable[..., Any]
+    send: Callable[..., Any]
+    recv: Callable[..., Any]
+    barrier: Callable[..., Any]
+
+
+OPS = tuple(field.name for field in fields(Calls))
 """The names of all collectives."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -48,8 +52,12 @@ class Engine(ABC):
         """The compiled engine, over which calls on GPU arrays are compared; None for XLA's."""
 
     @abstractmethod
-    def calls(self) -> Calls:
-        """Return the collectives. Arguments are positional, the last two timeout_s and async_op."""
+    def calls(self, timeout_s: float) -> Calls:
+        """Return the collectives, which take the array and, by name, other arguments.
+
+        Args:
+            timeout_s: seconds to wait for other ranks, for calls without `timeout`.
+        """
 
     @abstractmethod
     def empty(self, nbytes: int) -> Bytes:

@@ -82,10 +82,9 @@ class HostEngine(Engine):
         """The compiled engine."""
         return self._host
 
-    def calls(self) -> Calls:
+    def calls(self, timeout_s: float) -> Calls:
         """Return the builtins of the compiled engine."""
-        calls: Calls = self._host.calls()  # type: ignore[assignment]
-        return calls
+        return Calls(**self._host.calls(timeout_s))
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate shared memory."""
@@ -102,7 +101,7 @@ class HostEngine(Engine):
             block = _core.SharedBlock(host.machine, machine_rank, len(own), host.tuning)
         offsets = np.empty(self.size, np.int64)
         offset = np.array([block.offset if block is not None else 0], np.int64)
-        host.calls()["all_gather"](offset, offsets, timeout_s, False)
+        self.calls(timeout_s).all_gather(offset, out=offsets)
         if own is None or block is None:
             return None
         members = [host.members[rank] for rank in own]

@@ -11,7 +11,7 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -56,49 +56,34 @@ class NcclEngine:
 
     def __init__(self, host_engine: Engine) -> None:
         self._host_engine = host_engine
-        self._on_hosts = host_engine.calls()
-        self._router = _core.Router(host_engine.compiled, weakref.WeakMethod(self.call))
+        general = weakref.WeakMethod(self.call)
+        self._router = _core.Router(host_engine.compiled, general, device_of)
         self._gpu: _core.NcclCommunicator | None = None
-        self._on_gpus: dict[str, Any] = {}
+        self._on_gpus: Mapping[str, Callable[..., Any]] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._mail: Engine | None = None  # by which lanes are connected
         self._blocks: tuple[int | None, int | None] = (None, None)
 
-    def calls(self) -> Calls:
+    def calls(self, timeout_s: float) -> Calls:
         """Return the collectives of the host engine, for arrays on the host or a GPU."""
-        return {**self._on_hosts, **self._router.calls()}
+        return Calls(**self._router.calls(timeout_s))
 
-    def call(
-        self,
-        op: str,
-        given: Sequence[Any],
-        timeout_s: float,
-        async_op: bool,
-        stream: Any = None,
-        bucket_bytes: int = 0,
-    ) -> Any:
-        """Make a call.
+    def call(self, op: str, given: dict[str, Any]) -> Any:
+        """Make a call on GPU arrays.
 
         Args:
             op: name of the collective.
-            given: its arguments, as in the calls of the host engine.
-            timeout_s: seconds to wait for other ranks.
-            async_op: enqueue on a stream of the engine's own and return a `StreamWork`.
-            stream: the stream on which the arrays are ready and the call is enqueued; the current
-                stream of the arrays' library if None.
-            bucket_bytes: bucket size for all_reduce of a list; 0 lets the engine choose.
+            given: its arguments by name. `stream` is the stream on which the arrays are ready and
+                the call is enqueued; the current stream of the arrays' library if there is none.
 
         Raises:
-            ValueError: the arrays are not on this rank's GPU, a stream was given for arrays that
-                are not on a GPU, or NCCL cannot use the stream.
+            ValueError: the arrays are not on this rank's GPU, or NCCL cannot use the stream.
             UnsupportedError: no usable NCCL was found.
         """
-        array = _first_array(given)
+        array, stream = _first_array(given), given.get("stream")
+        timeout_s, async_op = given["timeout"], given["async_op"]
         device = self._device_of(array)
-        if device is None:
-            if stream is not None:
-                raise ValueError("stream is for arrays on GPUs, got an array that is not on a GPU")
-            return self._on_hosts[op](*given, timeout_s, async_op)
+        assert device is not None
         gpu = self._gpu or self._connect(device, timeout_s)
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
         if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
@@ -106,26 +91,25 @@ class NcclEngine:
                 "the per-thread default stream needs NCCL_COMM_BLOCKING=1, since NCCL's own "
                 "thread would enqueue the call on another stream; or pass stream="
             )
-        if op == "all_reduce":
-            given = (*given, bucket_bytes)
         keeper: Lane | _core.NcclCommunicator = gpu
         if op in ("send", "recv") and gpu.device == device:
-            keeper = self._lane(op, given[1], timeout_s)
+            keeper = self._lane(op, given["dst" if op == "send" else "src"], timeout_s)
             result = keeper.call(array, handle, timeout_s, async_op)
         else:
-            result = self._on_gpus[op](*given, handle, timeout_s, async_op)
+            result = self._on_gpus[op](**given | {"stream": handle})
         if async_op:
             return StreamWork(result, array, device)
         if stream is not None:  # the arrays' library does not know that it is in use
-            keeper.keep_for_last(handle, tuple(given))
+            keeper.keep_for_last(handle, (array, given.get("out")))
         return result
 
-    def run_group(self, calls: Sequence[tuple[str, tuple[Any, ...]]], timeout_s: float) -> None:
-        """Make calls on GPU arrays as one: (op, arguments as of the calls of the host engine).
+    def run_group(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        """Make calls on GPU arrays as one: (op, arguments by name).
 
         They are enqueued on the current stream of the first array's library.
         """
         arrays = [_first_array(given) for _, given in calls]
+        timeout_s = max(given["timeout"] for _, given in calls)
         device = self._device_of(arrays)
         assert device is not None
         gpu = self._gpu or self._connect(device, timeout_s)
@@ -133,8 +117,7 @@ class NcclEngine:
 
         def make() -> None:
             for op, given in calls:
-                more = (0,) if op == "all_reduce" else ()
-                self._on_gpus[op](*given, *more, handle, timeout_s, False)
+                self._on_gpus[op](**given | {"stream": handle, "timeout": timeout_s})
 
         gpu.run_group(make, handle, timeout_s)
 
@@ -151,7 +134,7 @@ class NcclEngine:
             )
         self._blocks = (least, most)
 
-    def is_on_gpu(self, given: Sequence[Any]) -> bool:
+    def is_on_gpu(self, given: dict[str, Any]) -> bool:
         """Return True if a call with these arguments is one on GPU arrays."""
         return device_of(_first_array(given)) is not None
 
@@ -224,7 +207,7 @@ class NcclEngine:
                 gpu.share_failures(made)
                 return made
 
-            calls = self._mail.calls()
+            calls = self._mail.calls(timeout_s)
             lane = Lane(op, peer, connect, calls, gpu.record, gpu.abort, timeout_s)
             self._lanes[op, peer] = lane
         return lane
@@ -274,9 +257,8 @@ class NcclEngine:
         if may_map and len(machines) == 1 and 1 < size <= _MOST_PEERS:
             self._map_peers(gpu, timeout_s)
         self._mail = self._host_engine.subset([list(range(size))], timeout_s)
-        self._on_gpus = dict(gpu.calls())
-        between_all = {op: c for op, c in self._on_gpus.items() if op not in ("send", "recv")}
-        self._router.connect(device, between_all)
+        self._on_gpus = gpu.calls(timeout_s)
+        self._router.connect(gpu)
         self._gpu = gpu
         return gpu
 
@@ -294,16 +276,16 @@ class NcclEngine:
         except _NO_MEMORY:
             is_open = False
         answer = np.array([is_open], np.uint8)
-        self._on_hosts["all_reduce"](answer, "min", None, None, timeout_s, False)
+        self._host_engine.calls(timeout_s).all_reduce(answer, op="min")
         gpu.use_peer_memory(bool(answer[0]))
 
     def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         text = json.dumps(record).encode()
         longest = np.array([len(text)])
-        self._on_hosts["all_reduce"](longest, "max", None, None, timeout_s, False)
+        self._host_engine.calls(timeout_s).all_reduce(longest, op="max")
         own = np.frombuffer(text.ljust(longest[0]), np.uint8)
         everyone = np.empty(self._host_engine.size * longest[0], np.uint8)
-        self._on_hosts["all_gather"](own, everyone, timeout_s, False)
+        self._host_engine.calls(timeout_s).all_gather(own, out=everyone)
         return [json.loads(row.tobytes()) for row in everyone.reshape(-1, longest[0])]
 
     def _share_id(self, timeout_s: float) -> bytes:
@@ -315,7 +297,7 @@ class NcclEngine:
             except FastdistError as error:
                 failure = error
         shared = np.frombuffer(unique_id, np.uint8).copy()
-        self._on_hosts["broadcast"](shared, 0, None, timeout_s, False)
+        self._host_engine.calls(timeout_s).broadcast(shared, root=0)
         if failure is not None:
             raise failure
         if not shared.any():
@@ -357,9 +339,10 @@ class StreamWork:
         return self._work.synchronize(timeout)
 
 
-def _first_array(given: Sequence[Any]) -> Any:
+def _first_array(given: dict[str, Any]) -> Any:
     """Return the argument that says where a call's arrays are: scatter has an input on the root."""
-    return given[-1] if given[0] is None else given[0]
+    array = given.get("array")
+    return given["out"] if array is None else array
 
 
 def _describe(device: int) -> dict[str, Any]:

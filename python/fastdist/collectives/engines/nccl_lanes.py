@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,7 @@ class Lane:
         self.failure: BaseException | None = None
         self._op = op
         self._peer = peer
+        self._to = {"dst" if op == "send" else "src": peer}
         self._connect_by = connect
         self._mail = mail
         self._record = record
@@ -115,7 +117,7 @@ class Lane:
                     self._waiting.append(work)
                     return work
         self.wait(timeout_s)
-        return self._call(array, self._peer, stream, timeout_s, async_op)
+        return self._call(array, stream=stream, timeout=timeout_s, async_op=async_op)
 
     def wait(self, timeout: float | None) -> None:
         """Make the host wait until the lane is connected.
@@ -153,7 +155,7 @@ class Lane:
     def _connect(self) -> None:
         try:
             gpu = self._connect_by(self._shared_id())
-            call = gpu.calls()[self._op]  # type: ignore[literal-required]
+            call = partial(gpu.calls(self._timeout_s)[self._op], **self._to)
             with self._lock:
                 if self._is_closed:
                     gpu.abort("the communicator is closed")
@@ -161,9 +163,9 @@ class Lane:
                 self._gpu, self._call = gpu, call
                 for work in self._waiting:
                     gpu.follow(work.ready)
-                    given = (work.array, self._peer, gpu.own_stream, work.timeout_s, True)
+                    own, timeout_s = gpu.own_stream, work.timeout_s
                     try:
-                        work.work = call(*given)
+                        work.work = call(work.array, stream=own, timeout=timeout_s, async_op=True)
                     except Exception as error:
                         work.failure = error
                 self._waiting.clear()
@@ -177,7 +179,7 @@ class Lane:
         """Exchange the id asynchronously, so that the deadlock check sees no blocked rank."""
         made = _core.new_nccl_id() if self._op == "send" else bytes(ID_BYTES)
         shared = np.frombuffer(made, np.uint8).copy()
-        letter = self._mail[self._op](shared, self._peer, self._timeout_s, True)
+        letter = getattr(self._mail, self._op)(shared, **self._to, async_op=True)
         while not letter.is_done():
             if self._is_closed:
                 raise FastdistError("the communicator is closed")

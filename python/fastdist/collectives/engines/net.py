@@ -75,10 +75,9 @@ class NetEngine(Engine):
         """The compiled engine."""
         return self._compiled
 
-    def calls(self) -> Calls:
+    def calls(self, timeout_s: float) -> Calls:
         """Return the builtins of the compiled engine."""
-        calls: Calls = self._compiled.calls()  # type: ignore[assignment]
-        return calls
+        return Calls(**self._compiled.calls(timeout_s))
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate memory that the ranks of this machine share."""
@@ -95,7 +94,7 @@ class NetEngine(Engine):
         inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
         listener = _core.Listener(self._ips[self.rank])
         ports = np.empty(self.size, np.int64)
-        self.calls()["all_gather"](np.array([listener.port]), ports, timeout_s, False)
+        self.calls(timeout_s).all_gather(np.array([listener.port]), out=ports)
         for group in groups:
             if self.rank not in group:
                 continue

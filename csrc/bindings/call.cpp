@@ -1,0 +1,292 @@
+#include "bindings/call.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+
+#include "bindings/arguments.h"
+#include "core/error.h"
+
+namespace fastdist::bindings {
+namespace {
+
+struct Name {
+  const char* text;
+  py::handle CallArguments::* value;
+};
+
+// In the order in which callers pass them.
+constexpr std::array kNames{
+    Name{"array", &CallArguments::array},
+    Name{"op", &CallArguments::reduce_op},
+    Name{"root", &CallArguments::root},
+    Name{"dst", &CallArguments::dst},
+    Name{"src", &CallArguments::src},
+    Name{"out", &CallArguments::out},
+    Name{"compress", &CallArguments::compress},
+    Name{"counts", &CallArguments::counts},
+    Name{"bucket_bytes", &CallArguments::bucket_bytes},
+    Name{"stream", &CallArguments::stream},
+    Name{"timeout", &CallArguments::timeout},
+    Name{"async_op", &CallArguments::async_op},
+};
+
+using Interned = std::array<PyObject*, kNames.size()>;
+
+const Interned& interned_names() {
+  static const Interned names = [] {
+    Interned made{};
+    for (std::size_t i = 0; i < made.size(); ++i) {
+      made[i] = PyUnicode_InternFromString(kNames[i].text);
+      if (made[i] == nullptr) throw py::error_already_set();
+    }
+    return made;
+  }();
+  return names;
+}
+
+// Returns the position of a name that is not interned, or not where callers pass it.
+std::size_t position_of(PyObject* name) {
+  for (std::size_t i = 0; i < kNames.size(); ++i) {
+    if (PyUnicode_CompareWithASCIIString(name, kNames[i].text) == 0) return i;
+  }
+  throw Error(ErrorCode::kType, "collectives have no argument " + std::string(py::repr(name)));
+}
+
+bool is_true(py::handle object) {
+  const int value = PyObject_IsTrue(object.ptr());
+  if (value < 0) throw py::error_already_set();
+  return value != 0;
+}
+
+bool reduces(Op op) {
+  return op == Op::kAllReduce || op == Op::kReduce || op == Op::kReduceScatter;
+}
+
+bool is_rooted(Op op) {
+  return op == Op::kReduce || op == Op::kBroadcast || op == Op::kGather || op == Op::kScatter;
+}
+
+ReduceOp to_reduce_op(py::handle name) {
+  Py_ssize_t length = 0;
+  const char* text =
+      PyUnicode_Check(name.ptr()) != 0 ? PyUnicode_AsUTF8AndSize(name.ptr(), &length) : nullptr;
+  const auto op = text == nullptr ? std::nullopt
+                                  : reduce_op_from_name({text, static_cast<std::size_t>(length)});
+  if (op) return *op;
+  throw Error(ErrorCode::kValue, hint("unknown_op", name));
+}
+
+// Returns the dtype that `compress` names.
+DType to_wire_dtype(py::handle name) {
+  const auto text = py::str(name).cast<std::string>();
+  if (text == "fp16") return DType::kFloat16;
+  if (text == "bf16") return DType::kBFloat16;
+  if (text == "fp8") return DType::kFloat8E4M3FN;
+  throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
+}
+
+// Returns 0 for "auto".
+std::size_t to_bucket_bytes(py::handle given) {
+  static PyObject* const automatic = PyUnicode_InternFromString("auto");
+  if (given.ptr() == automatic) return 0;
+  if (PyUnicode_Check(given.ptr()) != 0 && PyUnicode_Compare(given.ptr(), automatic) == 0) return 0;
+  const Py_ssize_t bytes = PyNumber_AsSsize_t(given.ptr(), nullptr);
+  if (bytes > 0) return static_cast<std::size_t>(bytes);
+  throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", given);
+}
+
+std::string text_of(const TensorView& view) {
+  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
+}
+
+void check_row_major(const Arrays& arrays) {
+  for (const TensorView& view : arrays.views()) {
+    if (view.order == 0) continue;
+    throw Error(ErrorCode::kValue,
+                std::string(arrays.argument()) +
+                    " must be in row-major order, since it is split or joined along axis 0; call "
+                    "numpy.ascontiguousarray(x) or x.contiguous() first");
+  }
+}
+
+// Throws unless `whole` has as many times the elements of `part` as there are ranks. The two do not
+// share memory, or `part` is the place of this rank in `whole`.
+void check_sizes(Op op, const Arrays& part, const Arrays& whole, const Communicator& ranks) {
+  const auto size = static_cast<std::size_t>(ranks.size());
+  const auto rank = static_cast<std::size_t>(ranks.rank());
+  check_row_major(part);
+  check_row_major(whole);
+  check_same_count(part, whole);
+  std::vector<TensorView> apart;  // parts that are not this rank's part of the whole itself
+  for (std::size_t i = 0; i < part.views().size(); ++i) {
+    const TensorView& one = part.views()[i];
+    const TensorView& all = whole.views()[i];
+    if (one.data != all.data + rank * one.bytes()) apart.push_back(one);
+    if (one.dtype == all.dtype && one.count * size == all.count) continue;
+    throw Error(ErrorCode::kValue, std::string(name_of(op)) + ": " + whole.argument() +
+                                       " must hold every rank's " + part.argument() +
+                                       ": expected " + std::to_string(size) + " × " + text_of(one) +
+                                       ", got " + text_of(all));
+  }
+  if (!apart.empty()) check_no_overlap(apart, whole);
+}
+
+void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std::size_t>& counts,
+                      const Communicator& ranks) {
+  const auto n = static_cast<std::size_t>(ranks.size());
+  const auto r = static_cast<std::size_t>(ranks.rank());
+  check_row_major(in);
+  check_row_major(to);
+  check_same_count(in, to);
+  const std::size_t arrays = in.views().size();
+  const bool even = counts.empty();
+  if (!even && counts.size() != arrays * n * n) {
+    throw Error(ErrorCode::kValue, "counts must be a table n × n for each array");
+  }
+  for (std::size_t i = 0; i < arrays; ++i) {
+    const TensorView& from = in.views()[i];
+    const TensorView& into = to.views()[i];
+    if (even && from.count % n != 0) {
+      throw Error(ErrorCode::kValue, "all_to_all: " + std::to_string(from.count) +
+                                         " elements cannot be split among " + std::to_string(n) +
+                                         " ranks; pass splits=");
+    }
+    std::size_t sent = even ? from.count : 0;
+    std::size_t received = sent;
+    for (std::size_t p = 0; p < n && !even; ++p) {
+      sent += counts[(i * n + r) * n + p];
+      received += counts[(i * n + p) * n + r];
+    }
+    if (from.dtype == into.dtype && from.count == sent && into.count == received) continue;
+    throw Error(ErrorCode::kValue, "all_to_all: array must hold the " + std::to_string(sent) +
+                                       " elements to send, and out, in its dtype, the " +
+                                       std::to_string(received) + " to receive; got " +
+                                       text_of(from) + " and " + text_of(into));
+  }
+  check_no_overlap(in.views(), to);
+}
+
+}  // namespace
+
+CallArguments::CallArguments(Op op, py::handle default_timeout, PyObject* const* values,
+                             Py_ssize_t positional, PyObject* keywords)
+    : op(op) {
+  if (positional > 1) {
+    throw Error(ErrorCode::kType, "expected the array and keywords, got " +
+                                      std::to_string(positional) + " positional arguments");
+  }
+  if (positional == 1) array = values[0];
+  const Interned& names = interned_names();
+  const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  std::size_t at = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const name = PyTuple_GET_ITEM(keywords, i);
+    while (at < names.size() && names[at] != name) ++at;
+    if (at == names.size()) at = position_of(name);
+    this->*kNames[at].value = values[positional + i];
+  }
+  if (timeout.is_none()) timeout = default_timeout;
+}
+
+py::dict CallArguments::by_name() const {
+  py::dict result;
+  for (const Name& name : kNames) {
+    const py::handle value = this->*name.value;
+    if (value && !value.is_none()) result[name.text] = value;
+  }
+  return result;
+}
+
+Call::Call(const CallArguments& given, const Communicator& ranks, const Placement& placement)
+    : op(given.op),
+      timeout(to_duration(given.timeout)),
+      is_async(is_true(given.async_op)),
+      result(given.out.is_none() && op != Op::kGather ? given.array : given.out) {
+  if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
+  if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
+  if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), ranks.rank());
+  if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), ranks.rank());
+  if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
+  view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
+  check_arrays(ranks);
+  if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
+  if (given.bucket_bytes) bucket_bytes = to_bucket_bytes(given.bucket_bytes);
+}
+
+void Call::view_arrays(const CallArguments& given, bool is_root, const Placement& placement) {
+  const bool in_place = given.out.is_none();
+  const auto read = [&] { in.emplace(given.array, Access::kRead, "array", placement); };
+  const auto write = [&] { out.emplace(given.out, Access::kWrite, "out", placement); };
+  switch (op) {
+    case Op::kAllReduce:
+    case Op::kReduce:
+      in.emplace(given.array, is_root && in_place ? Access::kWrite : Access::kRead, "array",
+                 placement);
+      if (is_root && !in_place) write();
+      return;
+    case Op::kBroadcast:
+      if (is_root) read();
+      if (!in_place) return write();
+      if (!is_root) out.emplace(given.array, Access::kWrite, "array", placement);
+      return;
+    case Op::kAllGather:
+    case Op::kGather:
+    case Op::kScatter:
+    case Op::kReduceScatter:
+    case Op::kAllToAll:
+      if (is_root || op != Op::kScatter) read();
+      if (is_root || op != Op::kGather) write();
+      return;
+    case Op::kSend:
+      return read();
+    case Op::kRecv:
+      out.emplace(given.array, Access::kWrite, "array", placement);
+      return;
+    case Op::kBarrier:
+    case Op::kEmpty:
+    case Op::kGroup:
+      return;
+  }
+}
+
+void Call::check_arrays(const Communicator& ranks) const {
+  switch (op) {
+    case Op::kAllReduce:
+    case Op::kReduce:
+    case Op::kBroadcast:
+      if (in && out) check_fits(*in, *out);
+      break;
+    case Op::kAllGather:
+    case Op::kGather:
+      if (!out) return check_row_major(*in);
+      check_sizes(op, *in, *out, ranks);
+      break;
+    case Op::kScatter:
+    case Op::kReduceScatter:
+      if (!in) return check_row_major(*out);
+      check_sizes(op, *out, *in, ranks);
+      break;
+    case Op::kAllToAll:
+      check_all_to_all(*in, *out, counts, ranks);
+      break;
+    case Op::kSend:
+    case Op::kRecv:
+    case Op::kBarrier:
+    case Op::kEmpty:
+    case Op::kGroup:
+      break;
+  }
+  if (!reduces(op)) return;
+  for (const TensorView& view : in->views()) check_reducible(reduce_op, view.dtype);
+}
+
+Signature Call::signature() const {
+  if (op == Op::kAllToAll) return all_to_all_signature(in->views(), counts);
+  return signature_of(rooted(op, peer, reduce_op), (op == Op::kScatter ? out : in)->views());
+}
+
+}  // namespace fastdist::bindings

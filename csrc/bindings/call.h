@@ -1,0 +1,82 @@
+// A call of a collective: parsed from Python's arguments and checked once, whatever engine makes
+// it. Nothing else knows which arguments a collective takes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+#include "bindings/array.h"
+#include "core/communicator.h"
+#include "core/signature.h"
+#include "core/types.h"
+
+namespace fastdist::bindings {
+
+namespace py = pybind11;
+
+// The arguments of a call as Python gives them: borrowed, and None where they were not given.
+struct CallArguments {
+  // Takes the arguments of a vectorcall, of which the array alone may be positional.
+  CallArguments(Op op, py::handle default_timeout, PyObject* const* values, Py_ssize_t positional,
+                PyObject* keywords);
+
+  Op op;
+  py::handle array = Py_None;
+  py::handle reduce_op = Py_None;  // `op` in Python
+  py::handle root = Py_None;
+  py::handle dst = Py_None;
+  py::handle src = Py_None;
+  py::handle out = Py_None;  // None: the result goes to `array`
+  py::handle compress = Py_None;
+  py::handle counts = Py_None;  // for each array, the elements from each rank to each rank
+  py::handle bucket_bytes;      // null where it was not given
+  py::handle stream = Py_None;  // GPUs: the handle of the stream on which the arrays are ready
+  py::handle timeout = Py_None;
+  py::handle async_op = Py_None;
+
+  // Returns the array, or list of arrays, that tells where a call's arrays are: scatter has an
+  // input on the root only.
+  [[nodiscard]] py::handle first_array() const { return array.is_none() ? out : array; }
+  // Returns the arguments that are not None, by name.
+  [[nodiscard]] py::dict by_name() const;
+};
+
+// A call whose arguments are valid for this rank of `ranks`, with views of its arrays.
+struct Call {
+  Call(const CallArguments& given, const Communicator& ranks, const Placement& placement = {});
+
+  Op op;
+  std::chrono::nanoseconds timeout;
+  bool is_async;
+  py::handle result;  // borrowed
+  ReduceOp reduce_op = ReduceOp::kSum;
+  int peer = 0;                  // the root, or the other rank of a send or receive
+  std::optional<Arrays> in;      // none on ranks that give no array
+  std::optional<Arrays> out;     // none on ranks that get no array, or if the result goes to `in`
+  std::optional<DType> wire;     // the dtype of `compress`
+  std::size_t bucket_bytes = 0;  // 0: the engine chooses
+  std::vector<std::size_t> counts;  // empty: equal parts
+
+  [[nodiscard]] TensorViews inputs() const { return (in ? in : out)->views(); }
+  [[nodiscard]] TensorViews outputs() const { return (out ? out : in)->views(); }
+  [[nodiscard]] TensorView input(std::size_t i) const { return in ? in->views()[i] : TensorView{}; }
+  [[nodiscard]] TensorView output(std::size_t i) const {
+    return out ? out->views()[i] : TensorView{};
+  }
+  // The elements of array i from each of n ranks to each rank.
+  [[nodiscard]] std::span<const std::size_t> counts_of(std::size_t i, std::size_t n) const {
+    return counts.empty() ? counts : std::span(counts).subspan(i * n * n, n * n);
+  }
+  // The signature of the whole call, in which the ranks compare all arrays.
+  [[nodiscard]] Signature signature() const;
+
+ private:
+  void view_arrays(const CallArguments& given, bool is_root, const Placement& placement);
+  void check_arrays(const Communicator& ranks) const;
+};
+
+}  // namespace fastdist::bindings

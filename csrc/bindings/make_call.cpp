@@ -1,0 +1,148 @@
+#include "bindings/make_call.h"
+
+#include <memory>
+#include <string>
+
+#include "cuda/devices.h"
+#include "host/compress.h"
+#include "host/kernels.h"
+
+namespace fastdist::bindings {
+namespace {
+
+// --- where engines differ -----------------------------------------------------------------------
+
+void all_reduce(BlockingCommunicator& c, const Call& call, const CallOptions& options) {
+  if (!call.wire) return c.all_reduce(call.inputs(), call.outputs(), call.reduce_op, options);
+  host::all_reduce_compressed(c, call.inputs(), call.outputs(), call.reduce_op, *call.wire,
+                              options);
+}
+
+void all_reduce(GpuCommunicator& c, const Call& call, const CallOptions& options) {
+  const std::size_t bytes = call.bucket_bytes == 0 ? nccl::kDefaultBucketBytes : call.bucket_bytes;
+  c.all_reduce_fused(call.inputs(), call.outputs(), call.reduce_op, call.wire, bytes, options);
+}
+
+void broadcast(BlockingCommunicator& c, const Call& call, const CallOptions& options) {
+  c.broadcast(call.inputs(), call.peer, options);
+  if (!call.in || !call.out) return;
+  for (std::size_t i = 0; i < call.outputs().size(); ++i) {
+    const TensorView out = call.output(i);
+    host::copy(out.data, call.input(i).data, out.bytes(), false);
+  }
+}
+
+void broadcast(GpuCommunicator& c, const Call& call, const CallOptions& options) {
+  c.broadcast_from(call.inputs(), call.outputs(), call.peer, options);
+}
+
+// Makes one call per array, as one collective: `move(i, options)`. Here the ranks compare the whole
+// list in each call, so a mismatch throws before any data moves.
+template <class Move>
+void one_by_one(BlockingCommunicator&, const Call& call, const CallOptions& options,
+                const Move& move) {
+  const std::size_t count = call.inputs().size();
+  if (count == 1) return move(0, options);
+  const Signature whole = call.signature();
+  CallOptions each = options;
+  each.whole = &whole;
+  for (std::size_t i = 0; i < count; ++i) move(i, each);
+}
+
+template <class Move>
+void one_by_one(GpuCommunicator& c, const Call& call, const CallOptions& options,
+                const Move& move) {
+  const std::size_t count = call.inputs().size();
+  if (count == 1) return move(0, options);
+  c.as_one(call.signature(), options, [&](const CallOptions& each) {
+    for (std::size_t i = 0; i < count; ++i) move(i, each);
+  });
+}
+
+// --- where they do not --------------------------------------------------------------------------
+
+template <class C>
+void make(C& c, const Call& call, const CallOptions& options) {
+  const auto for_each = [&](const auto& move) { one_by_one(c, call, options, move); };
+  switch (call.op) {
+    case Op::kAllReduce:
+      return all_reduce(c, call, options);
+    case Op::kReduce:
+      return c.reduce(call.inputs(), c.rank() == call.peer ? call.outputs() : TensorViews{},
+                      call.reduce_op, call.peer, options);
+    case Op::kBroadcast:
+      return broadcast(c, call, options);
+    case Op::kAllGather:
+      return for_each([&](std::size_t i, const CallOptions& each) {
+        c.all_gather(call.input(i), call.output(i), each);
+      });
+    case Op::kGather:
+      return for_each([&](std::size_t i, const CallOptions& each) {
+        c.gather(call.input(i), call.output(i), call.peer, each);
+      });
+    case Op::kScatter:
+      return for_each([&](std::size_t i, const CallOptions& each) {
+        c.scatter(call.input(i), call.output(i), call.peer, each);
+      });
+    case Op::kReduceScatter:
+      return for_each([&](std::size_t i, const CallOptions& each) {
+        c.reduce_scatter(call.input(i), call.output(i), call.reduce_op, each);
+      });
+    case Op::kAllToAll:
+      return for_each([&](std::size_t i, const CallOptions& each) {
+        const auto counts = call.counts_of(i, static_cast<std::size_t>(c.size()));
+        c.all_to_all(call.input(i), call.output(i), counts, each);
+      });
+    case Op::kSend:
+      for (const TensorView& view : call.inputs()) c.send(view, call.peer, options);
+      return;
+    case Op::kRecv:
+      for (const TensorView& view : call.outputs()) c.recv(view, call.peer, options);
+      return;
+    case Op::kBarrier:
+      return c.barrier(options);
+    case Op::kEmpty:
+    case Op::kGroup:
+      return;
+  }
+}
+
+WorkQueue& queue_of(Endpoint& hosts, const Call& call) {
+  const bool sends = call.op == Op::kSend;
+  return sends || call.op == Op::kRecv ? hosts.lane(call.peer, sends) : hosts.collectives();
+}
+
+}  // namespace
+
+py::object make_call(Endpoint& hosts, const CallArguments& given) {
+  if (!given.stream.is_none()) {
+    throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
+  }
+  Call call(given, hosts.communicator());
+  WorkQueue& queue = queue_of(hosts, call);
+  const auto now = [&call](BlockingCommunicator& c, const CallOptions& options) {
+    make(c, call, options);
+  };
+  if (!call.is_async && hosts.run_now(queue, now, call.timeout)) {  // without allocating memory
+    return py::reinterpret_borrow<py::object>(call.result);
+  }
+  const auto holder = [](auto& arrays) { return arrays ? arrays->take_holder() : py::none(); };
+  const auto kept = py::make_tuple(given.array, given.out, holder(call.in), holder(call.out));
+  const py::handle result = call.result;
+  const std::chrono::nanoseconds timeout = call.timeout;
+  const bool is_async = call.is_async;
+  const auto later = [call = std::make_shared<const Call>(std::move(call))](
+                         BlockingCommunicator& c, const CallOptions& options) {
+    make(c, *call, options);
+  };
+  return hosts.run(queue, later, kept, result, timeout, is_async);
+}
+
+py::object make_call(Gpu& gpus, const CallArguments& given, nccl::StreamHandle stream) {
+  const Call call(given, gpus.communicator(), gpus.placement());
+  return gpus.run(
+      [&call](GpuCommunicator& c, const CallOptions& options) { make(c, call, options); }, stream,
+      call.timeout, call.is_async, call.result, py::make_tuple(given.array, given.out));
+}
+
+}  // namespace fastdist::bindings

@@ -86,9 +86,12 @@ def test_communicators_hint_at_their_names() -> None:
             ("size", "world_size"),
             ("Get_rank", "rank"),
             ("allgather", "all_gather"),
+            ("Bcast", "broadcast"),
         ):
             with pytest.raises(AttributeError, match=f"'{name}'; use {ours}$"):
                 getattr(comm, name)
+            assert not hasattr(comm, name)
+            assert name not in dir(comm)
         assert not hasattr(comm, "__cuda_array_interface__")
 
 

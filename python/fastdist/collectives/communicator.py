@@ -28,20 +28,13 @@ from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.gpu_arrays import memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.group import Call, recorder, run
-from fastdist.collectives.hints import is_immutable, unknown_keyword, unknown_name
+from fastdist.collectives.hints import OtherName, is_immutable, unknown_keyword
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
 ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 Compression = Literal["fp16", "bf16", "fp8"]
-_OTHER_NAMES = {  # of MPI
-    "bcast": "broadcast",
-    "getrank": "rank",
-    "getsize": "world_size",
-    "getworldsize": "world_size",
-    "size": "world_size",
-}
 A = TypeVar("A")  # one array, or a list of them
 T = TypeVar("T")
 
@@ -139,12 +132,9 @@ class Communicator:
         self.rank: int = engine.rank
         self.world_size: int = engine.size
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            known = (*dir(type(self)), "rank", "world_size")
-            message = unknown_name("a Communicator", name, known, _OTHER_NAMES)
-            raise AttributeError(message, name=name, obj=self)
+    def __dir__(self) -> list[str]:
+        """Leave out the names of other libraries."""
+        return [name for name in super().__dir__() if name not in _OTHER_NAMES]
 
     def __repr__(self) -> str:
         return f"<fastdist.Communicator rank {self.rank} of {self.world_size}>"
@@ -1062,3 +1052,18 @@ def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:
 
 def _new(array: Array) -> Array:
     return new_like(array, shape_of(array))
+
+
+def _other_names() -> dict[str, str]:
+    """Return the names that MPI and torch.distributed have for a communicator's."""
+    names = {"bcast": "broadcast", "size": "world_size"}
+    names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
+    for ours in vars(Communicator):
+        if "_" in ours.strip("_") and not ours.startswith("_"):
+            names[ours.replace("_", "")] = ours
+    return names | {name.capitalize(): ours for name, ours in names.items()}
+
+
+_OTHER_NAMES = _other_names()
+for _name, _ours in _OTHER_NAMES.items():
+    setattr(Communicator, _name, OtherName(_name, _ours))

@@ -182,6 +182,18 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
     assert [row["peers"][name]["wrong"] for row in rows] == [0, 0]
 
 
+@pytest.mark.slow
+def test_mlx_is_measured_side_by_side() -> None:
+    pytest.importorskip("mlx.core")
+    options = ("--ranks", "2", "--iters", "2", "--vs", "mlx", "--json", "-")
+    for arguments in (("--sizes", "8,4K"), ("--list", "resnet50")):
+        done = run_bench("all_reduce", *arguments, *options)
+        assert done.returncode == 0, done.stderr
+        for row in json.loads(done.stdout)["rows"]:
+            found = {name: way["wrong"] for name, way in row["peers"].items() if "mlx" in name}
+            assert list(found.values()) == [0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,6 +18,7 @@ LIST_VARIANTS = {
     "fastdist": ("list", "one array"),
     "fastdist_torch": ("25 MB buckets", "one by one", "coalesced"),
     "gloo": ("25 MB buckets", "one by one", "coalesced"),
+    "mlx": ("concatenated",),
     "mpi": ("25 MB buckets",),
     "fastdist_cuda": ("list", "list in bf16", "one array"),
     "torch_nccl": ("25 MB buckets", "one by one", "coalesced"),

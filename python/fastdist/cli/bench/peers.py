@@ -76,7 +76,7 @@ _TUNED = {
 }
 _TUNED_SUFFIX = "-tuned"
 MPI_NAMES = tuple(_MPIS)
-PEER_NAMES = ("gloo", *MPI_NAMES)
+PEER_NAMES = ("gloo", "mlx", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
 
@@ -139,6 +139,8 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
     """Finds a peer of `PEER_NAMES` for a number of ranks."""
     if name == "gloo":
         return _find_gloo()
+    if name == "mlx":
+        return _find_mlx()
     mpi = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)
@@ -184,6 +186,13 @@ def _find_gloo() -> Engine | MissingPeer:
         return MissingPeer("gloo", "pip install torch")
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return Engine("gloo", "gloo", (sys.executable, *_WORKER), environment, per_rank=True)
+
+
+def _find_mlx() -> Engine | MissingPeer:
+    if importlib.util.find_spec("mlx") is None:
+        return MissingPeer("mlx", "pip install 'mlx[cpu]'")
+    command = (sys.executable, *_WORKER)
+    return Engine("mlx", "mlx", command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
 
 
 def _site_packages(prefix: Path) -> Path | None:

@@ -16,6 +16,7 @@ from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
 _COLORS = {
     "fastdist": "#d1495b",
     "gloo": "#7a7f87",
+    "mlx": "#b59410",
     "openmpi": "#2a6fbb",
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",

@@ -183,14 +183,16 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_mlx_is_measured_side_by_side() -> None:
-    pytest.importorskip("mlx.core")
-    options = ("--ranks", "2", "--iters", "2", "--vs", "mlx", "--json", "-")
+@pytest.mark.parametrize(("peer", "array"), [("mlx", "numpy"), ("deepspeed", "torch")])
+def test_a_package_is_measured_side_by_side(peer: str, array: str) -> None:
+    if importlib.util.find_spec(peer) is None:
+        pytest.skip(f"needs {peer}")
+    options = ("--ranks", "2", "--iters", "2", "--vs", peer, "--array", array, "--json", "-")
     for arguments in (("--sizes", "8,4K"), ("--list", "resnet50")):
         done = run_bench("all_reduce", *arguments, *options)
         assert done.returncode == 0, done.stderr
         for row in json.loads(done.stdout)["rows"]:
-            found = {name: way["wrong"] for name, way in row["peers"].items() if "mlx" in name}
+            found = {name: way["wrong"] for name, way in row["peers"].items() if peer in name}
             assert list(found.values()) == [0]
 
 

@@ -25,6 +25,7 @@ from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.machine import machine_facts
 from fastdist.cli.bench.options import make_plan
 from fastdist.cli.bench.peers import (
+    MPI_NAMES,
     Engine,
     MissingPeer,
     find_all_peers,
@@ -269,7 +270,7 @@ def test_mpis_are_measured_at_their_best_too(tmp_path: Path) -> None:
         (tmp_path / name / "bin").mkdir()
         (tmp_path / name / "bin" / "mpiexec").touch()
     engines, _ = find_all_peers(2, tmp_path)
-    found = {e.name: e for e in engines if peer_of(e.name) not in ("gloo", "mlx")}
+    found = {e.name: e for e in engines if peer_of(e.name) in MPI_NAMES}
     assert [name for name in found if name != "mpich"] == ["openmpi", "openmpi-tuned", "impi"]
     settings = tuned_settings("openmpi-tuned")
     assert settings["OMPI_MCA_coll_xhc_priority"] == "100"

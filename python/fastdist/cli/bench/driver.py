@@ -19,6 +19,7 @@ LIST_VARIANTS = {
     "fastdist_torch": ("25 MB buckets", "one by one", "coalesced"),
     "gloo": ("25 MB buckets", "one by one", "coalesced"),
     "mlx": ("concatenated",),
+    "deepspeed": ("one by one",),
     "mpi": ("25 MB buckets",),
     "fastdist_cuda": ("list", "list in bf16", "one array"),
     "torch_nccl": ("25 MB buckets", "one by one", "coalesced"),

@@ -76,7 +76,8 @@ _TUNED = {
 }
 _TUNED_SUFFIX = "-tuned"
 MPI_NAMES = tuple(_MPIS)
-PEER_NAMES = ("gloo", "mlx", *MPI_NAMES)
+_INSTALLS = {"mlx": "pip install 'mlx[cpu]'", "deepspeed": "pip install deepspeed ninja"}
+PEER_NAMES = ("gloo", *_INSTALLS, *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
 
@@ -139,8 +140,8 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
     """Finds a peer of `PEER_NAMES` for a number of ranks."""
     if name == "gloo":
         return _find_gloo()
-    if name == "mlx":
-        return _find_mlx()
+    if name in _INSTALLS:
+        return _find_package(name)
     mpi = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)
@@ -188,11 +189,11 @@ def _find_gloo() -> Engine | MissingPeer:
     return Engine("gloo", "gloo", (sys.executable, *_WORKER), environment, per_rank=True)
 
 
-def _find_mlx() -> Engine | MissingPeer:
-    if importlib.util.find_spec("mlx") is None:
-        return MissingPeer("mlx", "pip install 'mlx[cpu]'")
+def _find_package(name: str) -> Engine | MissingPeer:
+    if importlib.util.find_spec(name) is None:
+        return MissingPeer(name, _INSTALLS[name])
     command = (sys.executable, *_WORKER)
-    return Engine("mlx", "mlx", command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
+    return Engine(name, name, command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
 
 
 def _site_packages(prefix: Path) -> Path | None:

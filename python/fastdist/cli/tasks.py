@@ -95,7 +95,7 @@ def host_tasks(
 
     Args:
         hosts: names of the machines for ssh; rank 0 is on the first one.
-        arguments: of `fastdist run` there, but for those that name the machines.
+        arguments: the arguments of `fastdist run` there, but for those that name the machines.
         port: port of rank 0.
         rdzv: host of rank 0 for the other machines.
         user: variables that override inherited ones.

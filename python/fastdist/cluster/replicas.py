@@ -27,8 +27,8 @@ class StartedReplica:
     """One of the processes of a program that started itself for its other local replicas.
 
     Attributes:
-        devices: of the replicas of this machine's worker.
-        index: of this process among them; 0 started the others.
+        devices: the devices of the replicas of this machine's worker.
+        index: the number of this process among them; 0 started the others.
         worker: rank of the worker, among `workers`.
         workers: number of processes that a launcher or TF_CONFIG has named.
         coordinator: "host:port" where rank 0 can be reached; "" where there is one worker.

@@ -110,7 +110,7 @@ def exchange(
 
     Args:
         allgather: gathers texts, perhaps those of strangers.
-        secret: of the job; None to believe `allgather`.
+        secret: the job's secret; None to believe `allgather`.
         rank: this rank.
         label: says what the text is, with random numbers of all ranks.
         text: this rank's text.

@@ -323,8 +323,8 @@ class _Plan:
 
     Attributes:
         spare: an index for the shapes if there are no indices.
-        position: of the first index in the epoch.
-        seed: of the epoch.
+        position: the position of the first index in the epoch.
+        seed: the epoch's seed.
     """
 
     cut: Cut

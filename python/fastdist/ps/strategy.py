@@ -85,7 +85,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             "int8" with a scale for each row, or for every 1024 elements of dense values.
         refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing;
             otherwise servers only count them.
-        keys: of the job; by default FASTDIST_PS_KEYS, which `fastdist run` sets.
+        keys: the job's keys; by default FASTDIST_PS_KEYS, which `fastdist run` sets.
 
     Raises:
         ClusterConfigError: the cluster lacks a task, there are no keys, or this task is an
@@ -241,7 +241,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         all. The previous checkpoint stays valid until the new one is complete.
 
         Args:
-            directory: of the checkpoint.
+            directory: the checkpoint's directory.
             state: the program's own, such as its step and metrics: anything that JSON can hold.
 
         Raises:

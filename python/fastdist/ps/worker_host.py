@@ -27,7 +27,7 @@ class WorkerStrategy(Protocol):
     """The strategy of a worker, as its host uses it.
 
     Attributes:
-        client: of this task.
+        client: this task's client.
         client_lock: a client is for one thread at a time.
     """
 
@@ -61,7 +61,7 @@ class ServedWorker:
     """Runs functions on modules whose values are on servers.
 
     Args:
-        strategy: of this task.
+        strategy: this task's strategy.
     """
 
     def __init__(self, strategy: WorkerStrategy) -> None:

@@ -69,7 +69,7 @@ class Contributions:
         parameters: each parameter once, in the same order on all replicas.
         replica: the number of this replica.
         replicas: the number of replicas.
-        accumulation: of the strategy's gradients.
+        accumulation: what the strategy's gradients accumulate.
         reduction: "mean", weighted by the examples of each replica, or "sum".
 
     Attributes:

@@ -63,7 +63,7 @@ class GradientSync:
         parameters: each parameter once, in the same order on all replicas.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
-        accumulation: of this strategy's gradients.
+        accumulation: what this strategy's gradients accumulate.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         steps: the optimizers' steps, which travel with the first gradients.
         batches: hashes of the first batches, which travel with the steps.

@@ -62,7 +62,7 @@ class Arrival:
         machine: see `machine_id`.
         ip: IP address of its listener.
         port: port of its listener.
-        version: of fastdist.
+        version: fastdist's version.
         nonce: a random number.
     """
 
@@ -221,7 +221,7 @@ class _Table:
 
     Args:
         store: a store of torch.
-        secret: of the job.
+        secret: the job's secret.
         rank: this rank.
     """
 

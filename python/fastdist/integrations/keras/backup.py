@@ -37,7 +37,8 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     is backed up, by the servers: the model and the optimizer, but no callbacks' states.
 
     Args:
-        directory: of the backups; each program has its own. At the end of `fit` they are removed.
+        directory: the backups' directory; each program has its own. At the end of `fit` they are
+            removed.
         save_freq: "epoch", or a number of steps between two backups.
         delete_checkpoint: False to keep the backups; the last then holds the trained model, and
             `fit` with the same directory and no more epochs does nothing.

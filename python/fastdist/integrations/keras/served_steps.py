@@ -35,9 +35,9 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
     Args:
         model: the model.
         strategy: its strategy, a ParameterServerStrategy.
-        coordinator: of the strategy.
+        coordinator: the strategy's coordinator.
         make_dataset: makes the batches of a worker.
-        steps: of an epoch.
+        steps: the steps of an epoch.
 
     Attributes:
         is_in_epoch: True from the first step of an epoch to `end_epoch`.
@@ -135,7 +135,7 @@ class WorkerBatches:
 
     Args:
         make_dataset: makes an iterable over batches.
-        workers: of the job.
+        workers: the job's workers.
         replicas: workers that take a step together.
     """
 

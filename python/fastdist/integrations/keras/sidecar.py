@@ -29,9 +29,10 @@ class SidecarEvaluator:
     Args:
         model: is compiled and built.
         data: as `validation_data` of `fit`: `(x, y)`, a DataLoader, ...
-        directory: that of the backups; it may not exist yet.
+        directory: the backups' directory; it may not exist yet.
         steps: number of batches per evaluation; None: all.
-        callbacks: of `evaluate`, such as TensorBoard. The optimizer's `iterations` is the step.
+        callbacks: callbacks for `evaluate`, such as TensorBoard. The optimizer's `iterations` is
+            the step.
         monitor: name of the result that tells which checkpoint is the best.
         mode: "min" if less is better, "max" if more is.
         timeout_s: seconds to wait for a new checkpoint; None: until training has ended.

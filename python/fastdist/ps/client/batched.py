@@ -43,7 +43,7 @@ class Push:
 
     Attributes:
         variable: the variable.
-        gradient: of the whole shape.
+        gradient: the gradient, of the whole shape.
         lr: learning rate; None for the update rule's own, or if the round's commit sets it.
         steps: for each piece, the step of the value that the gradient was computed from; None if
             unknown.
@@ -61,7 +61,7 @@ def begin_pulls(
     """Request the values of variables, without waiting.
 
     Args:
-        client: of this thread.
+        client: this thread's client.
         variables: the variables to pull.
         outs: destinations, see `ShardedVariable.begin_pull`.
     """
@@ -96,7 +96,7 @@ def begin_pushes(client: Client, pushes: Sequence[Push], round: int = 0) -> Pend
     """Send gradients, without waiting. A server applies each message as a whole, or not at all.
 
     Args:
-        client: of this thread.
+        client: this thread's client.
         pushes: the gradients. Those of small variables may change once this call has returned.
         round: 0 applies them at once; otherwise they wait for the round's commit.
     """

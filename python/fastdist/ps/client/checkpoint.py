@@ -34,9 +34,9 @@ class Saved:
     """A variable or table in a checkpoint.
 
     Attributes:
-        spec: of the whole.
-        paths: of the files with its rows.
-        checksums: of these files.
+        spec: the spec of the whole.
+        paths: the files with its rows.
+        checksums: these files' checksums.
     """
 
     spec: Spec

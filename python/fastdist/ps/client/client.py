@@ -48,7 +48,7 @@ class Client:
 
     Args:
         servers: their addresses.
-        keys: of the job, if the servers have keys.
+        keys: the job's keys, if the servers have keys.
         timeout_s: a server from which nothing arrives for this long is unavailable.
         grace_s: so is a server whose connection has been broken for this long.
         retry_s: a request that the server was too busy for is sent again after this time, or as
@@ -140,13 +140,13 @@ class Client:
         Args:
             server: its number among `servers`.
             op: the operation.
-            number: of the variable or table.
+            number: the number of the variable or table.
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
             lr: learning rate of a push; None for the update rule's own.
             timeout_s: for slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
-            step: of a push: the step of the value that the gradient was computed from.
-            part: of a dense value.
+            step: for a push, the step of the value that the gradient was computed from.
+            part: the part of a dense value.
             on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
 
         Returns:
@@ -317,7 +317,7 @@ class Client:
 
         Args:
             server: its number among `servers`.
-            spec: of the variable or table; must equal the spec of an existing one.
+            spec: the spec of the variable or table; must equal the spec of an existing one.
             initial: value of a dense variable; None if it exists already.
 
         Returns:
@@ -368,7 +368,7 @@ class Client:
 
         Args:
             server: its number among `servers`.
-            number: of the variable.
+            number: the variable's number.
             out: contiguous float32; holds the value once all tickets have been waited for.
             wire: encoding of the variable's values; None for float32.
         """
@@ -391,7 +391,7 @@ class Client:
 
         Args:
             server: its number among `servers`.
-            number: of the table.
+            number: the table's number.
             ids: contiguous 64-bit integers.
             out: contiguous float32 [ids, dim]; holds the rows once all tickets were waited for.
             wire: encoding of the table's rows; None for float32.
@@ -421,7 +421,7 @@ class Client:
 
         Args:
             server: its number among `servers`.
-            number: of the variable.
+            number: the variable's number.
             gradient: contiguous float32.
             lr: see `submit`.
             round: see `submit`.

@@ -28,9 +28,9 @@ class Connection:
     """A connection that ZeroMQ restores by itself; records since when it is broken.
 
     Args:
-        context: of the client.
-        address: of the server.
-        keys: of the job, if the server has keys.
+        context: the client's context.
+        address: the server's address.
+        keys: the job's keys, if the server has keys.
 
     Attributes:
         socket: carries requests and replies.

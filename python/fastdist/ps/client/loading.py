@@ -98,9 +98,10 @@ def load(
 
     Args:
         source: the directory of the checkpoint, or a module like one in a scope.
-        directory: of the checkpoint, if the source is a module.
-        prefix: of the module's names in the checkpoint: the number of the scope, from 0, and if the
-            scope had several modules the module's, such as "0/Net[1]."; None finds it.
+        directory: the checkpoint's directory, if the source is a module.
+        prefix: what the module's names begin with in the checkpoint: the number of the scope, from
+            0, and if the scope had several modules the module's, such as "0/Net[1]."; None finds
+            it.
 
     Returns:
         The values; for a module the names of its parameters and buffers that the checkpoint lacks:

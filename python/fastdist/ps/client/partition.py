@@ -16,7 +16,7 @@ class Partitioner(Protocol):
         """Return the number of pieces along each axis.
 
         Args:
-            shape: of the variable, at least one axis.
+            shape: the variable's shape, at least one axis.
             itemsize: bytes of an element.
         """
 

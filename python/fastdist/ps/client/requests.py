@@ -26,7 +26,7 @@ class Ticket:
         timeout_s: seconds for which the server may stay silent.
         began: the time of the first send, on the monotonic clock.
         resend_at: when to send the request again; infinity: when the connection was restored.
-        upload: of a large request: knows when it is on its way.
+        upload: for a large request, what knows when it is on its way.
         on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
         step: in the reply to a pull, how many pushes the value has seen.
 

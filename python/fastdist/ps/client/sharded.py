@@ -26,8 +26,8 @@ class DensePiece:
 
     Attributes:
         server: its number.
-        number: of the piece on that server.
-        values: of the piece, a view of the whole value.
+        number: the piece's number on that server.
+        values: the piece's values, a view of the whole value.
         wire: encoding of the values; None for float32.
     """
 
@@ -41,8 +41,8 @@ class ShardedVariable:
     """A dense variable, cut along its first axis.
 
     Args:
-        client: of this thread.
-        spec: of the whole; servers know pieces by the variable's name and the first row.
+        client: this thread's client.
+        spec: the spec of the whole; servers know pieces by the variable's name and the first row.
         pieces: servers and rows.
         initial: float32, of the whole shape; None if the variable exists already.
     """
@@ -110,11 +110,11 @@ class ShardedVariable:
         """Send a gradient, without waiting.
 
         Args:
-            gradient: of the whole shape.
+            gradient: the gradient, of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
             round: 0 applies the gradient at once; otherwise it waits for the round's commit.
-            step: of the value that the gradient was computed from: `Pending.steps` of the pull, or
-                one for all pieces; None if unknown.
+            step: the step of the value that the gradient was computed from: `Pending.steps` of the
+                pull, or one for all pieces; None if unknown.
         """
         steps = _steps(step, len(self.pieces))
         tickets = [
@@ -187,8 +187,8 @@ class ShardedRows:
     """A table of rows on several servers: by ranges of ids, or by their hash if ids have no limit.
 
     Args:
-        client: of this thread.
-        spec: of the whole.
+        client: this thread's client.
+        spec: the spec of the whole.
         pieces: servers and rows; a table without a limit of rows uses only the servers.
     """
 

@@ -63,7 +63,7 @@ class ClusterCoordinator:
     Args:
         strategy: a ParameterServerStrategy.
         max_queued: limit for scheduled functions that have not ended; `schedule` waits above it.
-        seed: of the workers' random numbers, which differ between workers.
+        seed: the seed of the workers' random numbers, which differ between workers.
     """
 
     def __init__(self, strategy: Job, *, max_queued: int = 1024, seed: int = 0) -> None:

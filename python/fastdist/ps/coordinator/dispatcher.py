@@ -43,13 +43,13 @@ class Dispatcher:
     """Keeps every worker busy with the calls of a backlog, until it is closed.
 
     Args:
-        addresses: of the workers, as ZeroMQ names them.
-        keys: of the job.
+        addresses: the workers' addresses, as ZeroMQ names them.
+        keys: the job's keys.
         backlog: the calls.
         definitions: the objects that calls refer to.
         synchronous: send calls in groups, one to each worker, that take their steps together.
         timeout_s: calls fail after this time without any worker.
-        seed: of the workers' random numbers.
+        seed: the seed of the workers' random numbers.
     """
 
     def __init__(

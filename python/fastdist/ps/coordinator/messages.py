@@ -85,7 +85,7 @@ def unpack(
     """Return the kind, the number and the frames after the header of a message.
 
     Args:
-        frames: of the message.
+        frames: the message's frames.
         expected: `TO_WORKER` or `TO_COORDINATOR`.
 
     Raises:

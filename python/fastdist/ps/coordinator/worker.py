@@ -97,7 +97,7 @@ class Worker:
 
     Args:
         address: where to listen, as ZeroMQ names it.
-        keys: of the job. Coordinators send code, so only they may have the keys.
+        keys: the job's keys. Coordinators send code, so only they may have the keys.
         host: runs the functions.
 
     Raises:

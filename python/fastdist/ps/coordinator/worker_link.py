@@ -27,16 +27,16 @@ class WorkerLink:
     A worker ignores messages that arrive before the HELLO of a new connection.
 
     Args:
-        context: of the dispatcher.
-        address: of the worker.
-        keys: of the job.
+        context: the dispatcher's context.
+        address: the worker's address.
+        keys: the job's keys.
 
     Attributes:
         is_connected: True if a process of the job is connected.
         is_ready: True if the worker accepts calls.
         is_replaced: True if the worker belongs to another coordinator.
         calls: the worker's calls, by the dispatcher's numbers.
-        state_update_number: of the last state update that was sent.
+        state_update_number: the number of the last state update that was sent.
         last_error: why the worker is not available.
     """
 

@@ -28,7 +28,7 @@ class ServedBuffers:
     each worker sends its fraction of the difference instead.
 
     Args:
-        client: of this task.
+        client: this task's client.
         roots: the modules.
         concurrency: functions that may run at the same time, each with its own steps.
 

@@ -21,11 +21,11 @@ class Bundle:
     """Modules, optimizers, schedulers and scalers of one scope, and the placement of their values.
 
     Attributes:
-        prefix: of the names of its values.
+        prefix: what the names of its values begin with.
         roots: the modules.
-        optimizers: of their parameters.
+        optimizers: their parameters' optimizers.
         others: schedulers and gradient scalers.
-        placements: of the values on servers.
+        placements: where the values are on servers.
         first_optimizer: number of the first optimizer, counted over all scopes.
         concurrency: functions that may change the values without knowing of each other.
     """
@@ -50,7 +50,7 @@ def define_bundle(
     """Define a bundle: functions refer to its parts instead of pickling them.
 
     Args:
-        definitions: of the job.
+        definitions: the job's definitions.
         bundle: the contents of a scope.
         adopt: called with the bundle on each worker; returns it.
     """

@@ -35,14 +35,14 @@ class ServedModel:
     """The modules and optimizers of one scope.
 
     Args:
-        client: of this task.
+        client: this task's client.
         bundle: the contents of the scope.
         initialize: True if servers must take this task's values.
-        lock: of the client; all models of a task share it.
+        lock: the client's lock; all models of a task share it.
 
     Attributes:
         bundle: the contents of the scope.
-        buffers: of its modules.
+        buffers: its modules' buffers.
     """
 
     def __init__(

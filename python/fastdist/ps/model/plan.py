@@ -44,7 +44,7 @@ class Placement:
 
     Attributes:
         tensor: its number among the parameters and buffers of the modules.
-        spec: of the value.
+        spec: the value's spec.
         pieces: servers and rows.
         is_buffer: True for a buffer, and for a parameter that its layer uses as one.
     """

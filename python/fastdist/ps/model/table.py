@@ -26,8 +26,8 @@ class ServedTable:
     Args:
         weight: the parameter that stands for the rows.
         rows: the table on the servers.
-        lock: of the client; autograd may call from threads of its own.
-        cache: of rows; None pulls all rows every time.
+        lock: the client's lock; autograd may call from threads of its own.
+        cache: a cache of rows; None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.
     """
 

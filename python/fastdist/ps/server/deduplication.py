@@ -37,7 +37,7 @@ class Deduplicator:
 
         Args:
             client: the sender.
-            number: of the change.
+            number: the change's number.
             floor: the client will not repeat changes below this number.
 
         Returns:

@@ -35,9 +35,9 @@ def listen(
     """Bind ROUTER sockets to one address; the kernel distributes connections among them.
 
     Args:
-        context: of the server.
+        context: the server's context.
         address: as ZeroMQ names it; more than one socket requires TCP.
-        keys: of the job.
+        keys: the job's keys.
         sockets: how many.
         max_frame_bytes: connections that send larger frames are dropped.
 

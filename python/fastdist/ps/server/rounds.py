@@ -31,7 +31,7 @@ class _OpenRound:
 
     Attributes:
         staged: the gradients of each object, by its number.
-        nbytes: of the staged gradients.
+        nbytes: the staged gradients' size.
         touched: time of the last use, on the monotonic clock.
         is_closed: True while the round is being applied.
     """
@@ -47,7 +47,7 @@ class StagedUpdate:
     """The update of one object when its round is committed.
 
     Attributes:
-        number: of the object.
+        number: the object's number.
         lr: learning rate; None for the update rule's own.
         staged: the gradients.
         scale: factor of their sum.

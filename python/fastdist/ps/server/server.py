@@ -30,7 +30,7 @@ class Server:
 
     Args:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
-        keys: of the job. A server without keys may only listen on this machine's own addresses.
+        keys: the job's keys. A server without keys may only listen on this machine's own addresses.
         threads: number of threads that answer requests, each for some of the clients; more than one
             requires TCP.
         max_frame_bytes: connections that send larger frames are dropped.

@@ -102,8 +102,8 @@ class Service:
         """Answer a request.
 
         Args:
-            frames: of the message.
-            buffers: of the thread, for the reply.
+            frames: the message's frames.
+            buffers: the thread's buffers, for the reply.
 
         Returns:
             The reply's header and body; None if the request gets no reply.

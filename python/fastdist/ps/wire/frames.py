@@ -56,8 +56,8 @@ def decode_floats(
     """Return the values in a frame, as float32.
 
     Args:
-        frame: of a message.
-        shape: of the values.
+        frame: a frame of a message.
+        shape: the values' shape.
         wire: the encoding; None for float32.
 
     Raises:
@@ -77,7 +77,7 @@ def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | N
 
     Args:
         out: contiguous float32.
-        frame: of a message, with as many values as `out`.
+        frame: a frame of a message, with as many values as `out`.
         wire: the encoding; None for float32.
 
     Raises:

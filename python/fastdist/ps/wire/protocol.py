@@ -136,7 +136,7 @@ class Header:
 
     Attributes:
         kind: an `Op` in a request, a `Status` in a reply.
-        number: of the request; a client counts its requests to each server from 1.
+        number: the request's number; a client counts its requests to each server from 1.
         client: 16 bytes that identify the client.
         object: number of the variable or table; its high 32 bits are the server's incarnation.
         floor: the client has the replies to all requests before this number.
@@ -144,7 +144,7 @@ class Header:
         round: the round that a push waits for; 0 applies it at once.
         step: a number of pushes: in the reply to a pull, how many the value has seen; in a push,
             how many the value had seen that the gradient was computed from.
-        part: of a dense value, see `fastdist.ps.wire.batches`.
+        part: the part of a dense value; see `fastdist.ps.wire.batches`.
     """
 
     kind: int

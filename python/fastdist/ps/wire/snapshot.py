@@ -33,7 +33,7 @@ class Part:
     """The rows of a variable or table that one server keeps.
 
     Attributes:
-        name: of the whole variable or table.
+        name: the name of the whole variable or table.
         begin: the first row.
         end: one past the last; -1 for a table without a limit of rows.
         owner: for a table without a limit: the server's number among the `owners`.
@@ -130,7 +130,7 @@ def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
     """Check all files of an object without reading its rows.
 
     Args:
-        spec: of the whole object, as it was saved.
+        spec: the whole object's spec, as it was saved.
         paths: the files.
 
     Returns:
@@ -162,7 +162,7 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     In a table with a limit of rows, those that the files lack get their initial values.
 
     Args:
-        spec: of this server's piece.
+        spec: the spec of this server's piece.
         stored: the variable or table to fill.
         part: the rows that belong to this server.
         paths: the files that may have some of these rows, whichever server wrote them.

@@ -54,7 +54,7 @@ class DenseSpec:
 
     Attributes:
         name: unique on a server.
-        shape: of its value.
+        shape: its value's shape.
         rule: applies gradients.
         storage: "float32" or "bfloat16".
         wire: encoding of gradients and values in messages: "float32", "bfloat16", "float16", or

@@ -50,7 +50,7 @@ class Secret:
     """A secret that all ranks of a job have.
 
     Attributes:
-        key: the secret; empty if the job goes on without one.
+        key: the secret; empty if the job continues without one.
         origin: where this rank found it, for messages.
     """
 

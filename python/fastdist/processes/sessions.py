@@ -84,7 +84,7 @@ class Sessions:
     def _tell_guardian(self, group: int) -> None:
         assert self._guardian is not None
         assert self._guardian.stdin is not None
-        with suppress(OSError):  # somebody has killed the guardian; the job goes on without it
+        with suppress(OSError):  # somebody has killed the guardian; the job continues without it
             self._guardian.stdin.write(guardian.GROUP.pack(group))
 
 

@@ -20,7 +20,12 @@ from torch import nn
 from fastdist._config import settings
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
-from fastdist.ps.client.checkpoint import remove_checkpoint, restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import (
+    has_checkpoint,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
@@ -281,6 +286,10 @@ class ParameterServerStrategy(ReplicatedStrategy):
             model.buffers.mark_all_live()
         self.after_calls()
         return state
+
+    def has_saved(self, directory: str | Path) -> bool:
+        """Return True if the directory has a checkpoint that `save` wrote."""
+        return has_checkpoint(directory)
 
     def remove(self, directory: str | Path) -> None:
         """Remove a checkpoint that `save` wrote; other files in the directory are not touched."""

@@ -20,7 +20,7 @@ _MIX = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: separates the see
 
 
 def draw_seed() -> int:
-    """Draw a number from the default generator; equal on processes that were seeded alike."""
+    """Draw a number from the default generator; equal on processes with equal seeds."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 

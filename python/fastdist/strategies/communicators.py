@@ -20,7 +20,7 @@ class ReplicaCommunicators:
         replicas: collectives in `run` and in cross-replica context.
         gradients: a second communicator, so that the order of gradients does not depend on other
             calls.
-        overlaps: True if gradients are reduced while backward goes on.
+        overlaps: True if gradients are reduced while backward runs.
     """
 
     replicas: Communicator

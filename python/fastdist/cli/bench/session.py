@@ -2,7 +2,7 @@
 
 Every engine's ranks are started once and stay alive, blocked on their channel while another engine
 is measured. A case is measured in rounds. In every round all engines take turns, so that other load
-of the machine slows all engines alike. The copy bandwidth for the floor is measured in the same
+of the machine slows all engines equally. The copy bandwidth for the floor is measured in the same
 rounds.
 """
 

@@ -1,4 +1,4 @@
-"""Backs up a running `fit`, and goes on from the backup with the next step.
+"""Backs up a running `fit`, and continues from the backup with the next step.
 
 A backup is a checkpoint that is taken between two steps: when Keras tells the callbacks that a
 step begins. The restored `fit` makes the order of the interrupted epoch again, reads past the

@@ -45,7 +45,7 @@ class FitPosition:
         """Note that a step of this epoch begins, whose batch is drawn already."""
         self._step = step
         self._drawn = self._iterator._steps_seen - 1
-        if isinstance(self._source, DistributedDataset):  # which goes on inside a pass by itself
+        if isinstance(self._source, DistributedDataset):  # which continues inside a pass by itself
             assert self._pass is not None
             state = self._source.position()
             self._pass["source"] = {**state, "step": state["step"] - 1}

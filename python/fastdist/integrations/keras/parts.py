@@ -237,7 +237,7 @@ def _one_row(leaf: Any) -> Any:
 
 
 def share_random_state(workers: Communicator) -> None:
-    """Give all replicas the chief's random state: what Keras shuffles, all shuffle alike."""
+    """Give all replicas the chief's random state: all shuffle in the same order."""
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch_state, python_state, numpy_state = workers.broadcast_object(state)
     if workers.rank:

@@ -29,7 +29,7 @@ class KerasCheckpoint(Checkpoint):
 
 
 class ModelVariables:
-    """A model's weights and seeds, in Keras' order: names differ between two models alike."""
+    """A model's weights and seeds, in Keras' order: two models of one class have other names."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -87,7 +87,7 @@ class SidecarEvaluator:
     def start(self) -> dict[str, float]:
         """Evaluate until training has ended. Every replica of the model must call.
 
-        An evaluator that is started again goes on after the best checkpoint.
+        An evaluator that is started again continues after the best checkpoint.
 
         Returns:
             The results of the best checkpoint; empty if there was no checkpoint.

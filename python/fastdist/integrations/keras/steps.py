@@ -91,7 +91,7 @@ class ReplicaSteps:
     ) -> Any:
         """Call a function in `strategy.run`; the process's random state stays as it was.
 
-        So all replicas, and one device, shuffle alike after any number of steps.
+        So all replicas, and one device, shuffle in the same order after any number of steps.
         """
         generator = torch.default_generator
         before = generator.get_state()

@@ -186,6 +186,11 @@ def restore_checkpoint(
     return index.state
 
 
+def has_checkpoint(directory: str | Path) -> bool:
+    """Return True if a directory has a checkpoint, complete or damaged."""
+    return (Path(directory) / _INDEX).exists()
+
+
 def read_index(directory: str | Path) -> Index:
     """Return what a checkpoint has.
 

@@ -77,7 +77,7 @@ class RowCache:
         return flat, owner_of(flat, self._ids.size)
 
     def _keep(self, ids: Array, slots: Array, rows: Array) -> None:
-        """Store rows. Of ids that share a slot, the last wins in all three arrays alike."""
+        """Store rows. Of ids that share a slot, the last wins, in all three arrays."""
         self._ids[slots] = ids
         self._rows[slots] = rows
         self._pulled[slots] = self._pulls

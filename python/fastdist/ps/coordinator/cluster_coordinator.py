@@ -7,7 +7,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from fastdist._config import settings
@@ -17,13 +18,14 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.dispatcher import Dispatcher
 from fastdist.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
 from fastdist.ps.coordinator.remote_value import RemoteValue
+from fastdist.ps.coordinator.saved_steps import Saves, saved_steps
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.unpicklable import parts_of_function, pickle_or_explain
 from fastdist.ps.wire.keys import Keys
 from fastdist.replicas.per_replica import map_structure
 
 
-class Job(Protocol):
+class Job(Saves, Protocol):
     """The strategy of the job, as its coordinator uses it."""
 
     worker_addresses: tuple[str, ...]
@@ -165,6 +167,64 @@ class ClusterCoordinator:
             call = self._backlog.put(function, *arguments)
         self._dispatcher.wake()
         return call.value
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        steps: int,
+        directory: str | Path,
+        save_every: int = 1000,
+        state: dict[str, Any] | None = None,
+    ) -> Iterator[int]:
+        """Schedule `fn` until it has ended `steps` times, whatever servers are lost meanwhile.
+
+        Begins with the checkpoint in `directory` if there is one. After every `save_every` calls,
+        once they have ended, yields the number of calls that have ended in all; modules of the
+        scope then hold the servers' values. Saves a checkpoint when the loop goes on. If a server
+        is lost, waits for `fastdist run` to start it again, restores the last checkpoint, and
+        repeats the calls since then. The data of workers does not go back.
+
+        Args:
+            fn: the function.
+            args: its arguments, as for `schedule`.
+            kwargs: its keyword arguments.
+            steps: how many calls, those of earlier starts of the program included.
+            directory: the checkpoint's directory, which all servers and the chief see.
+            save_every: calls between two checkpoints.
+            state: the program's own, saved in checkpoints: anything that JSON can hold. What is
+                restored replaces its contents; `state["step"]` is the number of calls.
+
+        Raises:
+            ValueError: steps is negative, save_every is not positive, or the checkpoint is none of
+                `run`.
+            UnavailableError: a server has not come back within FASTDIST_RENDEZVOUS_TIMEOUT_S, or
+                calls have failed several times after a restore.
+            BaseException: a function raised it.
+        """
+        if to_integer(steps, "steps") < 0:
+            raise ValueError(f"steps must be 0 or more, got {steps}")
+        if to_integer(save_every, "save_every") < 1:
+            raise ValueError(f"save_every must be at least 1, got {save_every}")
+        _check_call(fn, args, kwargs)
+
+        def run(count: int) -> None:
+            try:
+                for _ in range(count):
+                    self.schedule(fn, args, kwargs)
+            finally:
+                self.join()  # also the calls that run beside one that has failed
+
+        return saved_steps(
+            self.strategy,
+            run,
+            steps=steps,
+            directory=directory,
+            save_every=save_every,
+            state={} if state is None else state,
+        )
 
     def join(self) -> None:
         """Wait until all scheduled functions have ended.

@@ -601,6 +601,11 @@ def test_what_is_adapted_or_refused(replicas: ProcessRanks) -> None:
     replicas.run(several)
 
 
+class OwnResults(keras.Sequential):  # type: ignore[misc]
+    def get_metrics_result(self) -> dict[str, Any]:
+        return super().get_metrics_result() | {"own": 7.0}
+
+
 def beside_a_process_group(comm: fd.Communicator, folder: Path) -> None:
     """Keras 3.16 would wrap the model in DDP, and sum metrics over the process group."""
     in_float64()
@@ -624,6 +629,13 @@ def beside_a_process_group(comm: fd.Communicator, folder: Path) -> None:
             assert got[0][name] == pytest.approx(values, rel=1e-6), name
         for value, wanted in zip(got[1], expected[1], strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-9)
+        with strategy.scope():
+            model = compiled(OwnResults([keras.layers.Dense(1)]))
+        if hasattr(keras.src.trainers.trainer, "BaseTrainer"):  # from 3.16 on
+            with pytest.raises(UnsupportedError, match="OwnResults overrides get_metrics_result"):
+                fit(model)
+        else:
+            assert fit(model)["own"] == [7.0] * 4
     finally:
         torch.distributed.destroy_process_group()
 

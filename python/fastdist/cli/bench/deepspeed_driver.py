@@ -16,7 +16,7 @@ from fastdist.cli.bench.torch_host import TorchHostDriver
 
 
 class DeepSpeedDriver(TorchHostDriver):
-    """Calls go to DeepSpeed's kernel, which is compiled when first used; barriers to Gloo."""
+    """Calls go to DeepSpeed's kernel, which is compiled when first used."""
 
     def __init__(self, folder: Path) -> None:
         # The kernel names its memory by these, and needs no such address.
@@ -33,8 +33,6 @@ class DeepSpeedDriver(TorchHostDriver):
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         """See `Driver`."""
-        if case.collective == "barrier":
-            return self.barrier_call()
         self._require_sum(case)
         return partial(self._all_reduce, passes)
 

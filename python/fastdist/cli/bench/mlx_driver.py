@@ -90,8 +90,6 @@ class MlxDriver:
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         """See `Driver`."""
         mx = self._mx
-        if case.collective == "barrier":
-            return self.barrier_call()
         if case.collective == "send_recv":
             return ring_call(self.rank, self.world_size, self._send, self._recv, (passes, gets))
         functions = {

@@ -340,7 +340,7 @@ def start(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a job prints that nobody has disturbed."""
+    """Return what an undisturbed job prints."""
     done = start(tmp_path_factory.mktemp("undisturbed"))
     assert done.codes == (0, 0), done.errors
     return done.printed
@@ -379,7 +379,7 @@ def test_a_told_replica_makes_all_save_and_exit(tmp_path: Path, undisturbed: str
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_replicas(tmp_path: Path, undisturbed: str) -> None:
-    """Of a program that has started the other replica."""
+    """The other replica, which the program has started, ends too."""
     folder = tmp_path / "ended"
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)

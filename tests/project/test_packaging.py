@@ -1,4 +1,4 @@
-"""What is installed and published: the version, the types, the compiled module."""
+"""Tests of what is installed and published: the version, the types, the compiled module."""
 
 from __future__ import annotations
 

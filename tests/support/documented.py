@@ -116,7 +116,7 @@ def _commands(folder: Path) -> Path:
 
 
 def _by_block(printed: str, blocks: int) -> list[str]:
-    """What each block has printed; a launcher's ranks pass from block to block by themselves."""
+    """Split the output by block; a launcher's ranks pass from block to block by themselves."""
     texts = [""] * blocks
     reached: dict[str, int] = {}
     for line in printed.splitlines(keepends=True):

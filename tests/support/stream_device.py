@@ -19,7 +19,7 @@ Step = Callable[[], object]
 
 
 class StreamEvent:
-    """When the stream came to it."""
+    """Notes when the stream comes to it."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

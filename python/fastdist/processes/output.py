@@ -128,7 +128,7 @@ class Lines:
 
 
 class Stream:
-    """What a process writes to a pipe; reads it without blocking, and keeps the last 64 KiB."""
+    """Reads what a process writes to a pipe, without blocking, and keeps the last 64 KiB."""
 
     def __init__(self, fd: int, receive: Receiver) -> None:
         self.fd = fd

@@ -224,15 +224,15 @@ class AdoptedModules:
 
     def values(self, variable: Variable) -> list[torch.Tensor]:
         """Return a variable's value on the CPU for each local replica."""
-        return [copy.component for copy in self.copies(variable)]
+        return [copy.component for copy in self._copies(variable)]
 
     def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
         """Call `write` for each local replica; what it writes reaches the devices."""
-        for local, copy in enumerate(self.copies(variable)):
+        for local, copy in enumerate(self._copies(variable)):
             write(local, copy)
         self._push_components()
 
-    def copies(self, variable: Variable) -> list[Variable]:
+    def _copies(self, variable: Variable) -> list[Variable]:
         """Return copies of a variable on the CPU, one per replica, for code outside `run`."""
         key = id(variable)
         if key not in self._components:

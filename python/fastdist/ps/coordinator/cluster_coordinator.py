@@ -183,7 +183,7 @@ class ClusterCoordinator:
 
         Begins with the checkpoint in `directory` if there is one. After every `save_every` calls,
         once they have ended, yields the number of calls that have ended in all; modules of the
-        scope then hold the servers' values. Saves a checkpoint when the loop goes on. If a server
+        scope then hold the servers' values. Saves a checkpoint when the loop continues. If a server
         is lost, waits for `fastdist run` to start it again, restores the last checkpoint, and
         repeats the calls since then. The data of workers does not go back.
 

@@ -393,9 +393,10 @@ def retried(comm: Any, port: int) -> str:
     """Make a group again after rank 1 has come too late for the first one."""
     store = dist.TCPStore("127.0.0.1", port, is_master=comm.rank == 0, wait_for_workers=False)
     place = {"store": store, "rank": comm.rank, "world_size": comm.world_size}
+    comm.barrier()  # ranks 0 and 2 begin together
     if comm.rank == 1:
         store.wait(["0 gave up", "2 gave up"])
-    patience = timedelta(seconds=60 if comm.rank == 1 else 0.2)
+    patience = timedelta(seconds=60 if comm.rank == 1 else 1.5)
     with pytest.raises(dist.DistBackendError) as told:
         dist.init_process_group("fastdist", timeout=patience, **place)
     store.set(f"{comm.rank} gave up", "")

@@ -114,17 +114,21 @@ Error error_if_forked() {
           "the communicator belongs to the parent process; a forked child cannot use it"};
 }
 
-std::string describe_waits(std::span<const std::optional<WaitOfRank>> waits, int rank) {
-  std::string text = " (seen from " + name(rank) + " of " + std::to_string(waits.size()) + "):";
-  for (std::size_t p = 0; p < waits.size(); ++p) {
-    text += "\n  " + name(static_cast<int>(p)) + ": ";
-    text += waits[p] ? describe(waits[p]->call) : "not waiting yet";
-    if (!waits[p]) continue;
-    if (waits[p]->is_elsewhere) text += " in another communicator";
-    if (waits[p]->awaited) text += ", for " + name(*waits[p]->awaited);
-    if (!waits[p]->site.empty()) text += " at " + waits[p]->site;
+std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int ranks) {
+  std::string text = " (seen from " + name(rank) + " of " + std::to_string(ranks) + "):";
+  for (const WaitOfRank& wait : waits) {
+    text += "\n  " + name(wait.rank) + ": ";
+    text += wait.call ? describe(*wait.call) : "not waiting yet";
+    if (wait.is_elsewhere) text += " in another communicator";
+    if (wait.awaited) text += ", for " + name(*wait.awaited);
+    if (!wait.site.empty()) text += " at " + wait.site;
   }
   return text;
+}
+
+std::string seen_elsewhere(const std::string& waits) {
+  static const std::string kNote = ", by their numbers in another communicator";
+  return waits.starts_with(kNote) ? waits : kNote + waits;
 }
 
 std::string text_of(std::chrono::duration<double> time) {

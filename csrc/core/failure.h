@@ -42,9 +42,10 @@ struct Failure {
   ErrorCode code = ErrorCode::kState;  // of kError
 };
 
-// The call of a rank that waits for another.
+// The call of a rank that waits for another; none if it is not known to wait.
 struct WaitOfRank {
-  Signature call;
+  int rank;
+  std::optional<Signature> call;
   std::optional<int> awaited;
   std::string site;           // the caller's line, or ""
   bool is_elsewhere = false;  // in another communicator, whose ranks the call names
@@ -68,9 +69,10 @@ struct LastCall {
 [[nodiscard]] Error error_if_closed(int rank);
 [[nodiscard]] Error error_if_forked();
 
-// Describes the waits of a deadlock that rank `rank` has found; a rank without one is not waiting.
-[[nodiscard]] std::string describe_waits(std::span<const std::optional<WaitOfRank>> waits,
-                                         int rank);
+// Describes the waits of a deadlock that rank `rank` of `ranks` has found.
+[[nodiscard]] std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int ranks);
+// Returns such a description for ranks of another communicator than that of the rank.
+[[nodiscard]] std::string seen_elsewhere(const std::string& waits);
 // Returns "0.5 s", or "1, 2" for {1, 2}.
 [[nodiscard]] std::string text_of(std::chrono::duration<double> time);
 [[nodiscard]] std::string list_ranks(std::span<const int> ranks);

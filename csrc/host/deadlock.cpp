@@ -27,7 +27,9 @@ namespace fastdist::host {
 
 void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64_t value,
                                       Wait& wait) {
-  if (submitted_.load(std::memory_order_acquire) != 0) return end_wait(wait);
+  // Of a job on several machines, this engine does not know the calls for other machines.
+  const bool is_whole = labels_.empty() || wait.options->caller->is_alone();
+  if (!is_whole || submitted_.load(std::memory_order_acquire) != 0) return end_wait(wait);
   if (wait.number == 0) {
     static std::atomic<std::uint64_t> waits{0};
     wait.number = waits.fetch_add(1) + 1;
@@ -36,16 +38,17 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
   show_elsewhere(p, counter, value, wait);
   if (wait.is_shown) {
     if (auto failure = find_deadlock_of(wait)) {
-      failure->ranks = {p, rank_};
-      failure->noticed_by = rank_;
+      failure->ranks = {label(p), label(rank_)};
+      failure->noticed_by = label(rank_);
       fail(*failure, wait);
     }
   }
   std::vector<int> ranks = find_deadlock();
   if (ranks.empty()) return;
+  for (int& r : ranks) r = label(r);
   fail({.kind = FailureKind::kDeadlock,
         .ranks = std::move(ranks),
-        .noticed_by = rank_,
+        .noticed_by = label(rank_),
         .detail = waits()},
        wait);
 }
@@ -55,9 +58,10 @@ void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t
   Control& control = *me().control;
   control.site.write(wait.options->caller->location());
   BlockedWait& published = control.blocked;
-  published.signature.store(wait.signature.packed(), std::memory_order_relaxed);
-  published.count.store(wait.signature.count, std::memory_order_relaxed);
-  published.list.store(wait.signature.list, std::memory_order_relaxed);
+  const Signature& call = wait.shown();
+  published.signature.store(call.packed(), std::memory_order_relaxed);
+  published.count.store(call.count, std::memory_order_relaxed);
+  published.list.store(call.list, std::memory_order_relaxed);
   published.reach.store(reach, std::memory_order_relaxed);
   published.rank.store(static_cast<std::uint64_t>(p), std::memory_order_release);
   published.offset.store(static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(&counter) -
@@ -120,8 +124,10 @@ std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
     for (int q = 0; q < other.size() && !found; ++q) {
       auto failure = other.failure_of(q);
       if (!failure || failure->kind != FailureKind::kDeadlock) continue;
-      if (std::ranges::find(failure->ranks, other.rank_) == failure->ranks.end()) continue;
+      if (std::ranges::find(failure->ranks, other.label(other.rank_)) == failure->ranks.end())
+        continue;
       other.announce(*failure, RankState::kFailed);
+      failure->detail = seen_elsewhere(failure->detail);
       found = std::move(failure);
     }
   });
@@ -166,16 +172,18 @@ std::vector<int> HostCommunicator::find_deadlock() const {
 }
 
 std::string HostCommunicator::waits() const {
-  std::vector<std::optional<WaitOfRank>> waits(peers_.size());
-  for (std::size_t p = 0; p < peers_.size(); ++p) {
-    const Control& control = *peers_[p].control;
+  std::vector<WaitOfRank> waits;
+  for (int p = 0; p < size(); ++p) {
+    const Control& control = *peers_[static_cast<std::size_t>(p)].control;
     const BlockedWait& wait = control.blocked;
+    waits.push_back({.rank = label(p)});
     if (wait.number.load(std::memory_order_acquire) == 0) continue;
-    waits[p] = {signature_in(wait), static_cast<int>(wait.rank.load(std::memory_order_relaxed)),
-                control.site.text.data(),
-                wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere};
+    waits.back() = {label(p), signature_in(wait),
+                    label(static_cast<int>(wait.rank.load(std::memory_order_relaxed))),
+                    control.site.text.data(),
+                    wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere};
   }
-  return describe_waits(waits, rank_);
+  return describe_waits(waits, label(rank_), job_size_);
 }
 
 }  // namespace fastdist::host

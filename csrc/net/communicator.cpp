@@ -33,7 +33,6 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     }
   }
   inner_->set_labels(ranks_of(machine_of(rank_)), size());
-  inner_->count_submitted(1);  // it does not know this rank's waits for other machines
   for (const std::vector<int>& ranks : machines_) {
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();

@@ -156,6 +156,7 @@ class NetCommunicator final : public BlockingCommunicator {
       if (moves_) communicator_.progress();
     }
     void may_block() const override { wait_.caller->may_block(); }
+    [[nodiscard]] bool is_alone() const override { return wait_.caller->is_alone(); }
     void warn(const std::string& text) const override { wait_.caller->warn(text); }
 
    private:

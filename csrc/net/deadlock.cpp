@@ -209,7 +209,7 @@ void NetCommunicator::speak_elsewhere(Wait& wait) {
   fail({.kind = FailureKind::kDeadlock,
         .ranks = std::move(ranks),
         .noticed_by = rank_,
-        .detail = std::move(*deadlock)},
+        .detail = seen_elsewhere(*deadlock)},
        wait.signature);
 }
 
@@ -311,16 +311,16 @@ void NetCommunicator::check_deadlock(Wait& wait) {
   const auto ranks = answers_in(wait);
   std::vector<int> stuck = find_stuck(ranks);
   if (std::find(stuck.begin(), stuck.end(), rank_) == stuck.end()) return;
-  std::vector<std::optional<WaitOfRank>> waits(places_.size());
+  std::vector<WaitOfRank> waits;
   for (int p = 0; p < size(); ++p) {
     const auto& rank = ranks[static_cast<std::size_t>(p)];
+    waits.push_back({.rank = p});
     if (!rank) continue;
     const std::vector<int> missing = missing_for(p, ranks);
-    waits[static_cast<std::size_t>(p)] = {
-        rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()), rank->site,
-        rank->state.is_elsewhere != 0};
+    waits.back() = {p, rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()),
+                    rank->site, rank->state.is_elsewhere != 0};
   }
-  const std::string detail = describe_waits(waits, rank_);
+  const std::string detail = describe_waits(waits, rank_, size());
   for (const int p : stuck) {
     const State& state = ranks[static_cast<std::size_t>(p)]->state;
     if (state.is_elsewhere != 0) peer(p).writer.tell_deadlock(state.id, detail);

@@ -138,10 +138,10 @@ void NetCommunicator::throw_inner(const Error& error, Wait& wait) {
   }
   if (const auto told = inner_->find_told()) throw_told(*told, signature);
   check_usable();
-  // A mismatch of send and recv leaves the communicator usable.
-  if (error.code() == ErrorCode::kMismatch) throw error;
   auto failure = inner_->failure();
   if (!failure) {
+    // A mismatch of send and recv leaves the communicator usable.
+    if (error.code() == ErrorCode::kMismatch) throw error;
     failure = {FailureKind::kError, error.ranks(), rank_, {}, error.what(), error.code()};
   }
   // The late rank of this machine may itself wait for a rank of another machine.

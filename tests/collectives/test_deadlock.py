@@ -146,6 +146,45 @@ def test_communicators_used_in_crossed_order(make: Make) -> None:
         ranks.close()
 
 
+def of_two_machines(comm: Communicator) -> Communicator:
+    """Join the ranks of two machines, {0, 1} and {2, 3}."""
+    listener = _core.Listener(LOCAL)
+    addresses = comm.all_gather_object((LOCAL, listener.port))
+    inner = comm.engine.subset([[0, 1], [2, 3]], TIMEOUT_S)
+    layout = Layout(((0, 1), (2, 3)))
+    engine = NetEngine(layout, comm.rank, inner, listener, addresses, "job", TIMEOUT_S)
+    return Communicator(engine, TIMEOUT_S)
+
+
+def cross_machine_and_job(comm: Communicator) -> None:
+    job = of_two_machines(comm)
+    machine = job.split(comm.rank // 2)
+    for each in (job, machine):
+        each.barrier()
+    call = machine.barrier if comm.rank == 3 else lambda: job.all_reduce(np.ones(2))
+    begin = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="ranks wait for each other") as caught:
+        call()
+    assert time.monotonic() - begin < 20
+    others = {0} if comm.rank == 3 else {2, 3} - {comm.rank}  # by numbers of the communicator
+    assert {*caught.value.ranks} == others
+    told = str(caught.value)
+    assert "all_reduce(float64 × 2" in told
+    assert "barrier()" in told
+    assert told.count("test_deadlock.py") == 2
+    if comm.rank != 3:
+        assert "rank 2:" in told or "by their numbers in another communicator" in told, told
+    comm.barrier()
+
+
+def test_job_and_machine_used_in_crossed_order() -> None:
+    ranks = ProcessRanks(4)
+    try:
+        ranks.run(cross_machine_and_job)
+    finally:
+        ranks.close()
+
+
 def use_while_a_thread_lives(comm: Communicator, make: Make, wait_s: float) -> None:
     """Call in crossed order, which another thread resolves later."""
     first, second = make(comm)

@@ -77,11 +77,10 @@ CASE(the_last_calls_follow) {
 }
 
 CASE(a_deadlock_is_the_same_on_all_ranks) {
-  std::vector<std::optional<WaitOfRank>> waits(3);
-  waits[0] = {{.op = Op::kBarrier}, 1, "train.py:3"};
-  waits[1] = {kCall, std::nullopt, ""};
+  const std::vector<WaitOfRank> waits = {
+      {0, Signature{.op = Op::kBarrier}, 1, "train.py:3"}, {1, kCall}, {2}};
   const Failure failure{
-      .kind = Kind::kDeadlock, .ranks = {0, 1}, .detail = describe_waits(waits, 0)};
+      .kind = Kind::kDeadlock, .ranks = {0, 1}, .detail = describe_waits(waits, 0, 3)};
   for (const int rank : {0, 1, 2}) {
     const Error error = error_in(failure, kCall, rank, {});
     check_text(error.what(),

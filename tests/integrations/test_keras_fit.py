@@ -339,6 +339,12 @@ def in_scope(comm: fd.Communicator) -> int:
         model = compiled(dense(), "adam")
         fit(model, epochs=1)
         second = compiled(dense(), "adam")
+        data = regression()
+        for _ in range(2):  # makes layers, then adopts them
+            second.train_on_batch(data["x"], data["y"])
+        with mock.patch("gc.collect") as collect:
+            second.train_on_batch(data["x"], data["y"])
+        collect.assert_not_called()
     fit(second, epochs=1)
     strategy.check_in_sync()
     return int(model.optimizer.iterations.numpy())

@@ -41,13 +41,22 @@ class KerasExtension:
         layer_class = keras.layers.Layer
         original = layer_class.__dict__["__new__"]
         make = original.__get__(None, layer_class)
+        has_new = False
+
+        def adopt() -> None:
+            nonlocal has_new
+            if has_new:  # in a loop of train_on_batch there are none
+                has_new = False
+                scope.adopt()
 
         def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+            nonlocal has_new
             _require_torch(keras)
             layer = make(cls, *args, **kwargs)
             scope.note_module(layer)
+            has_new = True
             if isinstance(layer, keras.Model):
-                _attach(scope.strategy, layer, scope.adopt)
+                _attach(scope.strategy, layer, adopt)
             return layer
 
         from fastdist.integrations.keras.batch_norm import allow_synchronized

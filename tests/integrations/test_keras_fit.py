@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from fastdist.errors import PeerFailureError, UnsupportedError
+from fastdist.errors import FastdistError, PeerFailureError, UnsupportedError
 from keras_cases import Batches, Subclassed, compiled, dense, regression
 from ranks import ProcessRanks
 from test_keras import in_float64
@@ -175,7 +175,7 @@ def test_one_replica_stops_all_after_the_same_step(replicas: ProcessRanks) -> No
 
 
 class Raises(keras.callbacks.Callback):  # type: ignore[misc]
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: Any, logs: Any = None) -> None:
         raise ZeroDivisionError("of this callback")
 
 
@@ -183,9 +183,12 @@ def raise_on_one(comm: fd.Communicator) -> None:
     strategy = mirrored()
     model = made(strategy)
     expected = ZeroDivisionError if comm.rank else PeerFailureError
-    with pytest.raises(expected):
-        fit(model, [Raises()] if comm.rank else [])
-    assert len(fit(model, epochs=1)["loss"]) == 1  # goes on
+    for moment in ("train_begin", "train_batch_end", "test_end", "train_end"):
+        callback = keras.callbacks.Callback()
+        setattr(callback, f"on_{moment}", Raises().on_train_batch_end)
+        with pytest.raises(expected):
+            fit(model, [callback] if comm.rank else [], epochs=1, validation_split=0.5)
+        assert len(fit(model, epochs=1)["loss"]) == 1  # goes on
     strategy.check_in_sync()
 
 
@@ -287,6 +290,51 @@ def test_arrays_that_differ_between_replicas(replicas: ProcessRanks) -> None:
     replicas.run(unequal)
 
 
+def vary(comm: fd.Communicator) -> list[str]:
+    """Call fit with another argument on each replica."""
+    said = []
+    for arguments in [
+        {"batch_size": 8 - 4 * comm.rank},
+        {"shuffle": bool(comm.rank)},
+        {"epochs": 2 + comm.rank},
+        {"steps_per_epoch": 3 - comm.rank},
+        {"validation_freq": 1 + comm.rank, "validation_split": 0.5},
+    ]:
+        with pytest.raises((ValueError, FastdistError)) as caught:
+            fit(made(mirrored()), **arguments)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def test_arguments_that_differ_between_replicas(replicas: ProcessRanks) -> None:
+    for said in replicas.run(vary):
+        assert all("expected the same batch_size and shuffle" in one for one in said[:2])
+        assert said[2].startswith("CollectiveMismatchError")
+        # One replica notices that all wait, and leaves.
+        assert "ranks wait for each other" in said[3] or "PeerFailureError" in said[3]
+        assert said[4].startswith("CollectiveMismatchError")
+
+
+class Broken(Batches):
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        if i == 3:
+            raise OSError("the disk is gone")
+        return super().__getitem__(i)
+
+
+def read_from_one(comm: fd.Communicator) -> None:
+    strategy = mirrored()
+    model = made(strategy)
+    with pytest.raises(OSError if comm.rank else FastdistError, match=r"is gone|workers \[1\]"):
+        model.fit(Broken() if comm.rank else Batches(), shuffle=False, verbose=0)
+    fit(model, epochs=1)
+    strategy.check_in_sync()
+
+
+def test_data_that_one_replica_cannot_read(replicas: ProcessRanks) -> None:
+    replicas.run(read_from_one)
+
+
 # --- models -------------------------------------------------------------------------------------
 
 
@@ -360,6 +408,28 @@ def mirror(comm: fd.Communicator) -> None:
     model = strategy.mirror(compiled(dense(), "adam"))
     fit(model, epochs=1)
     strategy.check_in_sync()
+    with strategy.scope():
+        compiled(model, "sgd")
+    with strategy.scope():
+        inside = dense()
+    fit(compiled(inside), epochs=1)
+    strategy.check_in_sync()
+
+
+def compile_outside(comm: fd.Communicator) -> None:
+    strategy = mirrored()
+    model = dense()
+    expected = pytest.raises(ValueError, match=r"Sequential .* was made outside the scope of <fast")
+    with expected, strategy.scope():
+        model.compile("adam", "mse")
+    model.compile("adam", "mse")
+    with expected, strategy.scope():
+        fit(model)
+    assert not {"compile", "make_train_function"} & vars(keras.Model).keys()
+
+
+def test_a_model_that_was_made_outside_is_refused_inside(replicas: ProcessRanks) -> None:
+    replicas.run(compile_outside)
 
 
 def test_a_model_that_was_made_outside_is_mirrored(replicas: ProcessRanks) -> None:

@@ -344,3 +344,92 @@ def generated() -> Iterator[tuple[Any, Any]]:
 )
 def generator() -> Any:
     return compiled(dense(), metrics=["mae"])
+
+
+# --- small batches, other structures ------------------------------------------------------------
+
+
+@case(data=sequences, fit={"batch_size": 1, "epochs": 1}, test={"batch_size": 1})
+def batches_of_one() -> Any:  # fewer examples than replicas
+    return masks()
+
+
+@case()
+def overwritten_averages() -> Any:
+    options = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3}
+    return compiled(dense(), keras.optimizers.Nadam(0.01, clipvalue=0.5, **options))
+
+
+def with_an_overflow() -> dict[str, Any]:
+    data = regression()
+    data["x"][7] = 1e200  # in the part of the last replica
+    return data
+
+
+@case(data=with_an_overflow, fit={"shuffle": False})
+def skipped_steps() -> Any:
+    inner = keras.optimizers.SGD(0.05)
+    options = {"initial_scale": 8.0, "dynamic_growth_steps": 2}
+    squared = keras.Sequential([layers.Dense(1), layers.Lambda(lambda x: x * x)])
+    return compiled(squared, keras.optimizers.LossScaleOptimizer(inner, **options))
+
+
+def nested() -> dict[str, Any]:
+    a, b, c = rng().normal(size=(3, N, 4))
+    y = {"u": [a[:, :1], b[:, :1]], "v": (c[:, :1],)}
+    weights = {"u": [rng().uniform(0, 2, N), rng().uniform(0, 2, N)], "v": (np.ones(N),)}
+    return {"x": (a, [b, c]), "y": y, "sample_weight": weights}
+
+
+@case(data=nested)
+def nested_structures() -> Any:
+    a, b, c = keras.Input((4,)), keras.Input((4,)), keras.Input((4,))
+    given = zip("tuv", (a, a + b, c), strict=True)
+    first, second, third = (layers.Dense(1, name=name)(x) for name, x in given)
+    model = keras.Model((a, [b, c]), {"u": [first, second], "v": (third,)})
+    return compiled(model, "adam", {"u": ["mse", "mae"], "v": ("mse",)})
+
+
+class Autoencoder(keras.Model):  # type: ignore[misc]
+    """Has steps of its own, for inputs without targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers.Dense(5)
+        self.error = keras.metrics.Mean(name="error")
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, x: Any) -> Any:
+        self.zero_grad()
+        logs, loss = self._test(x)
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return logs
+
+    def test_step(self, x: Any) -> Any:
+        return self._test(x)[0]
+
+    def predict_step(self, x: Any) -> Any:
+        return {"outputs": self(x), "first": (x[:, :1],)}
+
+    def _test(self, x: Any) -> Any:
+        loss = ops.mean((self(x) - x) ** 2)
+        self.error.update_state(loss, sample_weight=len(x))
+        return {"error": self.error.result(), "mean": ops.mean(x)}, loss
+
+
+@case(data=lambda: {"x": regression()["x"]})
+def inputs_without_targets() -> Any:
+    return compiled(Autoencoder(), "adam", None)
+
+
+@case(
+    fit={"validation_batch_size": 3, "validation_freq": 2, "epochs": 4, "initial_epoch": 1}
+    | {"validation_data": (regression()["x"][:7], regression()["y"][:7], np.arange(7.0))},
+)
+def weighted_validation() -> Any:
+    return compiled(dense(), "adam", weighted_metrics=["mae"])

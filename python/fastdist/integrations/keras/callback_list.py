@@ -78,6 +78,12 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             **options,
         )
 
+    def _configure_async_dispatch(self, callbacks: Any) -> None:
+        """Call callbacks in this thread.
+
+        In a process with another thread, replicas that wait for each other would not be noticed.
+        """
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then all replicas go on from what the chief's have restored."""
         super().on_train_begin(logs)
@@ -114,6 +120,21 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_epoch_end(epoch, logs)
         if self._share_rate is not None:
             self._share_rate()
+        self._agree(False)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Call the callbacks; none returns from `fit` before those of all replicas have ended."""
+        super().on_train_end(logs)
+        self._agree(False)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Call the callbacks, as at the end of `fit`."""
+        super().on_test_end(logs)
+        self._agree(False)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Call the callbacks, as at the end of `fit`."""
+        super().on_predict_end(logs)
         self._agree(False)
 
     def _read(self, logs: Any, are_read: bool) -> Any:

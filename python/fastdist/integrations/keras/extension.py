@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -30,7 +31,7 @@ class KerasExtension:
         """A context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
-        BatchNormalization takes `synchronized=True`.
+        BatchNormalization takes `synchronized=True`. Models made outside are not trained inside.
         """
         keras: Any = sys.modules.get("keras")
         if keras is None:
@@ -63,7 +64,7 @@ class KerasExtension:
 
         layer_class.__new__ = made
         try:
-            with allow_synchronized():
+            with allow_synchronized(), _own_models_alone(keras.Model, scope.strategy):
                 yield
         finally:
             layer_class.__new__ = original
@@ -90,6 +91,44 @@ class KerasExtension:
         if strategy.has_servers:
             return [root for root in roots if not isinstance(root, keras.Model)]
         return roots
+
+
+@contextlib.contextmanager
+def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
+    """A context manager: models that were made outside are neither compiled nor trained inside.
+
+    Each replica would train a model of its own. Two methods of keras.Model are replaced while this
+    is open.
+    """
+    if strategy.num_replicas_in_sync == 1 and not strategy.has_servers:
+        yield
+        return
+
+    def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if "fit" not in vars(model):
+                raise ValueError(
+                    f"{type(model).__name__} {model.name} was made outside the scope of "
+                    f"{strategy}, which would not train it; make it in the scope, or give it to "
+                    "strategy.mirror"
+                )
+            return plain(model, *args, **kwargs)
+
+        return call
+
+    names = ("compile", "make_train_function")
+    before = {name: vars(model_class).get(name) for name in names}
+    for name in names:
+        setattr(model_class, name, checked(getattr(model_class, name)))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            if method is None:
+                delattr(model_class, name)
+            else:
+                setattr(model_class, name, method)
 
 
 def _note_all(scope: Scope) -> None:

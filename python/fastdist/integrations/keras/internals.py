@@ -5,7 +5,8 @@ Tested with Keras 3.15.1 and a nightly build of 3.16.
 On instances, trainers replace `_get_metrics_result_or_logs` and `_initialize_ddp` of a model,
 `next` of a SeedGenerator and `_moments` of a BatchNormalization. They read `_flatten_layers`,
 `_non_trainable_variables`, `_seed_generators`, `_compile_loss._flat_losses`, `_reduction_axes`,
-`_num_samples`, `_learning_rate` and `_initial_epoch`. Backups read the variables `epoch_iterator`
+`_num_samples`, `_shuffle`, `_learning_rate` and `_initial_epoch`. The list of callbacks overrides
+`_configure_async_dispatch`. Backups read the variables `epoch_iterator`
 and `callbacks` of a running `fit` and the iterator's `_steps_seen`, and replace its methods
 `_get_iterator` and `_enumerate_iterator`. For parameter servers they also call `_use_weight_decay`
 of an optimizer and `_track_variables` of a model, replace its `_post_build`, and pickle the

@@ -130,7 +130,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
             and not isinstance(loader.dataset, IterableDataset)
         )
         if self._is_arrays:
-            _require_same_arrays(self._workers(), loader.dataset, self._whole._num_samples)
+            _require_same_arrays(self._workers(), loader.dataset, self._whole)
         parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
         return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
 
@@ -246,18 +246,26 @@ def share_random_state(workers: Communicator) -> None:
         np.random.set_state(numpy_state)
 
 
-def _require_same_arrays(workers: Communicator, dataset: Any, count: int) -> None:
-    """Check a sample of the rows of arrays. Every replica must call.
+def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> None:
+    """Check a sample of the rows of arrays, and how they are batched. Every replica must call.
 
     Raises:
-        ValueError: the arrays differ between replicas.
+        ValueError: the arrays, batch_size or shuffle differ between replicas.
     """
+    count = whole._num_samples
     rows = sorted({i * (count - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)})
-    own = np.array([count, _checksum(dataset.__getitems__(rows)) if count else 0])
+    given = f"batch_size={whole.batch_size}, shuffle={whole._shuffle}"
+    values = _checksum(dataset.__getitems__(rows)) if count else 0
+    own = np.array([count, values, zlib.crc32(given.encode())])
     table = workers.all_gather(own[None]).tolist()
     differing = [replica for replica, row in enumerate(table) if row != table[0]]
     if differing:
         counts = ", ".join(f"{row[0]} on replica {i}" for i, row in enumerate(table))
+        if all(row[:2] == table[0][:2] for row in table):
+            raise ValueError(
+                f"replicas {differing} divide arrays into other batches than replica 0; expected "
+                f"the same batch_size and shuffle on all replicas, got {given} here"
+            )
         raise ValueError(
             f"the arrays of replicas {differing} differ from those of replica 0: {counts} "
             "examples; expected the same arrays on all replicas (if they are made at random, "

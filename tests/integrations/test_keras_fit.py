@@ -425,7 +425,6 @@ def compile_outside(comm: fd.Communicator) -> None:
     model.compile("adam", "mse")
     with expected, strategy.scope():
         fit(model)
-    assert not {"compile", "make_train_function"} & vars(keras.Model).keys()
 
 
 def test_a_model_that_was_made_outside_is_refused_inside(replicas: ProcessRanks) -> None:
@@ -459,11 +458,39 @@ def test_calls_for_one_batch(replicas: ProcessRanks) -> None:
     replicas.run(on_batches)
 
 
-def test_keras_is_unchanged_after_the_scope() -> None:
-    before = keras.layers.Layer.__dict__["__new__"]
-    with fd.OneDeviceStrategy("cpu").scope():
-        assert keras.layers.Layer.__dict__["__new__"] is not before
-    assert keras.layers.Layer.__dict__["__new__"] is before
+def what_scopes_replace() -> tuple[Any, ...]:
+    model, layer = keras.Model, keras.layers.Layer
+    return layer.__dict__["__new__"], model.compile, model.make_train_function
+
+
+def open_scope(comm: fd.Communicator) -> None:
+    before = what_scopes_replace()
+    with mirrored().scope():
+        during = what_scopes_replace()
+    after = what_scopes_replace()
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_keras_is_unchanged_after_the_scope(replicas: ProcessRanks) -> None:
+    replicas.run(open_scope)
+
+
+def load_in_scope(comm: fd.Communicator, folder: Path) -> None:
+    strategy = mirrored()
+    model = made(strategy)
+    fit(model, epochs=1)
+    model.save(folder / f"{comm.rank}.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(folder / f"{comm.rank}.keras")
+    expected, history = fit(model, shuffle=False), fit(loaded, shuffle=False)
+    assert history["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert int(loaded.optimizer.iterations.numpy()) == 25
+    strategy.check_in_sync()
+
+
+def test_a_loaded_model_goes_on(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(load_in_scope, tmp_path)
 
 
 def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

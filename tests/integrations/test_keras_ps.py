@@ -359,3 +359,18 @@ def test_functional_models_with_inputs_and_outputs(two: PsCluster) -> None:
     history = model.fit(pairs, epochs=3, steps_per_epoch=8, verbose=0).history
     assert history.keys() == {"loss", "value_loss", "sign_loss"}
     assert history["loss"][-1] < history["loss"][0]
+
+
+@pytest.mark.slow
+def test_a_loaded_model_trains(one: PsCluster, tmp_path: Path) -> None:
+    strategy = one.strategy(synchronous=True)
+    model = compiled(strategy, optimizer="adam")
+    model.fit(batches, steps_per_epoch=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    x, y = data()
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    before = loaded.evaluate(x, y, verbose=0)
+    loaded.fit(batches, epochs=4, steps_per_epoch=16, verbose=0)
+    assert loaded.evaluate(x, y, verbose=0)[0] < before[0]

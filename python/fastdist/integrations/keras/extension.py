@@ -98,7 +98,7 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
     """A context manager: models that were made outside are neither compiled nor trained inside.
 
     Each replica would train a model of its own. Two methods of keras.Model are replaced while this
-    is open.
+    is open, in the base class that has them: Keras asks whether a model overrides them.
     """
     if strategy.num_replicas_in_sync == 1 and not strategy.has_servers:
         yield
@@ -107,7 +107,7 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
     def checked(plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if "fit" not in vars(model):
+            if isinstance(model, model_class) and "fit" not in vars(model):
                 raise ValueError(
                     f"{type(model).__name__} {model.name} was made outside the scope of "
                     f"{strategy}, which would not train it; make it in the scope, or give it to "
@@ -118,17 +118,15 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
         return call
 
     names = ("compile", "make_train_function")
-    before = {name: vars(model_class).get(name) for name in names}
-    for name in names:
-        setattr(model_class, name, checked(getattr(model_class, name)))
+    owners = [next(c for c in model_class.__mro__ if name in vars(c)) for name in names]
+    plain = [vars(owner)[name] for owner, name in zip(owners, names, strict=True)]
+    for owner, name, method in zip(owners, names, plain, strict=True):
+        setattr(owner, name, checked(method))
     try:
         yield
     finally:
-        for name, method in before.items():
-            if method is None:
-                delattr(model_class, name)
-            else:
-                setattr(model_class, name, method)
+        for owner, name, method in zip(owners, names, plain, strict=True):
+            setattr(owner, name, method)
 
 
 def _note_all(scope: Scope) -> None:

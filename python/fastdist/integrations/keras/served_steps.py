@@ -38,6 +38,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         coordinator: the strategy's coordinator.
         make_dataset: makes the batches of a worker.
         steps: the steps of an epoch.
+        reads_logs: True if a callback or the progress bar reads the metrics of each step.
 
     Attributes:
         is_in_epoch: True from the first step of an epoch to `end_epoch`.
@@ -52,8 +53,10 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         coordinator: ClusterCoordinator,
         make_dataset: MakeDataset,
         steps: int,
+        reads_logs: bool,
     ) -> None:
         self.is_in_epoch = False
+        self._reads_logs = reads_logs
         self._model = model
         self._strategy = strategy
         self._coordinator = coordinator
@@ -68,6 +71,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self._taken = 0  # functions of this epoch that have ended
         self._running: deque[RemoteValue] = deque()
         self._numbers: dict[str, float] = {}  # logs of this epoch's steps, added up
+        self._states: list[Any] = []  # values of the metrics' variables, of this epoch's steps
         self._first = coordinator.schedule(_shapes, (self._batches,)).fetch()
         coordinator.join()
 
@@ -81,7 +85,10 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self._left, self._taken, self._numbers = self._of_epoch, 0, {}
 
     def step(self) -> dict[str, Any]:
-        """Wait until one more step has ended; return the logs of the epoch's steps that have."""
+        """Wait until one more step has ended; return the logs of the epoch's steps that have.
+
+        If nothing reads them, there are none before the epoch's end.
+        """
         self.is_in_epoch = True
         self._model.optimizer.apply.share_rate()
         given = self._model, self._strategy, self._batches
@@ -92,7 +99,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         for _ in range(self._size):
             self._take()
         self._model.optimizer.iterations.assign_add(1)
-        return self._logs()
+        return self._logs() if self._reads_logs else {}
 
     def end_epoch(self) -> dict[str, Any]:
         """Wait for steps that have begun; return the logs. Then the model has the servers' values.
@@ -116,18 +123,34 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self._taken += 1
         for name, number in numbers.items():
             self._numbers[name] = self._numbers.get(name, 0.0) + number
-        for variable, state in zip(variables_of(self._model.metrics), states, strict=True):
-            before = _array(variable)
-            if self._taken > 1 and variable.aggregation == "sum":
-                state = before + state
-            elif self._taken > 1 and variable.aggregation == "mean":
-                state = before + (state - before) / self._taken
-            variable.assign(state)
+        if self._taken > 1:
+            variables = variables_of(self._model.metrics)
+            states = [
+                _joined_state(variable.aggregation, before, state, self._taken)
+                for variable, before, state in zip(variables, self._states, states, strict=True)
+            ]
+        self._states = states
 
     def _logs(self) -> dict[str, Any]:
+        for variable, state in zip(variables_of(self._model.metrics), self._states, strict=True):
+            variable.assign(state)
         results = self._model.get_metrics_result()
         means = {name: number / self._taken for name, number in self._numbers.items()}
         return {name: results.get(name, mean) for name, mean in means.items()}
+
+
+def _joined_state(aggregation: str, before: Any, state: Any, count: int) -> Any:
+    """Return the value of a metric's variable for the first `count` functions of an epoch.
+
+    Args:
+        aggregation: of the variable.
+        before: the value for the functions before the last.
+        state: the value for the last function alone.
+        count: functions so far.
+    """
+    if aggregation == "sum":
+        return before + state
+    return before + (state - before) / count if aggregation == "mean" else state
 
 
 class WorkerBatches:

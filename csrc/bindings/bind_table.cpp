@@ -213,6 +213,7 @@ void bind_row_table(py::module_& m) {
       .def("reset_fixed", &RowTable::reset_fixed, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("dim", &RowTable::dim)
       .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
+      .def_property_readonly("slot_floats", &RowTable::slot_floats)
       .def_property_readonly("nbytes", &RowTable::bytes)
       .def_property("step", &RowTable::step, &RowTable::set_step)
       .def_property("seed", &RowTable::seed, &RowTable::set_seed);
@@ -355,7 +356,8 @@ void bind_wire(py::module_& m) {
 void bind_table(py::module_& m) {
   py::class_<UpdateRule>(m, "UpdateRule")
       .def(py::init(&make_rule), py::arg("name"))
-      .def_property_readonly("slots", &slot_names);
+      .def_property_readonly("slots", &slot_names)
+      .def("slot_floats", &UpdateRule::slot_floats, py::arg("dim"));
   bind_routing(m);
   bind_wire(m);
   bind_row_table(m);

@@ -46,6 +46,11 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule, St
     throw Error(ErrorCode::kValue,
                 "a dense variable's storage must be float32 or bfloat16, got int8");
   }
+  if (rule_.is_row_wise()) {
+    throw Error(ErrorCode::kValue, std::string(rule_.name()) +
+                                       " updates rows of tables, not dense variables: they take "
+                                       "Adagrad");
+  }
   values_ = allocate(size_ * item_bytes(storage_), Pages::kHuge, "a variable");
   slots_ = allocate(slot_floats() * sizeof(float), Pages::kHuge, "a variable's slots");
   if (size_ != 0) write(initial.data(), 0, size_);

@@ -9,7 +9,8 @@
 
 namespace fastdist::table {
 
-// `slots` has a pointer to the first element of each of the rule's slots, in their order.
+// `slots` has a pointer to the first element of each of the rule's slots, in their order. Row-wise
+// rules take a whole row.
 using UpdateFunction = void (*)(const Coefficients& c, float* values, const float* gradient,
                                 float* const* slots, std::size_t count);
 

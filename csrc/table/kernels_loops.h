@@ -18,7 +18,7 @@ namespace {
 inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-// --- update rules of torch.optim, element by element ------------------------------------------
+// --- update rules ----------------------------------------------------------------------------
 
 inline float effective(const Coefficients& c, float gradient, float value) {
   const float g = c.sign * gradient;
@@ -62,6 +62,43 @@ void adagrad(const Coefficients& coefficients, float* __restrict values,
     sums[i] = sum;
     values[i] -= c.rate * (g / (__builtin_sqrtf(sum) + c.eps));
   }
+}
+
+// As many partial sums for every instruction set, so that all add in the same order.
+constexpr std::size_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+inline void add_squares(const Coefficients& c, const float* values, const float* gradient,
+                        std::size_t count, Lanes& sums) {
+  Lanes g{};
+  __builtin_memcpy(&g, gradient, count * sizeof(float));
+  g *= c.sign;
+  if (c.weight_decay != 0) {
+    Lanes v{};
+    __builtin_memcpy(&v, values, count * sizeof(float));
+    g += c.weight_decay * v;
+  }
+  sums += g * g;
+}
+
+// The row's sum grows by the mean of its squared gradient: EXACT_ROWWISE_ADAGRAD of FBGEMM.
+void row_wise_adagrad(const Coefficients& coefficients, float* __restrict values,
+                      const float* __restrict gradient, float* const* slots, std::size_t count) {
+  const Coefficients c = coefficients;
+  Lanes squares{};
+  std::size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    add_squares(c, values + i, gradient + i, kLanes, squares);
+  }
+  if (i < count) add_squares(c, values + i, gradient + i, count - i, squares);
+  float total = 0;
+  for (i = 0; i < kLanes / 4; ++i) {
+    total += squares[i] + squares[i + 4] + (squares[i + 8] + squares[i + 12]);
+  }
+  const float sum = *slots[0] + total / static_cast<float>(count);
+  *slots[0] = sum;
+  const float rate = c.rate / (__builtin_sqrtf(sum) + c.eps);
+  for (i = 0; i < count; ++i) values[i] -= rate * effective(c, gradient[i], values[i]);
 }
 
 // Adam and AdamW.
@@ -129,6 +166,8 @@ UpdateFunction find_update(RuleKind kind) {
       return adam;
     case RuleKind::kRmsProp:
       return rms_prop;
+    case RuleKind::kRowWiseAdagrad:
+      return row_wise_adagrad;
   }
   return nullptr;
 }

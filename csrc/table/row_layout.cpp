@@ -50,6 +50,7 @@ RowLayout::RowLayout(std::size_t dim, Storage storage, const UpdateRule& rule)
     : dim_(dim),
       storage_(storage),
       slots_(rule.slots().size()),
+      slot_width_(rule.slot_width(dim)),
       value_bytes_(table::value_bytes(dim, storage)),
       stride_(stride_of(value_bytes_ + slot_floats() * sizeof(float))) {}
 
@@ -91,7 +92,7 @@ void RowLayout::update(std::byte* row, UpdateFunction update, const Coefficients
                        const float* gradient, float* scratch) const {
   std::array<float*, kMaxSlots> slots;
   for (std::size_t i = 0; i < slots_; ++i) {
-    slots[i] = reinterpret_cast<float*>(row + value_bytes_) + i * dim_;
+    slots[i] = reinterpret_cast<float*>(row + value_bytes_) + i * slot_width_;
   }
   if (storage_ == Storage::kFloat32) {
     return update(c, reinterpret_cast<float*>(row), gradient, slots.data(), dim_);

@@ -25,8 +25,7 @@ class RowLayout {
 
   [[nodiscard]] std::size_t dim() const noexcept { return dim_; }
   [[nodiscard]] Storage storage() const noexcept { return storage_; }
-  [[nodiscard]] std::size_t slots() const noexcept { return slots_; }
-  [[nodiscard]] std::size_t slot_floats() const noexcept { return slots_ * dim_; }
+  [[nodiscard]] std::size_t slot_floats() const noexcept { return slots_ * slot_width_; }
   [[nodiscard]] std::size_t value_bytes() const noexcept { return value_bytes_; }
   // Bytes from one row to the next.
   [[nodiscard]] std::size_t stride() const noexcept { return stride_; }
@@ -48,6 +47,7 @@ class RowLayout {
   std::size_t dim_;
   Storage storage_;
   std::size_t slots_;
+  std::size_t slot_width_;
   std::size_t value_bytes_;
   std::size_t stride_;
 };

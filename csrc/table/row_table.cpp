@@ -79,7 +79,7 @@ RowTable::RowTable(RowTableOptions options)
       written_(options_.rows.value_or(0)),
       stripes_(std::make_unique<Stripe[]>(striping_.count)) {
   for (const Slot& slot : options_.rule.slots()) {
-    initial_slots_.insert(initial_slots_.end(), layout_.dim(), slot.initial);
+    initial_slots_.insert(initial_slots_.end(), options_.rule.slot_width(dim()), slot.initial);
   }
   if (striping_.hashed) {
     arena_.take(1);  // row 0 marks empty places in the index

@@ -12,7 +12,8 @@ namespace fastdist::table {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr std::array<std::string_view, 5> kNames{"SGD", "Adagrad", "Adam", "AdamW", "RMSprop"};
+constexpr std::array<std::string_view, 6> kNames{"SGD",   "Adagrad", "Adam",
+                                                 "AdamW", "RMSprop", "RowWiseAdagrad"};
 
 std::string text_of(double value) {
   std::ostringstream text;
@@ -75,6 +76,7 @@ const std::vector<UpdateRule::Parameter>& UpdateRule::parameters(RuleKind kind) 
     case RuleKind::kSgd:
       return sgd;
     case RuleKind::kAdagrad:
+    case RuleKind::kRowWiseAdagrad:
       return adagrad;
     case RuleKind::kAdam:
       return plain_adam;
@@ -133,6 +135,9 @@ void UpdateRule::choose_slots() {
     case RuleKind::kAdagrad:
       slots_.push_back({"sum", static_cast<float>(values_.initial_accumulator_value)});
       return;
+    case RuleKind::kRowWiseAdagrad:
+      slots_.push_back({"row_sum", static_cast<float>(values_.initial_accumulator_value)});
+      return;
     case RuleKind::kAdam:
     case RuleKind::kAdamW:
       slots_.push_back({"exp_avg", 0});
@@ -169,6 +174,7 @@ Coefficients UpdateRule::coefficients(std::uint64_t step, double lr,
     case RuleKind::kSgd:
       break;
     case RuleKind::kAdagrad:
+    case RuleKind::kRowWiseAdagrad:
       c.rate = static_cast<float>(lr / (1 + (number - 1) * v.lr_decay));
       break;
     case RuleKind::kAdamW:

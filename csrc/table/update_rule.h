@@ -1,4 +1,5 @@
-// Update rules: the optimizers of torch.optim, with torch's names and arguments.
+// Update rules: the optimizers of torch.optim, with torch's names and arguments, and row-wise
+// Adagrad.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,7 @@
 
 namespace fastdist::table {
 
-enum class RuleKind : std::uint8_t { kSgd, kAdagrad, kAdam, kAdamW, kRmsProp };
+enum class RuleKind : std::uint8_t { kSgd, kAdagrad, kAdam, kAdamW, kRmsProp, kRowWiseAdagrad };
 
 // The coefficients of one step, in float32 as in torch.
 struct Coefficients {
@@ -29,7 +30,7 @@ struct Coefficients {
   bool centered = false;
 };
 
-// Optimizer state: one float per element.
+// Optimizer state: one float per element, or per row in row-wise rules.
 struct Slot {
   std::string_view name;  // as in torch's state
   float initial;
@@ -44,14 +45,25 @@ class UpdateRule {
  public:
   using Hyperparameter = std::pair<std::string, double>;
 
-  // `name` is torch's class name: SGD, Adagrad, Adam, AdamW or RMSprop. Booleans are 0 and 1; betas
-  // are called beta1 and beta2. Defaults are torch's. Adam and AdamW have one more: eps_hat adds
-  // eps before correcting the bias, as Keras does. Throws kValue.
+  // `name` is torch's class name: SGD, Adagrad, Adam, AdamW or RMSprop; or RowWiseAdagrad, with
+  // Adagrad's arguments. Booleans are 0 and 1; betas are called beta1 and beta2. Defaults are
+  // torch's. Adam and AdamW have one more: eps_hat adds eps before correcting the bias, as Keras
+  // does. Throws kValue.
   UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters);
 
   [[nodiscard]] RuleKind kind() const noexcept { return kind_; }
   [[nodiscard]] std::string_view name() const noexcept;
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
+  // True if a row has one float per slot: the rule is for rows only.
+  [[nodiscard]] bool is_row_wise() const noexcept { return kind_ == RuleKind::kRowWiseAdagrad; }
+  // Returns the floats of each slot of a row.
+  [[nodiscard]] std::size_t slot_width(std::size_t dim) const noexcept {
+    return is_row_wise() ? 1 : dim;
+  }
+  // Returns the floats of all slots of a row.
+  [[nodiscard]] std::size_t slot_floats(std::size_t dim) const noexcept {
+    return slots_.size() * slot_width(dim);
+  }
   // Returns `other`, or the rule's own learning rate; throws kValue if it is negative or not
   // finite.
   [[nodiscard]] double learning_rate(std::optional<double> other) const;

@@ -161,12 +161,15 @@ class Messages:
 # their shapes. All methods are thread-safe.
 
 class UpdateRule:
-    # The name of a torch.optim class (SGD, Adagrad, Adam, AdamW, RMSprop) and its arguments.
+    # The name of a torch.optim class (SGD, Adagrad, Adam, AdamW, RMSprop) and its arguments, or
+    # RowWiseAdagrad with Adagrad's.
     def __init__(
         self, name: str, /, **hyperparameters: float | bool | tuple[float, float]
     ) -> None: ...
     @property
     def slots(self) -> list[str]: ...
+    # floats of all slots of a row
+    def slot_floats(self, dim: int) -> int: ...
 
 class RowTable:
     def __init__(
@@ -192,7 +195,7 @@ class RowTable:
     def pull(self, ids: Any, out: Any) -> None: ...
     # gradients: [ids, dim]
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None: ...
-    # values: [ids, dim]; slots: [ids, slots, dim]
+    # values: [ids, dim]; slots: [ids, slot_floats], slot after slot
     def assign(self, ids: Any, values: Any, slots: Any | None = None) -> None: ...
     def snapshot(self, piece_rows: int = 65536) -> RowSnapshot: ...
     # gives all rows of a table with a limit of rows their initial values; keeps those of others
@@ -204,13 +207,15 @@ class RowTable:
     @property
     def slots(self) -> list[str]: ...
     @property
+    def slot_floats(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
     # number of pushes so far
     step: int
     # of the initial values of rows that have not been created
     seed: int
 
-# Yields ids, values [ids, dim] and slots [ids, slots × dim].
+# Yields ids, values [ids, dim] and slots [ids, slot_floats].
 class RowSnapshot:
     def __iter__(self) -> RowSnapshot: ...
     def __next__(

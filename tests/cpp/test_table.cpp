@@ -123,6 +123,7 @@ CASE(every_instruction_set_gives_the_same_bits) {
       UpdateRule("AdamW", {}),
       UpdateRule("RMSprop", {}),
       UpdateRule("RMSprop", {{"momentum", 0.9}, {"centered", 1}}),
+      UpdateRule("RowWiseAdagrad", {{"weight_decay", 0.1}}),
   };
   for (const std::size_t count : {1, 7, 8, 33, 64, 257}) {
     std::vector<Floats> results;
@@ -131,7 +132,7 @@ CASE(every_instruction_set_gives_the_same_bits) {
       Floats result;
       for (const UpdateRule& rule : rules) {
         Floats values = random_floats(random, count);
-        std::array<Floats, 3> slots;
+        std::array<Floats, 3> slots;  // a row-wise rule uses the first float of each
         std::array<float*, 3> pointers{};
         for (std::size_t i = 0; i < rule.slots().size(); ++i) {
           slots[i].assign(count, rule.slots()[i].initial);

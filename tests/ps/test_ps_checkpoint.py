@@ -320,6 +320,7 @@ MOMENTUM = RuleSpec("SGD", {"lr": 0.1, "momentum": 0.9})
         (RowsSpec("w", 4, ADAM, rows=9), RowsSpec("w", 4, ADAM, rows=8)),
         (RowsSpec("w", 4, ADAM, rows=9), RowsSpec("w", 4, ADAM)),
         (RowsSpec("w", 4, ADAM), RowsSpec("w", 2, ADAM)),
+        (RowsSpec("w", 4, RuleSpec("Adagrad")), RowsSpec("w", 4, RuleSpec("RowWiseAdagrad"))),
         (RowsSpec("w", 4, ADAM), DenseSpec("w", (4, 4), ADAM)),
     ],
 )

@@ -64,6 +64,10 @@ def test_optimizers_of_other_scopes(cluster: PsCluster) -> None:
     [
         (torch.optim.Rprop, "cannot apply Rprop; expected one of SGD"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=False, got True"),
+        (
+            lambda p: fd.ps.RowWiseAdagrad(one for one in p if one.dim() == 2),
+            r"hidden.weight is dense, but RowWiseAdagrad updates rows of embeddings",
+        ),
     ],
 )
 def test_optimizers_that_servers_lack(

@@ -202,6 +202,48 @@ def test_clipping(cluster: PsCluster, limit: int | None) -> None:
     torch.testing.assert_close(out.weight, own_out.weight)
 
 
+def test_row_wise_adagrad(cluster: PsCluster, tmp_path: Path) -> None:
+    """Fixed and hashed rows equal one process, also after a restore into new servers' values."""
+    ids = torch.arange(9)
+    one = nn.Embedding(9, 5, dtype=torch.float64)
+    expected = fd.ps.RowWiseAdagrad(one.parameters(), lr=0.1, lr_decay=0.2)
+    nn.init.ones_(one.weight)
+    scale = torch.arange(1.0, 6.0)  # so that a row's gradients differ
+
+    def begin() -> tuple[Any, Any, Any]:
+        strategy = cluster.strategy(max_staleness=0)
+        with strategy.scope():
+            ones = ("constant", 1.0, 0.0)
+            tables = nn.ModuleList(fd.nn.Embedding(rows, 5, initializer=ones) for rows in (9, None))
+            optimizer = fd.ps.RowWiseAdagrad(tables.parameters(), lr=0.1, lr_decay=0.2)
+        return strategy, tables, optimizer
+
+    def train(strategy: Any, tables: Any, optimizer: Any, some: torch.Tensor) -> None:
+        coordinator = cluster.coordinator(strategy)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            sum((table(some) * scale).square().sum() for table in tables).backward()
+            optimizer.step()
+
+        coordinator.schedule(step)
+        coordinator.join()
+        expected.zero_grad()
+        (one(some) * scale).square().sum().backward()
+        expected.step()
+        for table in tables:
+            torch.testing.assert_close(
+                table(ids).detach(), one.weight.detach().float(), rtol=1e-5, atol=1e-5
+            )
+
+    strategy, tables, optimizer = begin()
+    train(strategy, tables, optimizer, ids[[1, 4, 4, 8]])
+    strategy.save(tmp_path)
+    again, tables, optimizer = begin()
+    again.restore(tmp_path)
+    train(again, tables, optimizer, ids[[4, 5]])
+
+
 def test_states_of_tables_are_on_servers_alone(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)

@@ -17,7 +17,7 @@ IDS_OF_ROWS = np.zeros(2, np.int64)
 
 
 def rules_refused() -> Iterator[tuple[str, Given, str]]:
-    yield "Lion", {}, "expected one of SGD, Adagrad, Adam, AdamW, RMSprop, got Lion"
+    yield "Lion", {}, "expected one of SGD, Adagrad, Adam, AdamW, RMSprop, RowWiseAdagrad, got Lion"
     yield "SGD", {"betas": (0.9, 0.99)}, "of SGD: expected one of lr, .*, got beta1"
     yield "Adam", {"momentum": 1}, "got momentum"
     for value in (-1.0, float("nan"), float("inf")):
@@ -117,6 +117,8 @@ def test_wrong_calls_of_dense_variables() -> None:
         variable.push(ROWS, lr=float("inf"))
     with pytest.raises(ValueError, match="float32 or bfloat16, got int8"):
         _core.DenseVariable(ROWS, SGD, storage="int8")
+    with pytest.raises(ValueError, match="RowWiseAdagrad updates rows of tables, not dense"):
+        _core.DenseVariable(ROWS, _core.UpdateRule("RowWiseAdagrad"))
     assert variable.step == 0
 
 

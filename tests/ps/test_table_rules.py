@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from typing import Any
 
 import fastdist._core as _core
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from fastdist.ps import RowWiseAdagrad
 from row_tables import Floats, Given, Ids, filled, floats, pulled, slots_of
+
+Doubles = npt.NDArray[np.float64]
 
 
 def every(**choices: tuple[Any, ...]) -> list[Given]:
@@ -75,6 +80,14 @@ RULES: list[tuple[str, Given]] = [
     ("AdamW", {}),
     ("RMSprop", {}),
 ]
+ROW_WISE: list[Given] = every(
+    lr=(0.1,),
+    lr_decay=(0, 0.1),
+    weight_decay=(0, 0.1),
+    initial_accumulator_value=(0, 0.5),
+    eps=(1e-10, 1e-3),
+    maximize=(False, True),
+)
 
 
 def name_of(case: Any) -> str:
@@ -188,7 +201,82 @@ def test_sparse_steps_are_those_of_torch(
         )
 
 
-@pytest.mark.parametrize(("name", "given"), RULES, ids=name_of)
+def row_wise_step(
+    values: Doubles, sums: Doubles, ids: Ids, gradients: Floats, step: int, given: Given
+) -> None:
+    """Take a step of row-wise Adagrad in float64, as FBGEMM defines it."""
+    total = np.zeros_like(values)
+    np.add.at(total, ids, gradients)
+    rows = np.unique(ids)
+    gradient = (-1 if given["maximize"] else 1) * total[rows] + given["weight_decay"] * values[rows]
+    sums[rows] += (gradient**2).mean(1)
+    rate = given["lr"] / (1 + (step - 1) * given["lr_decay"])
+    values[rows] -= rate * gradient / (np.sqrt(sums[rows])[:, None] + given["eps"])
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+@pytest.mark.parametrize("dim", [1, 10, 16, 75])
+@pytest.mark.parametrize("given", ROW_WISE, ids=name_of)
+def test_row_wise_steps_are_those_of_float64(given: Given, dim: int, hashed: bool) -> None:
+    rng = np.random.default_rng(17)
+    rows = 60
+    ids_of_rows = rng.integers(0, 2**63, rows) if hashed else np.arange(rows)
+    rule = _core.UpdateRule("RowWiseAdagrad", **given)
+    table = _core.RowTable(dim, rule, rows=None if hashed else rows)
+    initial = floats(rng, rows, dim)
+    table.assign(ids_of_rows, initial)
+    values = initial.astype(np.float64)
+    sums = np.full(rows, given["initial_accumulator_value"], np.float64)
+    for step in range(1, 16):
+        # With repeated ids; sometimes none at all, which is a step too.
+        ids = rng.integers(0, rows, 0 if step == 7 else 40)
+        gradients = floats(rng, ids.size, dim)
+        table.push(ids_of_rows[ids], gradients)
+        row_wise_step(values, sums, ids, gradients, step, given)
+        np.testing.assert_allclose(pulled(table, ids_of_rows), values, rtol=1e-5, atol=1e-5)
+    assert rule.slots == table.slots == ["row_sum"]
+    assert rule.slot_floats(dim) == table.slot_floats == 1
+    np.testing.assert_allclose(slots_of(table, ids_of_rows)[:, 0, 0], sums, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse tensors
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("given", ROW_WISE, ids=name_of)
+def test_row_wise_adagrad_in_one_process(given: Given, is_sparse: bool) -> None:
+    """Dense gradients touch all rows."""
+    rng = np.random.default_rng(18)
+    rows, dim = 20, 6
+    values = rng.standard_normal((rows, dim))
+    sums = np.full(rows, given["initial_accumulator_value"], np.float64)
+    parameter = torch.nn.Parameter(torch.from_numpy(values.copy()))
+    optimizer = RowWiseAdagrad([parameter], **given)
+    for step in range(1, 6):
+        ids = rng.integers(0, rows, 15) if is_sparse else rng.permutation(rows)
+        gradients = floats(rng, ids.size, dim)
+        sparse = sparse_gradient(ids, gradients.astype(np.float64), rows)
+        parameter.grad = sparse if is_sparse else sparse.to_dense()
+        optimizer.step()
+        row_wise_step(values, sums, ids, gradients, step, given)
+    np.testing.assert_allclose(parameter.detach(), values, rtol=1e-12)
+    np.testing.assert_allclose(optimizer.state[parameter]["row_sum"][:, 0], sums, rtol=1e-12)
+    copy = RowWiseAdagrad([torch.nn.Parameter(parameter.detach().clone())], **given)
+    copy.load_state_dict(deepcopy(optimizer.state_dict()))
+    copy.param_groups[0]["params"][0].grad = parameter.grad
+    assert copy.step(lambda: 3) == 3
+    optimizer.step()
+    assert torch.equal(copy.param_groups[0]["params"][0], parameter)
+
+
+def test_parameters_that_row_wise_adagrad_rejects() -> None:
+    with pytest.raises(ValueError, match=r"\[rows, dim\], got a parameter of shape \(3,\)"):
+        RowWiseAdagrad([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="RowWiseAdagrad's lr must be a finite number"):
+        RowWiseAdagrad([torch.nn.Parameter(torch.zeros(3, 2))], lr=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [*RULES, *(("RowWiseAdagrad", given) for given in ROW_WISE)], ids=name_of
+)
 def test_rows_that_are_not_touched_stay(name: str, given: Given) -> None:
     rng = np.random.default_rng(4)
     initial = floats(rng, 50, 4)

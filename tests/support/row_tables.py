@@ -34,7 +34,8 @@ def slots_of(table: _core.RowTable, ids: Any) -> Floats:
     order = np.argsort(present)
     at = order[np.searchsorted(present, ids, sorter=order)]
     np.testing.assert_array_equal(present[at], ids)
-    return slots[at].reshape(ids.size, len(table.slots), table.dim)
+    width = table.slot_floats // max(1, len(table.slots))
+    return slots[at].reshape(ids.size, len(table.slots), width)
 
 
 def present(table: _core.RowTable) -> set[int]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
     from fastdist.ps.client.requests import Pending, Ticket
+    from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
     from fastdist.ps.server.server import Server
     from fastdist.ps.wire.keys import Keys
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
@@ -23,6 +24,7 @@ __all__ = [
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "Pending",
+    "RowWiseAdagrad",
     "RowsSpec",
     "RuleSpec",
     "SavedRows",
@@ -41,6 +43,7 @@ _MODULES = {
     "MaxSizePartitioner": "client.partition",
     "MinSizePartitioner": "client.partition",
     "Pending": "client.requests",
+    "RowWiseAdagrad": "model.row_wise_adagrad",
     "RowsSpec": "wire.specs",
     "RuleSpec": "wire.specs",
     "SavedRows": "client.loading",

@@ -90,6 +90,11 @@ def plan(
             _check_cache(name, tables[id(tensor)], options)
             spec = _rows_spec(tables[id(tensor)], prefix + name, rule)
         else:
+            if rule.is_row_wise:
+                raise ValueError(
+                    f"{name} is dense, but {rule.name} updates rows of embeddings: give its "
+                    "parameter to another optimizer, such as torch.optim.Adagrad"
+                )
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
         # Buffers are sums: a narrow encoding would lose small changes.
         applied = TableOptions() if is_buffer else options

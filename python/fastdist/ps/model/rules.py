@@ -1,4 +1,4 @@
-"""Update rules of servers from torch's optimizers."""
+"""Update rules of servers from optimizers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
+from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
 from fastdist.ps.wire.specs import RuleSpec
 
 # Options that do not change the result.
 _IGNORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 # Options that must have this value.
 _FIXED = {"amsgrad": False}
-_KINDS = {
+_KINDS: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "SGD",
     torch.optim.Adagrad: "Adagrad",
     torch.optim.Adam: "Adam",
     torch.optim.AdamW: "AdamW",
     torch.optim.RMSprop: "RMSprop",
+    RowWiseAdagrad: "RowWiseAdagrad",
 }
 
 
@@ -29,10 +31,10 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec
     """
     name = _KINDS.get(type(optimizer))
     if name is None:
-        known = ", ".join(_KINDS.values())
+        *of_torch, row_wise = _KINDS.values()
         raise ValueError(
-            f"parameter servers cannot apply {type(optimizer).__name__}; expected one of {known} "
-            "of torch.optim"
+            f"parameter servers cannot apply {type(optimizer).__name__}; expected one of "
+            f"{', '.join(of_torch)} of torch.optim, or fd.ps.{row_wise} for embeddings"
         )
     options = options_of(optimizer, group)
     for key, value in _FIXED.items():

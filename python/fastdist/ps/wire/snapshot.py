@@ -209,11 +209,10 @@ def _row_files(stored: _core.RowTable) -> Iterator[dict[str, Array]]:
 def _concatenate(
     pieces: list[tuple[Array, Array, Array]], stored: _core.RowTable
 ) -> dict[str, Array]:
-    width = stored.dim * len(stored.slots)
     empty = (np.empty(0, np.uint64), np.empty((0, stored.dim), np.float32))
-    parts = pieces or [(*empty, np.empty((0, width), np.float32))]
+    parts = pieces or [(*empty, np.empty((0, stored.slot_floats), np.float32))]
     ids, values, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return {"ids": ids.view(np.int64), "values": values, "slots": slots.reshape(ids.size, width)}
+    return {"ids": ids.view(np.int64), "values": values, "slots": slots}
 
 
 def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> Path:
@@ -261,14 +260,14 @@ def _type_of(tensor: Any) -> tuple[str, tuple[int, ...]]:
 
 def _expected_types(spec: Spec, part: Part, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of each tensor in a file; a table's file has `rows` rows."""
-    slots = len(spec.rule.make().slots)
+    rule = spec.rule.make()
     if isinstance(spec, DenseSpec):
         shape = (part.end - part.begin, *spec.shape[1:]) if spec.shape else ()
-        return {"values": ("F32", shape), "slots": ("F32", (slots, *shape))}
+        return {"values": ("F32", shape), "slots": ("F32", (len(rule.slots), *shape))}
     return {
         "ids": ("I64", (rows,)),
         "values": ("F32", (rows, spec.dim)),
-        "slots": ("F32", (rows, spec.dim * slots)),
+        "slots": ("F32", (rows, rule.slot_floats(spec.dim))),
     }
 
 
@@ -364,8 +363,7 @@ def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int
             ids = ids - part.begin
         if not mine.any():
             continue
-        count = int(mine.sum())
-        slots = file.get_slice("slots")[there][mine].reshape(count, len(stored.slots), stored.dim)
-        stored.assign(ids[mine], file.get_slice("values")[there][mine], slots)
-        read += count
+        values, slots = (file.get_slice(name)[there][mine] for name in ("values", "slots"))
+        stored.assign(ids[mine], values, slots)
+        read += int(mine.sum())
     return read

@@ -22,7 +22,8 @@ class RuleSpec:
     """An update rule.
 
     Attributes:
-        name: a class of torch.optim: SGD, Adagrad, Adam, AdamW, RMSprop.
+        name: a class of torch.optim: SGD, Adagrad, Adam, AdamW, RMSprop; or RowWiseAdagrad, for
+            tables only.
         options: its hyperparameters.
 
     Examples:
@@ -46,6 +47,11 @@ class RuleSpec:
     def counts_steps(self) -> bool:
         """True if the effect of a push depends on the number of pushes before it."""
         return self.name in ("Adam", "AdamW") or bool(self.options.get("lr_decay"))
+
+    @property
+    def is_row_wise(self) -> bool:
+        """True if the rule is for rows of tables only."""
+        return self.name == "RowWiseAdagrad"
 
 
 @dataclass(frozen=True, slots=True)

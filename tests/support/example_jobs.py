@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,21 @@ class Start:
                     task.kill()
                     task.communicate()
 
+    def kill_roles(
+        self, workers: int, servers: int, script: str, *options: str, after: str
+    ) -> None:
+        """Launch a job with parameter servers, and kill it when its chief has printed a text."""
+        roles = ("--workers", str(workers), "--ps", str(servers))
+        process = self._start(*roles, script, *options)
+        end = threading.Timer(LIMIT_S, process.kill)
+        end.start()
+        try:
+            assert any(after in line for line in process.stdout), process.stderr.read()
+        finally:
+            end.cancel()
+            process.kill()
+            process.communicate()
+
     def tf_config(self, cluster: dict[str, list[str]], script: str, *options: str) -> list[str]:
         """Run a worker for each address of a cluster; return their outputs."""
         tasks = [
@@ -67,11 +83,13 @@ class Start:
         )
 
     def _launch(self, *command: str) -> str:
-        process = subprocess.Popen(
+        return self._wait_for([self._start(*command)])[0]
+
+    def _start(self, *command: str) -> Any:
+        return subprocess.Popen(
             [sys.executable, "-m", "fastdist", "run", "--no-prefix", *command],
             **self._options({}),
         )
-        return self._wait_for([process])[0]
 
     def _fork(self, tasks: Sequence[Task], script: str, *options: str) -> list[Any]:
         return [python(script, *options, **self._options(task.environment)) for task in tasks]

@@ -212,6 +212,45 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert parts["optimizer"].param_groups[0]["lr"] == 0.5
 
 
+class Refusing(nn.Module):
+    """Keeps what it was given, and refuses any other extra state after its tensors were loaded."""
+
+    def __init__(self, extra: str) -> None:
+        super().__init__()
+        self.layer, self.extra = nn.Linear(2, 2), extra
+
+    def get_extra_state(self) -> str:
+        return self.extra
+
+    def set_extra_state(self, state: str) -> None:
+        if state != self.extra:
+            raise KeyError(state)
+
+
+def test_a_module_that_refuses_its_state_changes_nothing(tmp_path: Path) -> None:
+    def made(value: float, extra: str) -> dict[str, Any]:
+        model = nn.Sequential(nn.BatchNorm1d(2), Refusing(extra), nn.Linear(2, 2))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, value)
+        plain = nn.Linear(1, 1)
+        nn.init.constant_(plain.weight, value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=value)
+        return {"plain": plain, "model": model, "optimizer": optimizer, "step": value}
+
+    fd.Checkpoint(**made(0.5, "one")).save(tmp_path / "saved")
+    parts = made(0.25, "two")
+    checkpoint = fd.Checkpoint(**parts)
+    with pytest.raises(KeyError, match="one"):
+        checkpoint.restore(tmp_path / "saved")
+    assert all((p == 0.25).all() for p in parts["model"].parameters())
+    assert parts["plain"].weight.item() == checkpoint.step == 0.25
+    assert parts["optimizer"].param_groups[0]["lr"] == 0.25
+    same = fd.Checkpoint(**made(0.25, "one"))
+    same.restore(tmp_path / "saved")
+    assert same.plain.weight.item() == same.step == 0.5
+    assert all((p == 0.5).all() for p in same.model.parameters())
+
+
 def test_a_number_that_is_damaged_again(tmp_path: Path) -> None:
     checkpoint = fd.Checkpoint(x=torch.ones(3))
     with fd.CheckpointManager(tmp_path) as manager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,8 +119,8 @@ class Checkpoint:
         """Restore all parts from a directory that was saved. Every replica must call.
 
         Parts that only the directory has are ignored. If anything does not fit, nothing is
-        changed: names and shapes are compared first, and objects other than modules get their
-        states back if one of them refuses its new state.
+        changed: names and shapes are compared first, and all get their states back if one of them
+        refuses its new state.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -228,6 +229,8 @@ class Checkpoint:
             for name, part in self._parts.items():
                 if isinstance(part, nn.Module):
                     require_same_tensors(name, _state_of(part), states[name])
+                    if _may_refuse(part):
+                        before[name] = copy.deepcopy(_state_of(part))
                 else:
                     require_match(name, part, states[name], outlined[name][2])
                     if _has_state(part):
@@ -235,7 +238,7 @@ class Checkpoint:
 
         def load_objects() -> None:
             for name in before:
-                self._parts[name].load_state_dict(states[name])
+                _load(self._parts[name], states[name])
 
         def load_others() -> None:
             for name, part in self._parts.items():
@@ -249,7 +252,7 @@ class Checkpoint:
             run_on_all(workers, load_objects)
         except BaseException:
             for name, own in before.items():
-                self._parts[name].load_state_dict(own)
+                _take_back(self._parts[name], own)
             raise
         run_on_all(workers, load_others)
 
@@ -287,11 +290,43 @@ def _state_of(part: Any) -> Any:
     return part.state_dict() if _has_state(part) else part
 
 
+def _may_refuse(module: nn.Module) -> bool:
+    """True if code other than torch's own takes part when the module loads its state."""
+    return any(
+        part._load_state_dict_pre_hooks
+        or part._load_state_dict_post_hooks
+        or any(
+            not getattr(type(part), name).__module__.startswith("torch.")
+            for name in ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+        )
+        for part in module.modules()
+    )
+
+
+def _load(part: Any, state: Any) -> None:
+    part.load_state_dict(state)
+    if isinstance(part, nn.Module):
+        note_updates(part)
+
+
+def _take_back(part: Any, own: Any) -> None:
+    """Give a part the state that it had; a module may refuse that too."""
+    if not isinstance(part, nn.Module):
+        part.load_state_dict(own)
+        return
+    with torch.no_grad():
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(own[name])
+    with contextlib.suppress(Exception):
+        part.load_state_dict(own)
+    note_updates(part)
+
+
 def _put(part: Any, value: Any) -> Any:
     """Restore a module, tensor or value; return its replacement."""
     if isinstance(part, nn.Module):
-        part.load_state_dict(value)
-        note_updates(part)
+        _load(part, value)
         return part
     if isinstance(part, torch.Tensor):
         with torch.no_grad():

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from fastdist.cli.bench.machine import machine_facts
-from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.wire.protocol import Op
 from torch.distributed import rpc
 
@@ -238,10 +238,10 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
         rpc.rpc_sync("server", update, ("rows", *sent))
 
     def ours_at_once(ids: Any, gradients: Any) -> None:
-        pull = client.submit(0, Op.PULL_ROWS, table, [ids])
-        push = client.submit(0, Op.PUSH_ROWS, table, [ids, gradients])
-        client.wait(pull)
-        client.wait(push)
+        tickets = client.begin_read([Item(0, table, np.empty((BATCH, DIM), np.float32), ids)])
+        tickets += client.begin_change([Item(0, table, gradients, ids)])
+        for ticket in tickets:
+            client.wait(ticket)
 
     def theirs_at_once(ids: Any, gradients: Any) -> None:
         pull = rpc.rpc_async("server", lookup, ("rows", torch.from_numpy(ids)))
@@ -254,8 +254,10 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
         return (rng.integers(0, rows, (AT_ONCE, BATCH)),)
 
     def our_four(ids: Any) -> None:
-        for ticket in [client.submit(0, Op.PULL_ROWS, table, [part]) for part in ids]:
-            client.wait(ticket)
+        rows = np.empty((AT_ONCE, BATCH, DIM), np.float32)
+        items = [Item(0, table, *each) for each in zip(rows, ids, strict=True)]
+        for tickets in [client.begin_read([item]) for item in items]:
+            client.wait(tickets[0])
 
     def their_four(ids: Any) -> None:
         sent = [("rows", torch.from_numpy(part)) for part in ids]
@@ -330,7 +332,7 @@ def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
     value = np.zeros(DENSE, np.float32)
 
     def pull_into(_: Any) -> None:
-        for ticket in client.begin_pull(0, number, value):
+        for ticket in client.begin_read([Item(0, number, value)]):
             client.wait(ticket)
 
     pulls = {

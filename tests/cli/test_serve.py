@@ -85,8 +85,7 @@ class TestServer:
                 client.reset(0)
                 assert client.hello(0)["objects"] == []
                 bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
-                pulled = bias.begin_pull()
-                pulled.result()
+                pulled = bias.begin_pull().result()
                 bias.begin_push(np.ones(3, np.float32), round=1, step=pulled.steps).result()
                 assert commit_round(client, 1, [(bias, None)]).result()
                 np.testing.assert_array_equal(bias.pull(), np.full(3, -0.5, np.float32))

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from fastdist.ps import Client
-from fastdist.ps.client.batched import begin_pulls
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards
+from fastdist.ps.client.sharded import begin_pulls
 from ps_cluster import PsCluster, wait_for
 from ps_load import CLIENTS, MOST, Job, Things
 

@@ -61,9 +61,9 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server, storage: 
         gradient = rng.standard_normal(SIZE, np.float32)
         alone.push(gradient, 0.5)
         sharded.begin_push(gradient, 0.5, step=0).result()
-        pull = sharded.begin_pull()
+        pull = sharded.begin_pull().result()
         alone.pull(expected)
-        np.testing.assert_array_equal(pull.result(), expected)
+        np.testing.assert_array_equal(pull.value, expected)
         assert pull.steps == (step + 1,)
     assert server.stats()["staleness"] == {"0": 1, "1": 1, "2-3": 1}
 
@@ -81,8 +81,8 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     alone.push((gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
     alone.pull(expected)
-    pull = one.begin_pull()
-    np.testing.assert_array_equal(pull.result(), expected)
+    pull = one.begin_pull().result()
+    np.testing.assert_array_equal(pull.value, expected)
     assert pull.steps == (1,)
 
 

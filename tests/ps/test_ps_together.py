@@ -1,17 +1,24 @@
-"""Small dense variables that share one message per server."""
+"""Small dense variables and rows of tables that share one message per server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
-from fastdist.ps import Client, DenseSpec, RuleSpec, Server
-from fastdist.ps.client.batched import Push, begin_pulls, begin_pushes
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable
-from fastdist.ps.wire.batches import PART_SIZE, PUSH_ENTRY, SMALL_SIZE
+from fastdist.ps.client.sharded import (
+    ShardedRows,
+    ShardedVariable,
+    begin_changes,
+    begin_pulls,
+    begin_row_pulls,
+)
+from fastdist.ps.wire.batches import ENTRY, PART_SIZE, SMALL_SIZE
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -41,6 +48,14 @@ def make(client: Client, wire: str = "float32", **options: bool) -> list[Sharded
     return made
 
 
+def joined(changes: list[list[Item]]) -> list[Item]:
+    return list(chain.from_iterable(changes))
+
+
+def entry(number: int, ids: int = 0) -> np.ndarray:
+    return np.array([(number, UNKNOWN_STEP, np.nan, ids)], ENTRY).view(np.uint8)
+
+
 def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
     return [pulled.value for pulled in begin_pulls(client, variables, [None] * 7).result()]
 
@@ -49,9 +64,9 @@ def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
 def test_pushes_and_pulls(client: Client, wire: str) -> None:
     variables = make(client, wire)
     gradients = [np.full(shape, 0.5 * number, np.float32) for number, shape in enumerate(SHAPES)]
-    pushes = [Push(v, g, 2.0, None) for v, g in zip(variables, gradients, strict=True)]
-    begin_pushes(client, pushes[:3]).result()
-    begin_pushes(client, [Push(pushes[0].variable, gradients[0]), *pushes[3:]]).result()
+    changes = [v.change(g, 2.0) for v, g in zip(variables, gradients, strict=True)]
+    begin_changes(client, joined(changes[:3])).result()
+    begin_changes(client, joined([variables[0].change(gradients[0]), *changes[3:]])).result()
     outs = [np.full(shape, 9.0, np.float32) if shape else None for shape in SHAPES]
     pulled = begin_pulls(client, variables, outs).result()
     for number, (got, out) in enumerate(zip(pulled, outs, strict=True)):
@@ -65,10 +80,10 @@ def test_one_message_for_each_server(client: Client, servers: list[Server]) -> N
     variables = [*make(client)[:5]]
     before = [server.stats()["requests"] for server in servers]
     pulled = begin_pulls(client, variables, [None] * 5).result()
-    begin_pushes(
-        client,
-        [Push(v, one.value, None, one.steps) for v, one in zip(variables, pulled, strict=True)],
-    ).result()
+    changes = [
+        v.change(one.value, None, one.steps) for v, one in zip(variables, pulled, strict=True)
+    ]
+    begin_changes(client, joined(changes)).result()
     assert [
         server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
     ] == [2, 2]
@@ -93,8 +108,8 @@ def test_many_values_take_several_messages(client: Client, servers: list[Server]
 def test_rounds(client: Client) -> None:
     variables = make(client)
     for _ in range(2):
-        pushes = [Push(variable, np.ones(variable.spec.shape)) for variable in variables]
-        begin_pushes(client, pushes, round=4).result()
+        changes = [variable.change(np.ones(variable.spec.shape)) for variable in variables]
+        begin_changes(client, joined(changes), round=4).result()
     assert [value.min(initial=1e9) for value in pull(client, variables)][1] == 1
     things = [(variable, 0.5) for variable in variables[1:]]
     assert commit_round(client, 4, things, weight=2.0).result() is True
@@ -107,26 +122,30 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
     variables = make(client, refuse_nonfinite=True)
     bad = np.ones((7, 5), np.float32)
     bad[0, 0] = np.nan
-    wrong = [Push(variables[1], np.ones(3)), Push(variables[2], bad)]
+    wrong = variables[1].change(np.ones(3)) + variables[2].change(bad)
     for round in (0, 3):
         with pytest.raises(ValueError, match=r"'2\[0:\]': 1 of 20 elements .* NaN or infinite"):
-            begin_pushes(client, wrong, round).result()
+            begin_changes(client, wrong, round).result()
     with pytest.raises(ValueError, match="lr must be a finite number, 0 or more, got -1"):
-        begin_pushes(
-            client, [Push(variables[0], np.ones(()), 1.0), Push(variables[0], np.ones(()), -1.0)]
+        begin_changes(
+            client, variables[0].change(np.ones(()), 1.0) + variables[0].change(np.ones(()), -1.0)
         ).result()
     (server, number, _), *_ = variables[1].parts()
-    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSH_ENTRY).view(np.uint8)
-    for frames, message in (
-        ([about, bytes(4)], "expected 1 values of 8 bytes, got 4"),
-        ([about[1:], bytes(8)], "19 bytes, not a multiple of 20"),
+    about = entry(number)
+    for op, frames, message in (
+        (
+            Op.CHANGE,
+            [about, b"", bytes(4)],
+            r"expected values of shape \(2,\), got 4 bytes instead of 8",
+        ),
+        (Op.CHANGE, [about[1:], b"", bytes(8)], "23 bytes, not a multiple of 24"),
+        (Op.CHANGE, [about, bytes(8), bytes(8)], "1 ids, the entries name 0"),
+        (Op.READ, [entry(number, ids=1), bytes(8)], "is a DenseSpec, expected a RowsSpec"),
+        (Op.READ, [entry(number + 99), b""], "does not exist"),
+        (Op.READ, [about, bytes(9)], "not a multiple of 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            client.wait(client.submit(server, Op.PUSH_MANY, 0, frames))
-    with pytest.raises(ValueError, match="does not exist"):
-        client.wait(client.submit(server, Op.PULL_MANY, 0, [np.array([number + 99], np.uint64)]))
-    with pytest.raises(ValueError, match="not a multiple of 8"):
-        client.wait(client.submit(server, Op.PULL_MANY, 0, [bytes(9)]))
+            client.wait(client.submit(server, op, 0, frames))
     got = pull(client, variables)
     assert got[0] == 0
     assert (got[1][:2] == 1).all()
@@ -140,9 +159,8 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
 def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) -> None:
     (variable,) = make(client)[1:2]
     (server, number, _), *_ = variable.parts()
-    about = np.array([(number, UNKNOWN_STEP, np.nan)], PUSH_ENTRY).view(np.uint8)
-    frames = [about, np.ones(2, np.float32)]
-    ticket = client.submit(server, Op.PUSH_MANY, number, frames)
+    frames = [entry(number), b"", np.ones(2, np.float32)]
+    ticket = client.submit(server, Op.CHANGE, number, frames)
     for _ in range(3):
         client._connections[server].send(ticket.header.pack(), frames)
     client.wait(ticket)
@@ -159,20 +177,82 @@ def test_messages_are_of_few_and_small_variables(client: Client) -> None:
 
     def ask(op: Op, name: str, count: int) -> None:
         number = numbers[name]
-        frames = [np.full(count, number, np.uint64)]
-        if op is Op.PUSH_MANY:
-            about = np.zeros(count, PUSH_ENTRY)
-            about["object"], about["lr"] = number, 1.0
-            frames = [about.view(np.uint8), np.ones(sizes[name] * count, np.float32)]
+        frames = [np.tile(entry(number), count), b""]
+        if op is Op.CHANGE:
+            frames.append(np.ones(sizes[name] * count, np.float32))
         client.wait(client.submit(0, op, number, frames))
 
-    for op in (Op.PULL_MANY, Op.PUSH_MANY):
+    for op in (Op.READ, Op.CHANGE):
         with pytest.raises(ValueError, match=f"'large' of {SMALL_SIZE + 1} elements.*{SMALL_SIZE}"):
             ask(op, "large", 1)
         with pytest.raises(ValueError, match=f"over {PART_SIZE} elements"):
             ask(op, "small", PART_SIZE // SMALL_SIZE + 1)
-        with pytest.raises(ValueError, match=f"{PART_SIZE + 1} variables in a message"):
+        with pytest.raises(ValueError, match=f"{PART_SIZE + 1} objects in a message"):
             ask(op, "empty", PART_SIZE + 1)
         assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == 0).all()
-    ask(Op.PUSH_MANY, "small", PART_SIZE // SMALL_SIZE)
+    ask(Op.CHANGE, "small", PART_SIZE // SMALL_SIZE)
     assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == -32).all()
+
+
+def tables_of(client: Client, wire: str = "float32") -> list[ShardedRows]:
+    """Return fixed and hashed tables of several widths, with a piece on each server."""
+    placement = RoundRobin(2, FixedShards(2))
+    made = []
+    for dim in (1, 4, 7):
+        for rows in (10, None):
+            spec = RowsSpec(f"{dim} {rows}", dim, SGD, rows, wire=wire)
+            pieces = placement.place((10, dim), 4) if rows else placement.everywhere()
+            made.append(ShardedRows(client, spec, pieces))
+    return made
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_tables_share_messages(client: Client, servers: list[Server], wire: str) -> None:
+    tables, alone = tables_of(client, wire), tables_of(client, wire)
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 10, 9) for _ in tables]
+    ids[1][:] = 3  # all on one server
+    before = [server.stats()["requests"] for server in servers]
+    pulled = begin_row_pulls(client, list(zip(tables, ids, strict=True))).result()
+    for table, own, got in zip(tables, ids, pulled, strict=True):
+        assert got.value.shape == (9, table.spec.dim)
+        assert set(got.steps) <= {0, UNKNOWN_STEP}
+        gradient = np.ones((9, table.spec.dim), np.float32)
+        assert (table.change(own, gradient)[0].values == 1).all()
+    changes = [
+        table.change(own, np.ones((9, table.spec.dim)), 0.5, got.steps)
+        for table, own, got in zip(tables, ids, pulled, strict=True)
+    ]
+    variable = make(client)[1]
+    begin_changes(client, joined([*changes, variable.change(np.ones(3))])).result()
+    took = [server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)]
+    assert max(took) <= 2 + 9  # `make` creates up to 9 pieces on a server
+    again = begin_row_pulls(client, [(t, own) for t, own in zip(alone, ids, strict=True)]).result()
+    for table, own, got in zip(tables, ids, again, strict=True):
+        times = np.array([(own == id_).sum() for id_ in own])[:, None]
+        np.testing.assert_allclose(got.value, np.broadcast_to(-0.5 * times, got.value.shape), 0.02)
+        np.testing.assert_array_equal(got.value, table.pull(own))
+        assert set(got.steps) <= {1, UNKNOWN_STEP}
+    assert (variable.pull()[:2] == 0).all()
+
+
+def test_ids_beyond_a_table_change_nothing(client: Client) -> None:
+    spec = RowsSpec("t", 2, SGD, rows=5)
+    first, second = (client.create(0, replace(spec, name=name)) for name in ("first", "second"))
+    ones = np.ones((1, 2), np.float32)
+    items = [Item(0, first, ones, np.array([4])), Item(0, second, ones, np.array([5]))]
+    (ticket,) = client.begin_change(items)
+    with pytest.raises(IndexError, match="'second': id 5, the table has 5 rows"):
+        client.wait(ticket)
+    assert (client.pull_rows(0, first, [4], 2) == 0).all()
+
+
+def test_many_rows_take_several_messages(client: Client, servers: list[Server]) -> None:
+    count = 3 * PART_SIZE // 64 + 5
+    table = ShardedRows(client, RowsSpec("wide", 64, SGD), RoundRobin(1).place((1, 64), 4))
+    ids = np.arange(count) << 32
+    table.assign(ids, np.repeat(np.arange(count)[:, None], 64, 1))
+    before = servers[0].stats()["requests"]
+    got = table.pull(ids)
+    np.testing.assert_array_equal(got[:, 7], np.arange(count))
+    assert servers[0].stats()["requests"] - before == 4 + 1  # and that of `stats`

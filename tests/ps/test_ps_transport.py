@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import zmq
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, Keys, RowsSpec, RuleSpec, Server
+from fastdist.ps.client.items import names_of
 from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator, Progress
 from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
@@ -95,9 +96,11 @@ def push_from_many_clients(server: Server) -> None:
             tickets = []
             for _ in range(pushes):
                 client.push_rows(0, rows, rng.permutation(ids), -np.ones((500, 4)))
-                tickets.append(client.submit(0, Op.PULL_ROWS, rows, [ids]))
-            for ticket in tickets:
-                values = np.frombuffer(client.wait(ticket), np.float32).reshape(-1, 4)
+                values = np.empty((500, 4), np.float32)
+                (ticket,) = client.begin_read([Item(0, rows, values, ids)])
+                tickets.append((ticket, values))
+            for ticket, values in tickets:
+                client.wait(ticket)
                 assert (values == values[:, :1]).all()
 
     threads = [CheckedThread(work, seed) for seed in range(clients)]
@@ -132,18 +135,22 @@ class CheckedThread(threading.Thread):
 # --- applied once -------------------------------------------------------------------------------
 
 
+def one_row(table: int, id_: int) -> Item:
+    return Item(0, table, np.ones((1, 4), np.float32), np.array([id_]))
+
+
 def test_a_repeated_push_is_applied_once(server: Server, client: Client) -> None:
     rows = client.create(0, ROWS)
-    frames = [np.array([7]), np.ones((1, 4), np.float32)]
+    frames = [*names_of([one_row(rows, 7)]), np.ones((1, 4), np.float32)]
     with raw(server) as plain:
         for number in (1, 1, 2, 1, 2, 2):
-            header = Header(Op.PUSH_ROWS, number, b"c" * 16, rows, floor=1)
+            header = Header(Op.CHANGE, number, b"c" * 16, rows, floor=1)
             plain.send_multipart([header.pack(), *frames])
             assert Header.unpack(plain.recv()).number == number
-        late = Header(Op.PUSH_ROWS, 3, b"c" * 16, rows, floor=3)
+        late = Header(Op.CHANGE, 3, b"c" * 16, rows, floor=3)
         plain.send_multipart([late.pack(), *frames])
         plain.recv()
-        forgotten = Header(Op.PUSH_ROWS, 2, b"c" * 16, rows, floor=1)
+        forgotten = Header(Op.CHANGE, 2, b"c" * 16, rows, floor=1)
         plain.send_multipart([forgotten.pack(), *frames])
         plain.recv()
     assert (client.pull_rows(0, rows, [7], 4) == -3).all()
@@ -169,9 +176,9 @@ def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> No
     with Client([way.address], retry_s=0.1, timeout_s=50, window=8) as client:
         rows = client.create(0, ROWS)
         ids, gradients = np.arange(100), -np.ones((100, 4), np.float32)
-        tickets = [client.submit(0, Op.PUSH_ROWS, rows, [ids, gradients]) for _ in range(300)]
-        for ticket in tickets:
-            client.wait(ticket)
+        items = [Item(0, rows, gradients, ids) for _ in range(300)]
+        for tickets in [client.begin_change([item]) for item in items]:
+            client.wait(tickets[0])
         assert (client.pull_rows(0, rows, ids, 4) == 300).all()
     way.close()
     assert way.broken > 10
@@ -286,7 +293,7 @@ def test_errors_come_back(server: Server, client: Client) -> None:
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "object 9 does not exist", lambda: client.pull(0, dense + 9, (2,))),
         (ValueError, "is a DenseSpec", lambda: client.pull_rows(0, dense, ids, 4)),
-        (ValueError, "is a RowsSpec", lambda: client.push(0, rows, np.zeros(2))),
+        (ValueError, r"shape \(0, 4\), got 8", lambda: client.push(0, rows, np.zeros(2))),
         (ValueError, r"shape \(2, 4\), got 16", lambda: client.push_rows(0, rows, ids, values[:1])),
         (ValueError, r"shape \(2,\), got 12", lambda: client.push(0, dense, np.zeros(3))),
         (IndexError, "10", lambda: client.pull_rows(0, fixed, [3, 10], 4)),

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
-from fastdist.ps.client.batched import Push, begin_pushes
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes
 from ps_cluster import wait_for
 from unreliable import Unreliable
 
@@ -51,12 +50,11 @@ class Things:
         self.small = self.all[number % len(self.all)]
 
     def push(self, with_large: bool) -> None:
-        row = self.rows.begin_push([self.number], -np.ones((1, 4), np.float32))
-        pushes = [Push(self.small, -np.ones(3, np.float32))]
+        items = self.rows.change([self.number], -np.ones((1, 4), np.float32))
+        items += self.small.change(-np.ones(3, np.float32))
         if with_large:
-            pushes.append(Push(self.large, -np.ones(LARGE, np.float32)))
-        begin_pushes(self.client, pushes).result()
-        row.result()
+            items += self.large.change(-np.ones(LARGE, np.float32))
+        begin_changes(self.client, items).result()
 
     def row(self, number: int) -> int:
         return whole(self.rows.pull([number]))

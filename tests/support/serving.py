@@ -83,9 +83,7 @@ def fill(address: str, keys: Keys | None = None) -> None:
     """Create a variable with 3 pushes, 2 of them with a known staleness, and a table of 5 rows."""
     with Client([address], keys=keys, timeout_s=10) as client:
         bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
-        seen = bias.begin_pull()
-        seen.result()
-        steps = seen.steps
+        steps = bias.begin_pull().result().steps
         bias.push(np.ones(3, np.float32))
         bias.begin_push(np.ones(3, np.float32), step=steps).result()
         bias.begin_push(np.ones(3, np.float32), step=steps).result()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastdist.ps.client.client import Client
+    from fastdist.ps.client.items import Item
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
     from fastdist.ps.client.requests import Pending, Ticket
@@ -19,6 +20,7 @@ __all__ = [
     "Client",
     "DenseSpec",
     "FixedShards",
+    "Item",
     "Keys",
     "LoadedCheckpoint",
     "MaxSizePartitioner",
@@ -38,6 +40,7 @@ _MODULES = {
     "Client": "client.client",
     "DenseSpec": "wire.specs",
     "FixedShards": "client.partition",
+    "Item": "client.items",
     "Keys": "wire.keys",
     "LoadedCheckpoint": "client.loading",
     "MaxSizePartitioner": "client.partition",

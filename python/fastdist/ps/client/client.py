@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import zmq
 
-import fastdist._core as _core
 from fastdist.errors import UnavailableError
 from fastdist.ps.client.connection import Connection
+from fastdist.ps.client.items import Item, gradients_of, messages_of, names_of, store
 from fastdist.ps.client.requests import Ticket
-from fastdist.ps.wire.batches import PART_SIZE, part_numbers, part_slice
+from fastdist.ps.wire.batches import part_numbers, part_slice
 from fastdist.ps.wire.frames import (
     Array,
     decode_floats_into,
@@ -133,7 +133,7 @@ class Client:
         round: int = 0,
         step: int = UNKNOWN_STEP,
         part: int = 0,
-        on_reply: Callable[[memoryview], None] | None = None,
+        on_reply: Callable[[memoryview, int], None] | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
 
@@ -147,7 +147,8 @@ class Client:
             round: the round that a push waits for, or that the request names; 0 for none.
             step: for a push, the step of the value that the gradient was computed from.
             part: the part of a dense value.
-            on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
+            on_reply: called with the reply's body and step when it arrives; `wait` raises its
+                ValueError.
 
         Returns:
             A ticket for `wait`.
@@ -297,7 +298,6 @@ class Client:
             if not waiting.is_done and waiting.resend_at < math.inf:
                 self._send(waiting)
                 break
-        ticket.step = header.step
         ticket.reply = bodies[0].buffer if bodies else None
         if header.kind != Status.OK:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
@@ -305,7 +305,8 @@ class Client:
             ticket.error = error_of(header.kind, text, server)
         elif ticket.on_reply is not None:
             try:
-                ticket.on_reply(ticket.reply if ticket.reply is not None else memoryview(b""))
+                body = memoryview(b"") if ticket.reply is None else ticket.reply
+                ticket.on_reply(body, header.step)
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -349,101 +350,97 @@ class Client:
         """Tell a server that the job is over."""
         self.wait(self.submit(server, Op.END, timeout_s=timeout_s))
 
+    def begin_read(self, items: Sequence[Item]) -> list[Ticket]:
+        """Request values, which the items hold once all tickets have been waited for."""
+        tickets = [
+            self.submit(
+                group[0].server,
+                Op.READ,
+                group[0].number,
+                names_of(group),
+                on_reply=partial(store, group),
+            )
+            for group in messages_of(items)
+        ]
+        for item in items:
+            if item.is_large:
+                tickets += self._pull_parts(item)
+        return tickets
+
+    def begin_change(self, items: Sequence[Item], round: int = 0) -> list[Ticket]:
+        """Send gradients. A server applies each message as a whole, or not at all.
+
+        Args:
+            items: the gradients, which must not change until all tickets have been waited for.
+            round: see `submit`.
+        """
+        tickets = [
+            self.submit(
+                group[0].server,
+                Op.CHANGE,
+                group[0].number,
+                [*names_of(group), gradients_of(group)],
+                round=round,
+            )
+            for group in messages_of(items)
+        ]
+        for item in items:
+            if item.is_large:
+                tickets += self._push_parts(item, round)
+        return tickets
+
+    def _pull_parts(self, item: Item) -> list[Ticket]:
+        flat = item.values.reshape(-1)
+
+        def on_reply(part: slice, reply: memoryview, step: int) -> None:
+            decode_floats_into(flat[part], reply, item.wire)
+            item.step = min(item.step, step)
+
+        return [
+            self.submit(
+                item.server,
+                Op.PULL,
+                item.number,
+                part=part,
+                on_reply=partial(on_reply, part_slice(part, flat.size)),
+            )
+            for part in part_numbers(flat.size)
+        ]
+
+    def _push_parts(self, item: Item, round: int) -> list[Ticket]:
+        flat = item.values.reshape(-1)
+        return [
+            self.submit(
+                item.server,
+                Op.PUSH,
+                item.number,
+                [encode_floats(flat[part_slice(part, flat.size)], item.wire)],
+                item.lr,
+                round=round,
+                step=item.step,
+                part=part,
+            )
+            for part in (part_numbers(flat.size) if item.in_parts else (0,))
+        ]
+
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
         """Return a dense variable's value: float32."""
         out = np.empty(shape, np.float32)
-        for ticket in self.begin_pull(server, number, out):
+        for ticket in self.begin_read([Item(server, number, out)]):
             self.wait(ticket)
         return out
 
     def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient, float32, to a dense variable."""
-        for ticket in self.begin_push(server, number, to_floats(gradient), lr):
+        item = Item(server, number, to_floats(gradient), lr=lr)
+        for ticket in self.begin_change([item]):
             self.wait(ticket)
-
-    def begin_pull(
-        self, server: int, number: int, out: Array, wire: _core.WireFormat | None = None
-    ) -> list[Ticket]:
-        """Request a dense variable's value.
-
-        Args:
-            server: its number among `servers`.
-            number: the variable's number.
-            out: contiguous float32; holds the value once all tickets have been waited for.
-            wire: encoding of the variable's values; None for float32.
-        """
-        flat = out.reshape(-1)
-        tickets = []
-        for part in part_numbers(flat.size):
-            on_reply = partial(decode_floats_into, flat[part_slice(part, flat.size)], wire=wire)
-            tickets.append(self.submit(server, Op.PULL, number, part=part, on_reply=on_reply))
-        return tickets
-
-    def begin_pull_rows(
-        self,
-        server: int,
-        number: int,
-        ids: Array,
-        out: Array,
-        wire: _core.WireFormat | None = None,
-    ) -> list[Ticket]:
-        """Request rows of a table, those of many ids in several messages.
-
-        Args:
-            server: its number among `servers`.
-            number: the table's number.
-            ids: contiguous 64-bit integers.
-            out: contiguous float32 [ids, dim]; holds the rows once all tickets were waited for.
-            wire: encoding of the table's rows; None for float32.
-        """
-        rows = max(1, PART_SIZE // max(1, out.shape[1]))
-        tickets = []
-        for begin in range(0, ids.size, rows):
-            piece = slice(begin, begin + rows)
-            on_reply = partial(decode_floats_into, out[piece], wire=wire)
-            frames = [ids[piece]]
-            tickets.append(self.submit(server, Op.PULL_ROWS, number, frames, on_reply=on_reply))
-        return tickets
-
-    def begin_push(
-        self,
-        server: int,
-        number: int,
-        gradient: Array,
-        lr: float | None = None,
-        *,
-        round: int = 0,
-        step: int = UNKNOWN_STEP,
-        wire: _core.WireFormat | None = None,
-        in_parts: bool = True,
-    ) -> list[Ticket]:
-        """Send a gradient to a dense variable.
-
-        Args:
-            server: its number among `servers`.
-            number: the variable's number.
-            gradient: contiguous float32.
-            lr: see `submit`.
-            round: see `submit`.
-            step: see `submit`.
-            wire: encoding of the variable's gradients; None for float32.
-            in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
-        """
-        flat = gradient.reshape(-1)
-        tickets = []
-        for part in part_numbers(flat.size) if in_parts else (0,):
-            frames = [encode_floats(flat[part_slice(part, flat.size)], wire)]
-            ticket = self.submit(
-                server, Op.PUSH, number, frames, lr, round=round, step=step, part=part
-            )
-            tickets.append(ticket)
-        return tickets
 
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
         """Return rows of a table: float32 [ids, dim]."""
-        frame = to_ids(ids)
-        out = np.empty((frame.size, dim), np.float32)
-        for ticket in self.begin_pull_rows(server, number, frame, out):
+        own = to_ids(ids)
+        out = np.empty((own.size, dim), np.float32)
+        for ticket in self.begin_read([Item(server, number, out, own)]):
             self.wait(ticket)
         return out
 
@@ -451,5 +448,6 @@ class Client:
         self, server: int, number: int, ids: Any, gradients: Any, lr: float | None = None
     ) -> None:
         """Apply gradients, float32 [ids, dim], to rows; gradients of equal ids are added up."""
-        frames = [to_ids(ids), to_floats(gradients)]
-        self.wait(self.submit(server, Op.PUSH_ROWS, number, frames, lr))
+        item = Item(server, number, to_floats(gradients), to_ids(ids), lr=lr)
+        for ticket in self.begin_change([item]):
+            self.wait(ticket)

@@ -44,7 +44,7 @@ def commit_round(
         body = json.dumps({"weight": weight, "objects": objects}).encode()
         tickets.append(client.submit(server, Op.COMMIT, 0, [body], round=round))
     return Pending(
-        client.wait, [tickets], lambda replies: {_state(r) for r in replies} <= {"applied"}
+        client.wait, tickets, lambda replies: {_state(r) for r in replies} <= {"applied"}
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
+from fastdist.ps.wire.protocol import Header, Op
 
 T = TypeVar("T")
 
@@ -27,8 +26,8 @@ class Ticket:
         began: the time of the first send, on the monotonic clock.
         resend_at: when to send the request again; infinity: when the connection was restored.
         upload: for a large request, what knows when it is on its way.
-        on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
-        step: in the reply to a pull, how many pushes the value has seen.
+        on_reply: called with the reply's body and step when it arrives; None: `wait` returns the
+            body.
 
     Examples:
         >>> import numpy as np
@@ -37,10 +36,10 @@ class Ticket:
         >>> client = ps.Client([server.address])
         >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
         >>> number = client.create(0, spec, np.ones(2, np.float32))
-        >>> value = np.empty(2, np.float32)
-        >>> tickets = client.begin_pull(0, number, value)
+        >>> item = ps.Item(0, number, np.empty(2, np.float32))
+        >>> tickets = client.begin_read([item])
         >>> _ = client.wait(tickets[0])
-        >>> value
+        >>> item.values
         array([1., 1.], dtype=float32)
         >>> client.close()
         >>> server.close()
@@ -52,10 +51,9 @@ class Ticket:
     frames: Sequence[Any]
     timeout_s: float
     began: float
-    on_reply: Callable[[memoryview], None] | None = None
+    on_reply: Callable[[memoryview, int], None] | None = None
     resend_at: float = math.inf
     upload: zmq.MessageTracker | None = None
-    step: int = UNKNOWN_STEP
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False
@@ -69,11 +67,8 @@ class Pending(Generic[T]):
 
     Args:
         wait: `Client.wait` of the client that sent the requests.
-        tickets: for each piece, its requests.
+        tickets: the requests.
         finish: makes the result from the replies to all tickets, in their order.
-
-    Attributes:
-        tickets: for each piece, its requests.
 
     Examples:
         >>> import numpy as np
@@ -82,9 +77,9 @@ class Pending(Generic[T]):
         >>> client = ps.Client([server.address])
         >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
         >>> number = client.create(0, spec, np.ones(2, np.float32))
-        >>> value = np.empty(2, np.float32)
-        >>> tickets = client.begin_pull(0, number, value)
-        >>> ps.Pending(client.wait, [tickets], lambda replies: value).result()
+        >>> item = ps.Item(0, number, np.empty(2, np.float32))
+        >>> tickets = client.begin_read([item])
+        >>> ps.Pending(client.wait, tickets, lambda replies: item.values).result()
         array([1., 1.], dtype=float32)
         >>> client.close()
         >>> server.close()
@@ -93,11 +88,11 @@ class Pending(Generic[T]):
     def __init__(
         self,
         wait: Callable[[Ticket], memoryview],
-        tickets: Sequence[Sequence[Ticket]],
+        tickets: Sequence[Ticket],
         finish: Callable[[list[memoryview]], T],
     ) -> None:
         self._wait = wait
-        self.tickets = tickets
+        self._tickets = tickets
         self._finish = finish
         self._result: T
         self._is_finished = False
@@ -112,37 +107,16 @@ class Pending(Generic[T]):
             Exception: a server raised it.
         """
         if not self._is_finished:
-            tickets = list(itertools.chain.from_iterable(self.tickets))
             try:
-                replies = [self._wait(ticket) for ticket in tickets]
+                replies = [self._wait(ticket) for ticket in self._tickets]
             except Exception:
-                for ticket in tickets:
+                for ticket in self._tickets:
                     ticket.on_reply = None
                 raise
             self._result = self._finish(replies)
             self._is_finished = True
         return self._result
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """For a pull that has its result: how many pushes each piece's value has seen.
 
-        Pass it to the push of the gradient. `UNKNOWN_STEP` for pieces without a request.
-        """
-        return tuple(
-            min((ticket.step for ticket in tickets), default=UNKNOWN_STEP)
-            for tickets in self.tickets
-        )
-
-    @property
-    def step(self) -> int:
-        """The smallest of `steps`."""
-        return min(self.steps, default=UNKNOWN_STEP)
-
-
-def wait_for_all(
-    wait: Callable[[Ticket], memoryview], pendings: Sequence[Pending[None]]
-) -> Pending[None]:
-    """Combine several changes into one."""
-    tickets = [tickets for pending in pendings for tickets in pending.tickets]
-    return Pending(wait, tickets, lambda replies: None)
+def no_result(replies: list[memoryview]) -> None:
+    """The result of a change."""

@@ -6,35 +6,35 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
 from fastdist.ps.client.client import Client
+from fastdist.ps.client.items import Item
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.requests import Pending, Ticket
-from fastdist.ps.wire.frames import Array, encode_floats, to_floats, to_ids
+from fastdist.ps.client.requests import Pending, no_result
+from fastdist.ps.wire.batches import PART_SIZE
+from fastdist.ps.wire.frames import Array, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 
 @dataclass(frozen=True, slots=True)
-class DensePiece:
-    """The piece of a dense variable on one server.
+class Pulled:
+    """What was pulled of a variable or table.
 
     Attributes:
-        server: its number.
-        number: the piece's number on that server.
-        values: the piece's values, a view of the whole value.
-        wire: encoding of the values; None for float32.
+        value: float32; of the whole shape of a variable, or a row for each id.
+        steps: for each piece, how many pushes the values have seen; for the push of their gradient.
+            `UNKNOWN_STEP` for a table's pieces without ids.
     """
 
-    server: int
-    number: int
-    values: Array
-    wire: _core.WireFormat | None
+    value: Array
+    steps: tuple[int, ...]
 
 
 class ShardedVariable:
@@ -76,7 +76,7 @@ class ShardedVariable:
 
     def pull(self, out: Array | None = None) -> Array:
         """Return the value: float32, of the whole shape."""
-        return self.begin_pull(out).result()
+        return self.begin_pull(out).result().value
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient of the whole shape."""
@@ -86,18 +86,19 @@ class ShardedVariable:
         """Set the value, of the whole shape."""
         self.begin_assign(value).result()
 
-    def begin_pull(self, out: Array | None = None) -> Pending[Array]:
+    def begin_pull(self, out: Array | None = None) -> Pending[Pulled]:
         """Request the value, without waiting.
 
         Args:
             out: destination, contiguous float32 of the whole shape; None allocates one.
         """
         value = self.output_array(out)
-        tickets = [
-            self._client.begin_pull(piece.server, piece.number, piece.values, piece.wire)
-            for piece in self.split(value)
-        ]
-        return Pending(self._client.wait, tickets, lambda replies: value)
+        items = self.split(value)
+
+        def finish(replies: list[memoryview]) -> Pulled:
+            return Pulled(value, tuple(item.step for item in items))
+
+        return Pending(self._client.wait, self._client.begin_read(items), finish)
 
     def begin_push(
         self,
@@ -113,30 +114,19 @@ class ShardedVariable:
             gradient: the gradient, of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
             round: 0 applies the gradient at once; otherwise it waits for the round's commit.
-            step: the step of the value that the gradient was computed from: `Pending.steps` of the
-                pull, or one for all pieces; None if unknown.
+            step: the step of the value that the gradient was computed from: `Pulled.steps`, or one
+                for all pieces; None if unknown.
         """
-        steps = _steps(step, len(self.pieces))
-        tickets = [
-            self.begin_push_piece(piece, lr, round, seen)
-            for piece, seen in zip(self.split(self.to_array(gradient)), steps, strict=True)
-        ]
-        return Pending(self._client.wait, tickets, _no_result)
+        return begin_changes(self._client, self.change(gradient, lr, step), round)
 
-    def begin_push_piece(
-        self, piece: DensePiece, lr: float | None, round: int, step: int
-    ) -> list[Ticket]:
-        """Send the gradient of one piece."""
-        return self._client.begin_push(
-            piece.server,
-            piece.number,
-            piece.values,
-            lr,
-            round=round,
-            step=step,
-            wire=piece.wire,
-            in_parts=not self.spec.refuse_nonfinite,
-        )
+    def change(
+        self, gradient: Any, lr: float | None = None, step: int | Sequence[int] | None = None
+    ) -> list[Item]:
+        """Return what to send for a gradient; arguments as for `begin_push`."""
+        items = self.split(self.to_array(gradient))
+        for item, seen in zip(items, _steps(step, len(items)), strict=True):
+            item.step, item.lr = seen, lr
+        return items
 
     def begin_assign(self, value: Any) -> Pending[None]:
         """Set the value, without waiting."""
@@ -144,7 +134,7 @@ class ShardedVariable:
             self._client.submit(piece.server, Op.ASSIGN, piece.number, [piece.values])
             for piece in self.split(self.to_array(value))
         ]
-        return Pending(self._client.wait, [tickets], _no_result)
+        return Pending(self._client.wait, tickets, no_result)
 
     def output_array(self, out: Array | None) -> Array:
         """Return `out` after checking it, or a new array."""
@@ -164,11 +154,18 @@ class ShardedVariable:
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
 
-    def split(self, values: Array) -> list[DensePiece]:
+    def split(self, values: Array) -> list[Item]:
         """Return the pieces of a value, as views."""
         rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
+        whole = self.spec.refuse_nonfinite  # so that no part of a gradient is applied
         return [
-            DensePiece(piece.server, number, self._rows(rows, piece), self._wire)
+            Item(
+                piece.server,
+                number,
+                self._rows(rows, piece),
+                wire=self._wire,
+                in_parts=not whole,
+            )
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
@@ -181,6 +178,27 @@ class ShardedVariable:
     @staticmethod
     def _rows(values: Array, piece: Piece) -> Array:
         return values[piece.begin : piece.end]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A lookup of rows: distinct ids are read once.
+
+    Attributes:
+        items: for each piece of the table, what to read there.
+        rows: where the distinct rows are put.
+        places: for each id, the place of its row; None: they are in the order of the ids.
+    """
+
+    items: list[list[Item]]
+    rows: Array
+    places: Array | None
+
+    def result(self) -> Pulled:
+        """Return the rows, once all items have been read."""
+        rows = self.rows if self.places is None else self.rows.take(self.places, 0)
+        steps = (min((item.step for item in items), default=UNKNOWN_STEP) for items in self.items)
+        return Pulled(rows, tuple(steps))
 
 
 class ShardedRows:
@@ -223,7 +241,7 @@ class ShardedRows:
         Raises:
             IndexError: an id is beyond the table.
         """
-        return self.begin_pull(ids).result()
+        return self.begin_pull(ids).result().value
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
         """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
@@ -231,28 +249,19 @@ class ShardedRows:
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""
-        self._change(Op.ASSIGN_ROWS, ids, values).result()
-
-    def begin_pull(self, ids: Any) -> Pending[Array]:
-        """Request rows, without waiting; see `pull`."""
-        with self._naming_table():
-            local, counts, places = self._owners.route_distinct(_flat(ids))
-        rows = np.empty((local.size, self.spec.dim), np.float32)
         tickets = [
-            self._client.begin_pull_rows(
-                self.pieces[piece].server,
-                self._numbers[piece],
-                local[part],
-                rows[part],
-                self._wire,
-            )
-            for piece, part in enumerate(_slices(counts))
+            self._client.submit(item.server, Op.ASSIGN_ROWS, item.number, [item.ids, item.values])
+            for item in self._divide(ids, values)
+            if item.ids is not None and item.ids.size
         ]
+        Pending(self._client.wait, tickets, no_result).result()
 
-        def finish(replies: list[memoryview]) -> Array:
-            return rows if places is None else rows.take(places, 0)
-
-        return Pending(self._client.wait, tickets, finish)
+    def begin_pull(self, ids: Any) -> Pending[Pulled]:
+        """Request rows, without waiting; see `pull`."""
+        lookup = self.lookup(ids)
+        items = list(chain.from_iterable(lookup.items))
+        client = self._client
+        return Pending(client.wait, client.begin_read(items), lambda replies: lookup.result())
 
     def begin_push(
         self,
@@ -264,18 +273,41 @@ class ShardedRows:
         step: int | Sequence[int] | None = None,
     ) -> Pending[None]:
         """Send gradients, without waiting; `round`, `step` as for `ShardedVariable.begin_push`."""
-        steps = _steps(step, len(self.pieces))
-        return self._change(Op.PUSH_ROWS, ids, gradients, lr, round, steps)
+        return begin_changes(self._client, self.change(ids, gradients, lr, step), round)
 
-    def _change(
+    def change(
         self,
-        op: Op,
         ids: Any,
-        values: Any,
+        gradients: Any,
         lr: float | None = None,
-        round: int = 0,
-        steps: Sequence[int] | None = None,
-    ) -> Pending[None]:
+        step: int | Sequence[int] | None = None,
+    ) -> list[Item]:
+        """Return what to send for gradients; arguments as for `begin_push`."""
+        # If an effect depends on the number of pushes, all pieces must count this one.
+        to_all_pieces = self.spec.rule.counts_steps or self.spec.max_age
+        items = self._divide(ids, gradients)
+        for item, seen in zip(items, _steps(step, len(items)), strict=True):
+            item.step, item.lr, item.wire = seen, lr, self._wire
+        return [item for item in items if to_all_pieces or item.values.size]
+
+    def lookup(self, ids: Any) -> Lookup:
+        """Return what to read for ids."""
+        with self._naming_table():
+            local, counts, places = self._owners.route_distinct(_flat(ids))
+        rows = np.empty((local.size, self.spec.dim), np.float32)
+        most = max(1, PART_SIZE // max(1, self.spec.dim))
+        items = [
+            [
+                self._item(piece, local[begin:end], rows[begin:end])
+                for begin in range(part.start, part.stop, most)
+                for end in [min(begin + most, part.stop)]
+            ]
+            for piece, part in enumerate(_slices(counts))
+        ]
+        return Lookup(items, rows, places)
+
+    def _divide(self, ids: Any, values: Any) -> list[Item]:
+        """Return the rows of each piece."""
         given, rows = _flat(ids), to_floats(values)
         if rows.size != given.size * self.spec.dim:
             raise ValueError(
@@ -283,34 +315,16 @@ class ShardedRows:
                 f"({given.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
-        steps = steps or _steps(None, len(self.pieces))
         with self._naming_table():
             local, counts, places = self._owners.route(given)
         if places is not None:
             rows = rows.take(places, 0)
-        wire = self._wire if op is Op.PUSH_ROWS else None
-        # If an effect depends on the number of pushes, all pieces must count this one.
-        to_all_pieces = op is Op.PUSH_ROWS and (self.spec.rule.counts_steps or self.spec.max_age)
-        tickets = [
-            self._send(
-                op, piece, [local[part], encode_floats(rows[part], wire)], lr, round, steps[piece]
-            )
-            for piece, part in enumerate(_slices(counts))
-            if to_all_pieces or part.start < part.stop
+        return [
+            self._item(piece, local[part], rows[part]) for piece, part in enumerate(_slices(counts))
         ]
-        return Pending(self._client.wait, [tickets], _no_result)
 
-    def _send(
-        self,
-        op: Op,
-        piece: int,
-        frames: Sequence[Array],
-        lr: float | None = None,
-        round: int = 0,
-        step: int = UNKNOWN_STEP,
-    ) -> Ticket:
-        server, number = self.pieces[piece].server, self._numbers[piece]
-        return self._client.submit(server, op, number, frames, lr, round=round, step=step)
+    def _item(self, piece: int, ids: Array, rows: Array) -> Item:
+        return Item(self.pieces[piece].server, self._numbers[piece], rows, ids, self._wire)
 
     @contextmanager
     def _naming_table(self) -> Iterator[None]:
@@ -336,6 +350,47 @@ class ShardedRows:
         )
 
 
+def begin_pulls(
+    client: Client, variables: Sequence[ShardedVariable], outs: Sequence[Array | None]
+) -> Pending[list[Pulled]]:
+    """Request the values of variables, without waiting.
+
+    Args:
+        client: this thread's client.
+        variables: the variables to pull.
+        outs: destinations, see `ShardedVariable.begin_pull`.
+    """
+    values = [variable.output_array(out) for variable, out in zip(variables, outs, strict=True)]
+    pieces = [variable.split(value) for variable, value in zip(variables, values, strict=True)]
+
+    def finish(replies: list[memoryview]) -> list[Pulled]:
+        return [
+            Pulled(value, tuple(item.step for item in items))
+            for value, items in zip(values, pieces, strict=True)
+        ]
+
+    return Pending(client.wait, client.begin_read(list(chain.from_iterable(pieces))), finish)
+
+
+def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:
+    """Send gradients, without waiting; see `Client.begin_change`."""
+    return Pending(client.wait, client.begin_change(items, round), no_result)
+
+
+def begin_row_pulls(
+    client: Client, lookups: Sequence[tuple[ShardedRows, Any]]
+) -> Pending[list[Pulled]]:
+    """Request rows of tables, each for its ids, without waiting; repeated ids are sent once.
+
+    Raises:
+        IndexError: an id is beyond its table.
+    """
+    made = [table.lookup(ids) for table, ids in lookups]
+    items = [item for lookup in made for items in lookup.items for item in items]
+    tickets = client.begin_read(items)
+    return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in made])
+
+
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
     """Return one step for each piece."""
     if step is None or isinstance(step, int):
@@ -343,10 +398,6 @@ def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
     if len(step) != pieces:
         raise ValueError(f"step has {len(step)} numbers, there are {pieces} pieces")
     return step
-
-
-def _no_result(replies: list[memoryview]) -> None:
-    """The result of a change."""
 
 
 def _flat(ids: Any) -> Array:

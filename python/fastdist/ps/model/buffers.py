@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from fastdist.ps.client.batched import begin_pushes
 from fastdist.ps.client.client import Client
+from fastdist.ps.client.sharded import begin_changes
 from fastdist.ps.model.dense import ServedTensor
 from fastdist.training.frameworks import inner_modules, moving_averages
 
@@ -85,10 +85,13 @@ class ServedBuffers:
         assigned = [served for served, _ in changed if not served.has_finite_change]
         for pending in [served.begin_assign() for served in assigned]:
             pending.result()
-        added = [
-            served.difference_push(factor) for served, factor in changed if served not in assigned
+        items = [
+            item
+            for served, factor in changed
+            if served not in assigned
+            for item in served.difference(factor)
         ]
-        begin_pushes(self._client, added, round).result()
+        begin_changes(self._client, items, round).result()
 
     def _changed(self) -> Iterator[ServedTensor]:
         for name, served in self.all.items():

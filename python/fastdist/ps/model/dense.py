@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fastdist.ps.client.batched import Pulled, Push
+from fastdist.ps.client.items import Item
 from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.client.sharded import Pulled, ShardedVariable
 from fastdist.ps.wire.frames import Array
 from fastdist.training.tensor_stamps import value_stamp
 
@@ -80,18 +80,16 @@ class ServedTensor:
         self.mark_synced()
         return pending
 
-    def make_push(self, gradient: Array, lr: float | None = None) -> Push:
-        """Return a push of a gradient."""
-        return Push(self.sharded, gradient, lr, self._steps)
+    def change(self, gradient: Array, lr: float | None = None) -> list[Item]:
+        """Return what to send for a gradient."""
+        return self.sharded.change(gradient, lr, self._steps)
 
-    def difference_push(self, factor: float) -> Push:
-        """Return a push of a buffer's change, times a factor; other workers' changes stay."""
+    def difference(self, factor: float) -> list[Item]:
+        """Return what to send for a buffer's change times a factor; other workers' changes stay."""
         value = exact_value(self.sharded.spec.name, self.tensor)
-        push = self.make_push(
-            (self._synced - value) * np.float32(factor)
-        )  # the update rule subtracts
+        change = self.change((self._synced - value) * np.float32(factor))  # the rule subtracts
         self.mark_synced()
-        return push
+        return change
 
     def _value(self) -> Array:
         return np.asarray(self.tensor.detach().float().cpu().numpy())

@@ -11,12 +11,18 @@ import torch
 from torch import nn
 
 from fastdist.errors import FastdistError
-from fastdist.ps.client.batched import Pulled, begin_pulls, begin_pushes
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.commit import commit_round, discard_rounds
-from fastdist.ps.client.requests import Pending, wait_for_all
+from fastdist.ps.client.items import Item
+from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.row_cache import RowCache
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.sharded import (
+    Pulled,
+    ShardedRows,
+    ShardedVariable,
+    begin_changes,
+    begin_pulls,
+)
 from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.dense import ServedTensor, exact_value
@@ -198,16 +204,16 @@ class ServedModel:
         weight: float = 1.0,
     ) -> Pending[None]:
         """Send the gradients of parameters times `weight`, with learning rates, without waiting."""
-        dense, sent = [], []
+        items: list[Item] = []
         for parameter, lr in gradients:
             table = self._tables.get(id(parameter))
             if table is not None:
-                sent.append(table.begin_push(lr, round, weight))
+                items += table.change(lr, weight)
             else:
                 gradient = _dense_gradient(parameter)
                 gradient = gradient if weight == 1.0 else gradient * np.float32(weight)
-                dense.append(self._parameters[id(parameter)].make_push(gradient, lr))
-        return wait_for_all(self._client.wait, [*sent, begin_pushes(self._client, dense, round)])
+                items += self._parameters[id(parameter)].change(gradient, lr)
+        return begin_changes(self._client, items, round)
 
     def clear_gradients(self) -> None:
         """Drop all gradients, including those of earlier functions."""

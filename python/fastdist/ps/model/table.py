@@ -13,7 +13,7 @@ from fastdist.errors import FastdistError
 from fastdist.ps.wire.frames import Array
 
 if TYPE_CHECKING:  # `fastdist.nn` works without pyzmq, which clients need
-    from fastdist.ps.client.requests import Pending
+    from fastdist.ps.client.items import Item
     from fastdist.ps.client.row_cache import RowCache
     from fastdist.ps.client.sharded import ShardedRows
 
@@ -72,10 +72,9 @@ class ServedTable:
     def _pull(self, ids: Array) -> Array:
         if self._cache is not None:
             return self._cache.pull(ids)
-        pending = self.sharded.begin_pull(ids)
-        rows = pending.result()
-        self._steps = tuple(map(min, self._steps or pending.steps, pending.steps))
-        return rows
+        pulled = self.sharded.begin_pull(ids).result()
+        self._steps = tuple(map(min, self._steps or pulled.steps, pulled.steps))
+        return pulled.value
 
     def gradient_indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the indices of these ids' rows in the weight's gradient.
@@ -89,13 +88,13 @@ class ServedTable:
             self._ids.append(ids.cpu().numpy())
         return torch.arange(begin, self._next_index, device=ids.device)
 
-    def begin_push(self, lr: float | None, round: int, weight: float) -> Pending[None]:
-        """Send the weight's gradient, times `weight`, without waiting."""
+    def change(self, lr: float | None, weight: float) -> list[Item]:
+        """Return what to send for the weight's gradient, times `weight`."""
         indices, values = _sparse_gradient(self.weight)
         ids = self._ids_at(indices) if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
         self._pushed.append(ids)
-        return self.sharded.begin_push(ids, values, lr, round=round, step=self._steps or None)
+        return self.sharded.change(ids, values, lr, self._steps or None)
 
     def coalesce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the weight's gradient with each row once."""

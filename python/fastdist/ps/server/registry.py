@@ -96,18 +96,27 @@ class Registry:
             raise ValueError(f"{spec.name!r} is a RowsSpec, expected a DenseSpec")
         return spec, stored
 
-    def small_dense(self, numbers: Array) -> list[tuple[DenseSpec, _core.DenseVariable]]:
-        """Return the dense variables that one message names.
+    def of_message(self, entries: Array) -> list[tuple[Spec, Any]]:
+        """Return the tables and small dense variables that one message names.
+
+        Args:
+            entries: of the dtype `ENTRY`.
 
         Raises:
-            ValueError: an object is a table or larger than `SMALL_SIZE`, or all together are larger
-                than `PART_SIZE`.
+            ValueError: a dense variable is larger than `SMALL_SIZE`, or has ids, or all together
+                are larger than `PART_SIZE`.
         """
-        if numbers.size > PART_SIZE:
-            raise ValueError(f"{numbers.size} variables in a message, the limit is {PART_SIZE}")
-        found, size = [], 0
-        for number in numbers.tolist():
-            spec, variable = self.dense(number)
+        if entries.size > PART_SIZE:
+            raise ValueError(f"{entries.size} objects in a message, the limit is {PART_SIZE}")
+        found: list[tuple[Spec, Any]] = []
+        size = 0
+        for number, ids in zip(entries["object"].tolist(), entries["ids"].tolist(), strict=True):
+            spec, stored = self.find(number)
+            found.append((spec, stored))
+            if isinstance(spec, RowsSpec):
+                continue
+            if ids:
+                raise ValueError(f"{spec.name!r} is a DenseSpec, expected a RowsSpec")
             if spec.size > SMALL_SIZE:
                 raise ValueError(
                     f"{spec.name!r} of {spec.size} elements in a message for several variables, "
@@ -116,7 +125,6 @@ class Registry:
             size += spec.size
             if size > PART_SIZE:
                 raise ValueError(f"variables of over {PART_SIZE} elements in one message")
-            found.append((spec, variable))
         return found
 
     def rows(self, number: int) -> tuple[RowsSpec, _core.RowTable]:

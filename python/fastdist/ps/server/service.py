@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.staleness import Staleness
 from fastdist.ps.wire.batches import (
-    PUSH_ENTRY,
+    ENTRY,
+    Kinds,
     PartialPushes,
-    pack_values,
+    extents_of,
     part_numbers,
     part_slice,
     part_slices,
@@ -142,10 +145,10 @@ class Service:
     def _read(
         self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any]:
-        if op is Op.PULL or op is Op.PULL_ROWS:
-            return self._pull(op, header, frames, buffers)
-        if op is Op.PULL_MANY:
-            return _reply(header), self._pull_many(header, frames[0], buffers)
+        if op is Op.PULL:
+            return self._pull(header, buffers)
+        if op is Op.READ:
+            return _reply(header), self._read_values(header, frames, buffers)
         answer: Any
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
@@ -162,41 +165,48 @@ class Service:
             answer = {}
         return _reply(header), json.dumps(answer).encode()
 
-    def _pull(
-        self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
-    ) -> tuple[Header, Any]:
+    def _pull(self, header: Header, buffers: SendBuffers) -> tuple[Header, Any]:
         """Read the step before the values: the values may be newer than the step, never older."""
-        if op is Op.PULL:
-            dense, variable = self._registry.dense(header.object)
-            step = variable.step
-            part = part_slice(header.part, dense.size)
-            wire = dense.wire_format()
-            shape: tuple[int, ...] = (part.stop - part.start,)
-            out, reply = _reply_buffers(buffers, header.client, shape, wire)
-            variable.pull_part(out, part.start)
-        else:
-            rows, table = self._registry.rows(header.object)
-            step = table.step
-            ids = decode_ids(frames[0])
-            wire = rows.wire_format()
-            shape = (ids.size, rows.dim)
-            out, reply = _reply_buffers(buffers, header.client, shape, wire)
-            table.pull(ids, out)
-        if wire is not None:
-            wire.encode(out, reply)
+        dense, variable = self._registry.dense(header.object)
+        step = variable.step
+        part = part_slice(header.part, dense.size)
+        wire = dense.wire_format()
+        size = part.stop - part.start
+        reply = buffers.take(4 * size if wire is None else wire.nbytes(size), header.client)
+        with _values_in(reply, (size,), wire) as values:
+            variable.pull_part(values, part.start)
         return _reply(header, step=step), reply
 
-    def _pull_many(self, header: Header, frame: memoryview, buffers: SendBuffers) -> Array:
-        found = self._registry.small_dense(decode_ids(frame))
-        steps = np.array([variable.step for _, variable in found], np.uint64).view(np.uint8)
-        values = []
-        for spec, variable in found:
-            values.append(np.empty(spec.size, np.float32))
-            variable.pull_part(values[-1], 0)
-        body = pack_values(values, [(spec.shape, spec.wire_format()) for spec, _ in found])
-        reply = buffers.take(steps.size + body.size, header.client)
-        np.concatenate((steps, body), out=reply)
+    def _read_values(
+        self, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
+    ) -> Array:
+        """Return the steps of the objects, read first, and then their values."""
+        found, ids = self._named(frames)
+        kinds = _kinds(found, ids)
+        steps = np.array([stored.step for _, stored in found], np.uint64).view(np.uint8)
+        extents, size = extents_of(kinds)
+        reply = buffers.take(steps.size + size, header.client)
+        reply[: steps.size] = steps
+        body = reply[steps.size :]
+        for (spec, stored), own, extent, (shape, wire) in zip(
+            found, ids, extents, kinds, strict=True
+        ):
+            with _values_in(body[extent], shape, wire) as values:
+                if isinstance(spec, RowsSpec):
+                    stored.pull(own, values)
+                else:
+                    stored.pull_part(values, 0)
         return reply
+
+    def _named(self, frames: Sequence[memoryview]) -> tuple[list[tuple[Spec, Any]], list[Array]]:
+        """Return the objects of a message and the ids of each; none for a dense variable."""
+        entries = _entries(frames[0])
+        all_ids = decode_ids(frames[1])
+        ends = np.cumsum(entries["ids"], dtype=np.uint64).tolist()
+        if all_ids.size != (ends[-1] if ends else 0):
+            raise ValueError(f"{all_ids.size} ids, the entries name {ends[-1] if ends else 0}")
+        found = self._registry.of_message(entries)
+        return found, [all_ids[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
@@ -226,24 +236,15 @@ class Service:
     def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         if op is Op.PUSH:
             return self._push(header, frames[0])
-        if op is Op.PUSH_MANY:
-            return self._push_many(header, *frames)
+        if op is Op.CHANGE:
+            return self._change_values(header, frames)
         if op is Op.ASSIGN:
             dense, variable = self._registry.dense(header.object)
             variable.assign(decode_floats(frames[0], dense.shape))
             return b""
         spec, table = self._registry.rows(header.object)
         ids = decode_ids(frames[0])
-        if op is Op.ASSIGN_ROWS:
-            table.assign(ids, decode_floats(frames[1], (ids.size, spec.dim)))
-            return b""
-        values = decode_floats(frames[1], (ids.size, spec.dim), spec.wire_format())
-        self._check_finite(header.object, spec, values)
-        self._staleness.count(table.step, header.step)
-        if header.round:
-            self._rounds.stage(header.round, [(header.object, (ids, values))])
-        else:
-            table.push(ids, values, _lr(header.lr))
+        table.assign(ids, decode_floats(frames[1], (ids.size, spec.dim)))
         return b""
 
     def _push(self, header: Header, frame: memoryview) -> bytes:
@@ -271,26 +272,32 @@ class Service:
         variable.push_part(gradient, part.start, step, _lr(header.lr))
         return b""
 
-    def _push_many(self, header: Header, entries: memoryview, frame: memoryview) -> bytes:
-        """Validate the whole message before any variable changes."""
-        if entries.nbytes % PUSH_ENTRY.itemsize:
-            raise ValueError(f"{entries.nbytes} bytes, not a multiple of {PUSH_ENTRY.itemsize}")
-        pushed = np.frombuffer(entries, PUSH_ENTRY)
-        found = self._registry.small_dense(pushed["object"])
-        numbers = pushed["object"].tolist()
-        lrs = [_check_lr(_lr(lr)) for lr in pushed["lr"].tolist()]
-        kinds = [((spec.size,), spec.wire_format()) for spec, _ in found]
-        gradients = list(unpack_values(frame, kinds))
-        for number, (spec, _), gradient in zip(numbers, found, gradients, strict=True):
+    def _change_values(self, header: Header, frames: Sequence[memoryview]) -> bytes:
+        """Validate the whole message before anything changes."""
+        entries = _entries(frames[0])
+        found, ids = self._named(frames)
+        numbers = entries["object"].tolist()
+        lrs = [_check_lr(_lr(lr)) for lr in entries["lr"].tolist()]
+        gradients = list(unpack_values(frames[2], _kinds(found, ids)))
+        for number, (spec, _), own, gradient in zip(numbers, found, ids, gradients, strict=True):
             self._check_finite(number, spec, gradient)
-        for (_, variable), seen in zip(found, pushed["step"].tolist(), strict=True):
-            self._staleness.count(variable.step, seen)
+            if isinstance(spec, RowsSpec) and len(found) > 1:
+                _check_ids(spec, own)
+        for (_, stored), seen in zip(found, entries["step"].tolist(), strict=True):
+            self._staleness.count(stored.step, seen)
+        places = [
+            own if isinstance(spec, RowsSpec) else 0
+            for (spec, _), own in zip(found, ids, strict=True)
+        ]
         if header.round:
-            staged = zip(numbers, ((0, gradient) for gradient in gradients), strict=True)
+            staged = zip(numbers, zip(places, gradients, strict=True), strict=True)
             self._rounds.stage(header.round, list(staged))
             return b""
-        for (_, variable), gradient, lr in zip(found, gradients, lrs, strict=True):
-            variable.push(gradient, lr)
+        for (spec, stored), own, gradient, lr in zip(found, ids, gradients, lrs, strict=True):
+            if isinstance(spec, RowsSpec):
+                stored.push(own, gradient, lr)
+            else:
+                stored.push(gradient, lr)
         return b""
 
     def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
@@ -365,15 +372,39 @@ def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP
     return Header(status, request.number, request.client, request.object, step=step)
 
 
-def _reply_buffers(
-    buffers: SendBuffers, client: bytes, shape: tuple[int, ...], wire: _core.WireFormat | None
-) -> tuple[Array, Array]:
-    """Return an array for values, and the body of the reply; both are one without an encoding."""
-    size = math.prod(shape)
+@contextmanager
+def _values_in(
+    reply: Array, shape: Sequence[int], wire: _core.WireFormat | None
+) -> Iterator[Array]:
+    """Yield the array to fill with values, which are then in `reply`, in their encoding."""
     if wire is None:
-        out = buffers.take(4 * size, client).view(np.float32).reshape(shape)
-        return out, out
-    return np.empty(shape, np.float32), buffers.take(wire.nbytes(size), client)
+        yield reply.view(np.float32).reshape(shape)
+        return
+    values = np.empty(shape, np.float32)
+    yield values
+    wire.encode(values, reply)
+
+
+def _entries(frame: memoryview) -> Array:
+    if frame.nbytes % ENTRY.itemsize:
+        raise ValueError(f"{frame.nbytes} bytes, not a multiple of {ENTRY.itemsize}")
+    return np.frombuffer(frame, ENTRY)
+
+
+def _kinds(found: Sequence[tuple[Spec, Any]], ids: Sequence[Array]) -> Kinds:
+    """Return the shapes and encodings of the values of a message."""
+    return [
+        (
+            (own.size, spec.dim) if isinstance(spec, RowsSpec) else (spec.size,),
+            spec.wire_format(),
+        )
+        for (spec, _), own in zip(found, ids, strict=True)
+    ]
+
+
+def _check_ids(spec: RowsSpec, ids: Array) -> None:
+    if spec.rows is not None and ids.size and int(ids.max()) >= spec.rows:
+        raise IndexError(f"{spec.name!r}: id {int(ids.max())}, the table has {spec.rows} rows")
 
 
 def _lr(sent: float) -> float | None:

@@ -1,6 +1,6 @@
-"""Division of dense values into messages: small values share one, large values need several.
+"""Division of values into messages: small values and rows share one, large values need several.
 
-Small values share a frame, one after the other, each at a multiple of 4 bytes.
+Values of one message share a frame, one after the other, each at a multiple of 4 bytes.
 
 A value of more than `PART_SIZE` elements travels as parts 1, 2, … of that many elements, the last
 part with what is left: memory for a part is reused, while memory for the whole would be fresh. A
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,11 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.ps.wire.frames import Array, decode_floats
 
-# Values of up to this many elements share messages: a message costs as much as sending 64 KiB.
+# Dense values of up to this many elements share messages, which cost as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
-# The entry of each object in a PUSH_MANY. A reply to PULL_MANY begins with each object's step.
-PUSH_ENTRY = np.dtype([("object", "<u8"), ("step", "<u8"), ("lr", "<f4")])
+# The entry of each object in a READ or CHANGE, with how many of the message's ids are its own. A
+# READ ignores step and learning rate. Its reply begins with each object's step.
+ENTRY = np.dtype([("object", "<u8"), ("step", "<u8"), ("lr", "<f4"), ("ids", "<u4")])
 STEP_BYTES = 8
 
 PART_SIZE = 1 << 19
@@ -32,9 +33,11 @@ _MAX_PARTIAL = 4096
 Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
 
 
-def pack_values(values: Iterable[Array], kinds: Kinds) -> Array:
-    """Return one frame that holds several values, contiguous float32."""
-    extents, size = _extents(kinds)
+def pack_values(values: Sequence[Array], kinds: Kinds) -> Array:
+    """Return one frame of several values, contiguous float32; a single one is not copied."""
+    if len(values) == 1 and kinds[0][1] is None:
+        return values[0]
+    extents, size = extents_of(kinds)
     frame = np.zeros(size, np.uint8)
     for value, extent, (_, wire) in zip(values, extents, kinds, strict=True):
         if wire is None:
@@ -50,16 +53,19 @@ def unpack_values(frame: memoryview, kinds: Kinds) -> Iterator[Array]:
     Raises:
         ValueError: the frame has another size than these values take.
     """
-    extents, size = _extents(kinds)
+    extents, size = extents_of(kinds)
     if frame.nbytes != size:
-        raise ValueError(f"expected {len(kinds)} values of {size} bytes, got {frame.nbytes}")
+        shapes = ", ".join(str(tuple(shape)) for shape, _ in kinds[:4])
+        raise ValueError(
+            f"expected values of shape {shapes}, got {frame.nbytes} bytes instead of {size}"
+        )
     return (
         decode_floats(frame[extent], shape, wire)
         for extent, (shape, wire) in zip(extents, kinds, strict=True)
     )
 
 
-def _extents(kinds: Kinds) -> tuple[list[slice], int]:
+def extents_of(kinds: Kinds) -> tuple[list[slice], int]:
     """Return the bytes of each value in a frame, and the size of the frame."""
     extents, begin = [], 0
     for shape, wire in kinds:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 5
+VERSION = 6
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
@@ -32,8 +32,8 @@ class Op(enum.IntEnum):
     PULL = 3  # none
     PUSH = 4  # a gradient
     ASSIGN = 5  # a value
-    PULL_ROWS = 6  # ids
-    PUSH_ROWS = 7  # ids, gradients
+    READ = 6  # entries, ids
+    CHANGE = 7  # entries, ids, gradients
     ASSIGN_ROWS = 8  # ids, values
     STATS = 9  # none
     SAVE = 10  # JSON: part, common beginning of the files' paths
@@ -42,8 +42,6 @@ class Op(enum.IntEnum):
     DISCARD = 13  # JSON: a list of rounds
     RESET = 14  # none
     END = 15  # none
-    PULL_MANY = 16  # numbers
-    PUSH_MANY = 17  # numbers, steps and learning rates; gradients
 
 
 FRAMES = {
@@ -52,8 +50,8 @@ FRAMES = {
     Op.PULL: (0,),
     Op.PUSH: (1,),
     Op.ASSIGN: (1,),
-    Op.PULL_ROWS: (1,),
-    Op.PUSH_ROWS: (2,),
+    Op.READ: (2,),
+    Op.CHANGE: (3,),
     Op.ASSIGN_ROWS: (2,),
     Op.STATS: (0,),
     Op.SAVE: (1,),
@@ -62,15 +60,12 @@ FRAMES = {
     Op.DISCARD: (1,),
     Op.RESET: (0,),
     Op.END: (0,),
-    Op.PULL_MANY: (1,),
-    Op.PUSH_MANY: (2,),
 }
 # Requests that are applied once, however often they arrive.
 APPLIED_ONCE = frozenset(
     (
         Op.PUSH,
-        Op.PUSH_ROWS,
-        Op.PUSH_MANY,
+        Op.CHANGE,
         Op.ASSIGN,
         Op.ASSIGN_ROWS,
         Op.SAVE,

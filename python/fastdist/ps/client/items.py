@@ -1,0 +1,124 @@
+"""What a READ or a CHANGE is about: small dense values and rows of tables, many in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import fastdist._core as _core
+from fastdist.ps.wire.batches import (
+    ENTRY,
+    PART_SIZE,
+    SMALL_SIZE,
+    STEP_BYTES,
+    Kinds,
+    extents_of,
+    pack_values,
+)
+from fastdist.ps.wire.frames import Array, decode_floats_into
+from fastdist.ps.wire.protocol import UNKNOWN_STEP
+
+_NO_IDS = np.empty(0, np.uint64)
+
+
+@dataclass(slots=True)
+class Item:
+    """The piece of a dense variable on one server, or rows of a table there.
+
+    Attributes:
+        server: its number.
+        number: the piece's number on that server.
+        values: contiguous float32: where to put what is read, or the gradient.
+        ids: the rows, contiguous 64-bit integers; None for a dense variable.
+        wire: encoding of the values; None for float32.
+        step: how many pushes it has seen: when it was read, or, with a gradient, when the value was
+            read that the gradient was computed from.
+        lr: learning rate of a gradient; None for the update rule's own.
+        in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fastdist import ps
+        >>> server = ps.Server()
+        >>> client = ps.Client([server.address])
+        >>> table = client.create(0, ps.RowsSpec("t", 2, ps.RuleSpec("SGD", {"lr": 0.5})))
+        >>> item = ps.Item(0, table, np.ones((1, 2), np.float32), np.array([7]))
+        >>> for ticket in client.begin_change([item]):
+        ...     _ = client.wait(ticket)
+        >>> client.pull_rows(0, table, [7], 2)
+        array([[-0.5, -0.5]], dtype=float32)
+        >>> client.close()
+        >>> server.close()
+    """
+
+    server: int
+    number: int
+    values: Array
+    ids: Array | None = None
+    wire: _core.WireFormat | None = None
+    step: int = UNKNOWN_STEP
+    lr: float | None = None
+    in_parts: bool = True
+
+    @property
+    def is_large(self) -> bool:
+        """True for a dense piece that does not share messages."""
+        return self.ids is None and self.values.size > SMALL_SIZE
+
+
+def messages_of(items: Sequence[Item]) -> list[list[Item]]:
+    """Group items that are not large by server, and by the size of a message.
+
+    The rows of a larger item are a message alone.
+    """
+    open_: dict[int, tuple[list[Item], int]] = {}
+    messages = []
+    for item in items:
+        if item.is_large:
+            continue
+        group, size = open_.get(item.server, ([], 0))
+        if not group or size + item.values.size > PART_SIZE:
+            group, size = [], 0
+            messages.append(group)
+        group.append(item)
+        open_[item.server] = group, size + item.values.size
+    return messages
+
+
+def names_of(items: Sequence[Item]) -> list[Any]:
+    """Return the frames that name what a message reads or changes."""
+    entries = np.empty(len(items), ENTRY)
+    for i, item in enumerate(items):
+        lr = np.nan if item.lr is None else item.lr
+        entries[i] = (item.number, item.step, lr, 0 if item.ids is None else item.ids.size)
+    ids = [item.ids.view(np.uint64) for item in items if item.ids is not None]
+    return [entries.view(np.uint8), ids[0] if len(ids) == 1 else np.concatenate((_NO_IDS, *ids))]
+
+
+def gradients_of(items: Sequence[Item]) -> Array:
+    """Return the frame of the items' gradients."""
+    return pack_values([item.values for item in items], _kinds(items))
+
+
+def store(items: Sequence[Item], reply: memoryview, _: int) -> None:
+    """Copy the values and steps in the reply to a READ to the items.
+
+    Raises:
+        ValueError: the reply has another size than these values take.
+    """
+    extents, size = extents_of(_kinds(items))
+    head = STEP_BYTES * len(items)
+    if reply.nbytes != head + size:
+        raise ValueError(f"expected {len(items)} values in {head + size} bytes, got {reply.nbytes}")
+    body = reply[head:]
+    steps = np.frombuffer(reply[:head], np.uint64).tolist()
+    for item, extent, step in zip(items, extents, steps, strict=True):
+        decode_floats_into(item.values, body[extent], item.wire)
+        item.step = step
+
+
+def _kinds(items: Sequence[Item]) -> Kinds:
+    return [(item.values.shape, item.wire) for item in items]

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastdist.collectives.autograd import as_tensor
 from fastdist.errors import UnsupportedError
-from fastdist.ps.model.embeddings import Embedding, EmbeddingBag
+from fastdist.ps.model.embeddings import Embedding, EmbeddingBag, EmbeddingBagCollection
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.training.modules import is_materialized
 
@@ -187,6 +187,7 @@ def _global_batch_size(losses: torch.Tensor) -> int:
 __all__ = [
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
     "SyncBatchNorm",
     "compute_average_loss",
     "scale_regularization_loss",

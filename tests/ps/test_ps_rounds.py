@@ -42,10 +42,9 @@ class Worker:
         return commit_round(self.client, round, things, weight=weight).result()
 
     def values(self, ids: list[int]) -> tuple[float, list[float]]:
-        dense, rows = self.dense.begin_pull(), self.rows.begin_pull(ids)
-        value = dense.result().value
+        value, rows = self.dense.pull(), self.rows.pull(ids)
         assert (value == value[0, 0]).all()
-        return float(value[0, 0]), rows.result().value[:, 0].tolist()
+        return float(value[0, 0]), rows[:, 0].tolist()
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
     with pytest.raises(ValueError, match=r"out must be contiguous float32 of shape \(4, 3\)"):
         worker.dense.begin_pull(np.empty((4, 3)))
 
-    one = worker.rows.begin_pull([5]).result()
+    (one,) = ShardedRows.begin_pulls([(worker.rows, [5])]).result()
     assert one.value.tolist() == [[0, 0]]
     assert sorted(one.steps) == [0, UNKNOWN_STEP]
 

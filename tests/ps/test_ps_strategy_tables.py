@@ -3,7 +3,10 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -452,3 +455,134 @@ def test_weights_of_tables_have_no_values(cluster: PsCluster) -> None:
         message = f"the weight 'rows.weight' cannot be pickled.*{leaving}"
         with pytest.raises(fd.errors.UnsupportedError, match=message):
             save(model)
+
+
+FEATURES = {"day": (7, 3, "sum"), "shop": (None, 4, "mean"), "word": (50, 8, "max")}
+
+
+class Collected(nn.Module):
+    """Bags of three features, fused or each alone, and a layer."""
+
+    def __init__(self, fused: bool, limit: int | None) -> None:
+        super().__init__()
+        bags = {
+            name: fd.nn.EmbeddingBag(rows or limit, dim, mode=mode, seed=len(name))
+            for name, (rows, dim, mode) in FEATURES.items()
+        }
+        bags["shop_before"] = bags["shop"]
+        self.collection = fd.nn.EmbeddingBagCollection(bags)
+        self.fused = fused
+        self.head = nn.Linear(19, 1)
+        nn.init.constant_(self.head.weight, 0.1)
+        nn.init.constant_(self.head.bias, 0.0)
+
+    def forward(self, features: dict[str, Any]) -> torch.Tensor:
+        if self.fused:
+            pooled = self.collection(features)
+        else:
+            pooled = {
+                name: bag(
+                    *features[name] if isinstance(features[name], tuple) else [features[name]]
+                )
+                for name, bag in self.collection.bags.items()
+            }
+        return self.head(torch.cat([pooled[name] for name in sorted(pooled)], 1))
+
+
+def features_of(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(most, shape, generator=generator)
+
+    return {
+        "day": ids(7, 6, 2),
+        "shop": (ids(40, 11), torch.tensor([0, 1, 1, 5, 9, 10])),  # the second bag is empty
+        "shop_before": ids(40, 6, 1),
+        "word": ids(50, 6, 3),
+    }
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_collections_train_like_bags_on_one_device(cluster: PsCluster, fused: bool) -> None:
+    alone = Collected(fused=False, limit=40)
+    alone_optimizer = sgd(alone.parameters())
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        model = Collected(fused, limit=None)
+        optimizer = sgd(model.parameters())
+
+    def train(model: nn.Module, optimizer: Any, seed: int) -> None:
+        model(features_of(seed)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    before = [strategy.client.stats(server)["requests"] for server in range(3)]
+    for seed in range(8):
+        coordinator.schedule(train, (model, optimizer, seed))
+        train(alone, alone_optimizer, seed)
+    coordinator.join()
+    took = [strategy.client.stats(server)["requests"] for server in range(3)]
+    if fused:  # per step: a read, a change, a commit and a read of the new values, at most
+        assert all(now - was <= 8 * 4 + 4 for now, was in zip(took, before, strict=True)), took
+    for seed in (0, 50):
+        given = features_of(seed)
+        torch.testing.assert_close(model(given), alone(given), rtol=2e-5, atol=2e-5)
+
+
+class Jagged:
+    """What a collection uses of torchrec's JaggedTensor."""
+
+    def __init__(self, ids: torch.Tensor, lengths: list[int], weights: Any = None) -> None:
+        self._ids, self._weights = ids, weights
+        self._offsets = torch.tensor([0, *lengths]).cumsum(0)
+
+    def values(self) -> torch.Tensor:
+        return self._ids
+
+    def offsets(self) -> torch.Tensor:
+        return self._offsets
+
+    def weights_or_none(self) -> Any:
+        return self._weights
+
+
+@pytest.mark.parametrize("include_last_offset", [True, False])
+def test_jagged_features_of_torchrec(include_last_offset: bool) -> None:
+    ids, weights = torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 0.5])
+    feature = Jagged(ids, [2, 0, 1], weights)
+    bag = fd.nn.EmbeddingBag(9, 2, mode="sum", include_last_offset=include_last_offset)
+    got = fd.nn.EmbeddingBagCollection({"a": bag})({"a": feature})["a"]
+    rows = bag.weight
+    expected = torch.stack([rows[1] + 2 * rows[2], torch.zeros(2), 0.5 * rows[3]])
+    torch.testing.assert_close(got, expected)
+
+
+KEYED = """
+import torch, torchrec
+import fastdist as fd
+
+features = torchrec.KeyedJaggedTensor(
+    keys=["a", "b"], values=torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 0, 1, 1])
+)
+bags = {name: fd.nn.EmbeddingBag(9, 2, mode="sum") for name in "ab"}
+got = fd.nn.EmbeddingBagCollection(bags)(features)
+rows = bags["a"].weight
+torch.testing.assert_close(got["a"], torch.stack([rows[1] + rows[2], torch.zeros(2)]))
+torch.testing.assert_close(got["b"], bags["b"].weight[3:5])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchrec") is None, reason="torchrec is not installed")
+def test_keyed_jagged_tensors() -> None:
+    """In a process of its own: importing torchrec leaves threads and warnings behind."""
+    subprocess.run([sys.executable, "-c", KEYED], check=True, timeout=120)
+
+
+def test_what_is_no_bag(cluster: PsCluster) -> None:
+    with pytest.raises(TypeError, match="the bag of 'a' must be an EmbeddingBag, got Linear"):
+        fd.nn.EmbeddingBagCollection({"a": nn.Linear(2, 2)})
+    with pytest.raises(KeyError, match="day"):
+        Collected(fused=True, limit=40)({})

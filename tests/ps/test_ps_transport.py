@@ -220,7 +220,7 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
         dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         server.close()
         begin = time.monotonic()
-        with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered PUSH"):
+        with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered CHANGE"):
             client.push(0, dense, np.ones(2))
         assert time.monotonic() - begin < 5
         ticket = client.submit(0, Op.HELLO)

@@ -181,7 +181,7 @@ class ShardedVariable:
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class _Lookup:
     """A lookup of rows: distinct ids are read once.
 
     Attributes:
@@ -241,7 +241,8 @@ class ShardedRows:
         Raises:
             IndexError: an id is beyond the table.
         """
-        return self.begin_pull(ids).result().value
+        (pulled,) = self.begin_pulls([(self, ids)]).result()
+        return pulled.value
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
         """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
@@ -256,12 +257,18 @@ class ShardedRows:
         ]
         Pending(self._client.wait, tickets, no_result).result()
 
-    def begin_pull(self, ids: Any) -> Pending[Pulled]:
-        """Request rows, without waiting; see `pull`."""
-        lookup = self.lookup(ids)
-        items = list(chain.from_iterable(lookup.items))
-        client = self._client
-        return Pending(client.wait, client.begin_read(items), lambda replies: lookup.result())
+    @staticmethod
+    def begin_pulls(lookups: Sequence[tuple[ShardedRows, Any]]) -> Pending[list[Pulled]]:
+        """Request rows of tables of one client, each for its ids, without waiting.
+
+        Raises:
+            IndexError: an id is beyond its table.
+        """
+        made = [table._lookup(ids) for table, ids in lookups]
+        items = [item for lookup in made for items in lookup.items for item in items]
+        client = lookups[0][0]._client
+        tickets = client.begin_read(items)
+        return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in made])
 
     def begin_push(
         self,
@@ -290,7 +297,7 @@ class ShardedRows:
             item.step, item.lr, item.wire = seen, lr, self._wire
         return [item for item in items if to_all_pieces or item.values.size]
 
-    def lookup(self, ids: Any) -> Lookup:
+    def _lookup(self, ids: Any) -> _Lookup:
         """Return what to read for ids."""
         with self._naming_table():
             local, counts, places = self._owners.route_distinct(_flat(ids))
@@ -304,7 +311,7 @@ class ShardedRows:
             ]
             for piece, part in enumerate(_slices(counts))
         ]
-        return Lookup(items, rows, places)
+        return _Lookup(items, rows, places)
 
     def _divide(self, ids: Any, values: Any) -> list[Item]:
         """Return the rows of each piece."""
@@ -375,20 +382,6 @@ def begin_pulls(
 def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:
     """Send gradients, without waiting; see `Client.begin_change`."""
     return Pending(client.wait, client.begin_change(items, round), no_result)
-
-
-def begin_row_pulls(
-    client: Client, lookups: Sequence[tuple[ShardedRows, Any]]
-) -> Pending[list[Pulled]]:
-    """Request rows of tables, each for its ids, without waiting; repeated ids are sent once.
-
-    Raises:
-        IndexError: an id is beyond its table.
-    """
-    made = [table.lookup(ids) for table, ids in lookups]
-    items = [item for lookup in made for items in lookup.items for item in items]
-    tickets = client.begin_read(items)
-    return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in made])
 
 
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:

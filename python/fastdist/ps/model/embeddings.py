@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ from fastdist.training.modules import SparseWeight
 UNLIMITED = 1 << 40
 
 
-class _PullRows(torch.autograd.Function):
-    """Pulls rows; the weight's gradient is sparse, as with nn.Embedding(sparse=True).
+class _RowsOfWeight(torch.autograd.Function):
+    """Makes pulled rows depend on the weight, which stands for the table and holds no values.
 
-    The weight stands for the table, and holds no values.
+    The weight's gradient is sparse, as with nn.Embedding(sparse=True).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, table: ServedTable
+        ctx: Any, weight: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, table: ServedTable
     ) -> torch.Tensor:
         ctx.ids, ctx.table, ctx.shape = ids, table, weight.shape
-        return table.pull(ids).to(weight.dtype)
+        return rows.to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -43,7 +43,21 @@ class _PullRows(torch.autograd.Function):
         sparse = torch.sparse_coo_tensor(
             indices, gradient, ctx.shape, check_invariants=False, is_coalesced=True
         )
-        return sparse, None, None
+        return sparse, None, None, None
+
+
+class Found(NamedTuple):
+    """What a lookup has found.
+
+    Attributes:
+        unique: the distinct ids, sorted.
+        rows: their rows.
+        positions: for each given id, the position of its row.
+    """
+
+    unique: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
 
 
 class TableLookup(SparseWeight):
@@ -56,17 +70,24 @@ class TableLookup(SparseWeight):
         """True if the weight is a table on servers."""
         return self.__dict__.get("_table") is not None
 
-    def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the unique ids, their rows, and for each given id the position of its row."""
+    def look_up(self, ids: torch.Tensor) -> Found:
+        """Find the rows of ids."""
+        (found,) = look_up_together([(self, ids)])
+        return found
+
+    def served_table(self) -> ServedTable:
+        """Return the table.
+
+        Raises:
+            UnsupportedError: this is a copy, which has none.
+        """
         table: ServedTable | None = self.__dict__.get("_table")
         if table is None:
             raise UnsupportedError(
                 f"{self} is a copy of an embedding whose rows are on parameter servers, and has no "
                 "connection to them; functions must use the embedding that was made in the scope"
             )
-        unique, positions = torch.unique(ids, return_inverse=True)
-        rows = _PullRows.apply(self.weight, unique, table)  # type: ignore[no-untyped-call]
-        return unique, rows, positions
+        return table
 
     def _save_to_state_dict(self, values: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(values, prefix, keep_vars)  # type: ignore[misc]
@@ -90,6 +111,21 @@ class TableLookup(SparseWeight):
             self.__dict__["_table"].assign(values[key])
 
 
+def look_up_together(lookups: Sequence[tuple[TableLookup, torch.Tensor]]) -> list[Found]:
+    """Find the rows of ids in several embeddings; each server is asked once."""
+    tables = [layer.served_table() for layer, _ in lookups]
+    unique = [torch.unique(ids, return_inverse=True) for _, ids in lookups]
+    pulled = ServedTable.pull([(t, own) for t, (own, _) in zip(tables, unique, strict=True)])
+    found = []
+    for (layer, _), table, (own, positions), rows in zip(
+        lookups, tables, unique, pulled, strict=True
+    ):
+        weight: torch.Tensor = layer.weight
+        tied = _RowsOfWeight.apply(weight, own, rows, table)  # type: ignore[no-untyped-call]
+        found.append(Found(own, tied, positions))
+    return found
+
+
 class ServedEmbedding(TableLookup, nn.Embedding):
     """An nn.Embedding whose weight is a table on servers."""
 
@@ -110,16 +146,21 @@ class ServedEmbeddingBag(TableLookup, nn.EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return one row per bag, as nn.EmbeddingBag."""
-        unique, rows, positions = self.look_up(input)
+        return self.pool(self.look_up(input), offsets, per_sample_weights)
+
+    def pool(
+        self, found: Found, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return one row per bag of rows that were found."""
         return F.embedding_bag(
-            positions,
-            rows,
+            found.positions,
+            found.rows,
             offsets,
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=position_of(self.padding_idx, unique),
+            padding_idx=position_of(self.padding_idx, found.unique),
         )
 
 
@@ -272,20 +313,102 @@ class EmbeddingBag(TableLayer):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return one row per bag, as nn.EmbeddingBag."""
-        ids, padding = input, self.padding_idx
-        weight: torch.Tensor = self.weight
         if self.is_served:
-            unique, weight, ids = self.look_up(input)
-            padding = position_of(self.padding_idx, unique)
+            return self.pool(self.look_up(input), offsets, per_sample_weights)
+        return self._pool(input, self.weight, offsets, per_sample_weights, self.padding_idx)
+
+    def pool(
+        self, found: Found, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return one row per bag of rows that were found."""
+        padding = position_of(self.padding_idx, found.unique)
+        return self._pool(found.positions, found.rows, offsets, weights, padding)
+
+    def _pool(
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        padding: int | None,
+    ) -> torch.Tensor:
         return F.embedding_bag(
             ids,
-            weight,
+            rows,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
+
+
+class EmbeddingBagCollection(nn.Module):
+    """Embedding bags of many features, whose rows each server is asked for once.
+
+    Args:
+        bags: the bag of each feature, of `fd.nn.EmbeddingBag` or nn.EmbeddingBag; features may
+            share one.
+
+    Raises:
+        TypeError: a bag is another module.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> bags = {"day": fd.nn.EmbeddingBag(7, 4), "shop": fd.nn.EmbeddingBag(100, 8)}
+        >>> collection = fd.nn.EmbeddingBagCollection(bags)
+        >>> shops = torch.tensor([5, 6, 7]), torch.tensor([0, 2])  # two shops, then one
+        >>> pooled = collection({"day": torch.tensor([[1], [3]]), "shop": shops})
+        >>> pooled["day"].shape, pooled["shop"].shape
+        (torch.Size([2, 4]), torch.Size([2, 8]))
+    """
+
+    def __init__(self, bags: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for feature, bag in bags.items():
+            if not isinstance(bag, EmbeddingBag | nn.EmbeddingBag):
+                raise TypeError(f"the bag of {feature!r} must be an EmbeddingBag, got {bag!r}")
+        self.bags = nn.ModuleDict(bags)
+
+    def forward(self, features: Any) -> dict[str, torch.Tensor]:
+        """Return for each feature one row per bag: shape (bags, embedding_dim).
+
+        Args:
+            features: for each feature, ids of shape (bags, ids), or (ids, offsets), or (ids,
+                offsets, per_sample_weights), as for nn.EmbeddingBag; or torchrec's
+                KeyedJaggedTensor.
+
+        Raises:
+            KeyError: a feature is missing.
+        """
+        given = {name: _jagged(features[name], bag) for name, bag in self.bags.items()}
+        bags: dict[str, Any] = dict(self.bags.items())
+        served = [name for name, bag in bags.items() if getattr(bag, "is_served", False)]
+        lookups = [(bags[name], given[name][0]) for name in served]
+        found = dict(zip(served, look_up_together(lookups), strict=True)) if served else {}
+        pooled = {}
+        for name, bag in bags.items():
+            ids, offsets, weights = given[name]
+            is_found = name in found
+            pooled[name] = (
+                bag.pool(found[name], offsets, weights) if is_found else bag(ids, offsets, weights)
+            )
+        return pooled
+
+
+def _jagged(
+    feature: Any, bag: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return ids, offsets and weights of a feature."""
+    if isinstance(feature, torch.Tensor):
+        return feature, None, None
+    if isinstance(feature, tuple):
+        ids, offsets, *weights = feature
+        return ids, offsets, weights[0] if weights else None
+    offsets = feature.offsets()  # torchrec's JaggedTensor: with the end of the last bag
+    if not bag.include_last_offset:
+        offsets = offsets[:-1]
+    return feature.values(), offsets, feature.weights_or_none()
 
 
 def table_embeddings(roots: Sequence[nn.Module]) -> list[nn.Module]:

@@ -195,7 +195,7 @@ class ServedModel:
 
     def is_small(self, parameter: torch.Tensor) -> bool:
         """True if a parameter's gradient should share a message with others."""
-        return id(parameter) in self._parameters and parameter.numel() <= SMALL_SIZE
+        return id(parameter) in self._tables or parameter.numel() <= SMALL_SIZE
 
     def begin_push(
         self,

@@ -117,7 +117,7 @@ class ServedSteps:
                 unsent = self._unsent.setdefault(round, [])
                 unsent.append(parameter)
                 is_small = self._model.is_small(parameter)
-                if not is_small or sum(waiting.numel() for waiting in unsent) >= _MESSAGE_SIZE:
+                if not is_small or sum(map(_gradient_size, unsent)) >= _MESSAGE_SIZE:
                     self._send(round)
 
         return on_gradient
@@ -233,6 +233,13 @@ class ServedSteps:
             self._model.discard(round)
         self._steps[number] += 1  # the discarded round cannot be used again
         return False
+
+
+def _gradient_size(parameter: torch.Tensor) -> int:
+    gradient = parameter.grad
+    if gradient is None:
+        return 0
+    return gradient._values().numel() if gradient.is_sparse else gradient.numel()
 
 
 def _checksum(parameter: torch.Tensor) -> tuple[str, str]:

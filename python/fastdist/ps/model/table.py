@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,21 +61,32 @@ class ServedTable:
         """Pickle as None: an unpickled module is connected again, if at all, where it arrives."""
         return type(None), ()
 
-    def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows [ids, dim] on the device of the ids."""
-        own = ids.cpu().numpy()
-        with self._lock:
-            rows = self._pull(own)
-        if self._padding is not None:
-            rows[own == self._padding] = 0
-        return torch.from_numpy(rows).to(ids.device)
+    @staticmethod
+    def pull(lookups: Sequence[tuple[ServedTable, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return rows [ids, dim] of one scope's tables, each on the device of its ids."""
+        ids = [own.cpu().numpy() for _, own in lookups]
+        with lookups[0][0]._lock:
+            rows = ServedTable._pull([table for table, _ in lookups], ids)
+        for (table, _), own, found in zip(lookups, ids, rows, strict=True):
+            if table._padding is not None:
+                found[own == table._padding] = 0
+        return [
+            torch.from_numpy(found).to(own.device)
+            for (_, own), found in zip(lookups, rows, strict=True)
+        ]
 
-    def _pull(self, ids: Array) -> Array:
-        if self._cache is not None:
-            return self._cache.pull(ids)
-        pulled = self.sharded.begin_pull(ids).result()
-        self._steps = tuple(map(min, self._steps or pulled.steps, pulled.steps))
-        return pulled.value
+    @staticmethod
+    def _pull(tables: Sequence[ServedTable], ids: Sequence[Array]) -> list[Array]:
+        rows = {i: t._cache.pull(ids[i]) for i, t in enumerate(tables) if t._cache is not None}
+        rest = [i for i in range(len(tables)) if i not in rows]
+        if rest:
+            sharded = tables[rest[0]].sharded
+            pending = sharded.begin_pulls([(tables[i].sharded, ids[i]) for i in rest])
+            for i, pulled in zip(rest, pending.result(), strict=True):
+                table = tables[i]
+                table._steps = tuple(map(min, table._steps or pulled.steps, pulled.steps))
+                rows[i] = pulled.value
+        return [rows[i] for i in range(len(tables))]
 
     def gradient_indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the indices of these ids' rows in the weight's gradient.

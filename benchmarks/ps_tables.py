@@ -2,11 +2,11 @@
 
     python benchmarks/ps_tables.py
 
-Two servers, the client and their threads run in this process, so its processor time is that of all.
-Each step looks up the same number of ids, 64-bit hashes, and sends their gradients: of one table, of
-26 tables in shared messages, and of 26 tables with messages of their own. The ways take turns.
-Prints one JSON object: milliseconds of processor time per step (median), and the ratios to one
-table.
+Two servers, the client and their threads run in this process, so its processor time is that of
+all. Each step looks up the same number of ids, 64-bit hashes, and sends their gradients: of one
+table, of 26 tables in shared messages, and of 26 tables with messages of their own. The ways take
+turns. Prints one JSON object: milliseconds of processor time per step (median), and the ratios to
+one table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 
 import fastdist._core as _core
 import numpy as np
@@ -96,7 +95,9 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
     out = np.zeros(5, np.float32)
     with pytest.raises(ValueError, match=r"expected float32 of shape \(5,\), got 308 bytes"):
         client.wait(
-            client.submit(0, Op.PULL, number, part=3, on_reply=partial(decode_floats_into, out))
+            client.submit(
+                0, Op.PULL, number, part=3, on_reply=lambda reply, _: decode_floats_into(out, reply)
+            )
         )
     with pytest.raises((ValueError, UnavailableError)):
         client.push(0, number, np.zeros(SIZE + 1))

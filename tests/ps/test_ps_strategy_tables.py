@@ -514,18 +514,14 @@ def test_collections_train_like_bags_on_one_device(cluster: PsCluster, fused: bo
         optimizer = sgd(model.parameters())
 
     def train(model: nn.Module, optimizer: Any, seed: int) -> None:
-        model(features_of(seed)).square().sum().backward()
+        model(features_of(seed)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    before = [strategy.client.stats(server)["requests"] for server in range(3)]
     for seed in range(8):
         coordinator.schedule(train, (model, optimizer, seed))
         train(alone, alone_optimizer, seed)
     coordinator.join()
-    took = [strategy.client.stats(server)["requests"] for server in range(3)]
-    if fused:  # per step: a read, a change, a commit and a read of the new values, at most
-        assert all(now - was <= 8 * 4 + 4 for now, was in zip(took, before, strict=True)), took
     for seed in (0, 50):
         given = features_of(seed)
         torch.testing.assert_close(model(given), alone(given), rtol=2e-5, atol=2e-5)

@@ -141,7 +141,7 @@ def one_row(table: int, id_: int) -> Item:
 
 def test_a_repeated_push_is_applied_once(server: Server, client: Client) -> None:
     rows = client.create(0, ROWS)
-    frames = [*names_of([one_row(rows, 7)]), np.ones((1, 4), np.float32)]
+    frames = [names_of([one_row(rows, 7)]), np.ones((1, 4), np.float32)]
     with raw(server) as plain:
         for number in (1, 1, 2, 1, 2, 2):
             header = Header(Op.CHANGE, number, b"c" * 16, rows, floor=1)

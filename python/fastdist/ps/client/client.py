@@ -357,7 +357,7 @@ class Client:
                 group[0].server,
                 Op.READ,
                 group[0].number,
-                names_of(group),
+                [names_of(group)],
                 on_reply=partial(store, group),
             )
             for group in messages_of(items)
@@ -379,7 +379,7 @@ class Client:
                 group[0].server,
                 Op.CHANGE,
                 group[0].number,
-                [*names_of(group), gradients_of(group)],
+                [names_of(group), gradients_of(group)],
                 round=round,
             )
             for group in messages_of(items)
@@ -440,7 +440,7 @@ class Client:
         """Return rows of a table: float32 [ids, dim]."""
         own = to_ids(ids)
         out = np.empty((own.size, dim), np.float32)
-        for ticket in self.begin_read([Item(server, number, out, own)]):
+        for ticket in self.begin_read(Item(server, number, out, own).cut()):
             self.wait(ticket)
         return out
 

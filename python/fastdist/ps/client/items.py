@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 import fastdist._core as _core
 from fastdist.ps.wire.batches import (
-    ENTRY,
     PART_SIZE,
     SMALL_SIZE,
-    STEP_BYTES,
+    Entry,
     Kinds,
     extents_of,
+    pack_names,
     pack_values,
+    split_steps,
 )
 from fastdist.ps.wire.frames import Array, decode_floats_into
 from fastdist.ps.wire.protocol import UNKNOWN_STEP
-
-_NO_IDS = np.empty(0, np.uint64)
 
 
 @dataclass(slots=True)
@@ -68,6 +65,18 @@ class Item:
         """True for a dense piece that does not share messages."""
         return self.ids is None and self.values.size > SMALL_SIZE
 
+    def entry(self) -> Entry:
+        """Return what a message says of the item."""
+        lr = math.nan if self.lr is None else self.lr
+        return Entry(self.number, self.step, lr, 0 if self.ids is None else self.ids.size)
+
+    def cut(self) -> list[Item]:
+        """Return the rows as items of up to a message each, to be read."""
+        assert self.ids is not None
+        most = max(1, PART_SIZE // max(1, self.values.shape[1]))
+        pieces = [slice(begin, begin + most) for begin in range(0, self.ids.size, most)]
+        return [replace(self, values=self.values[p], ids=self.ids[p]) for p in pieces]
+
 
 def messages_of(items: Sequence[Item]) -> list[list[Item]]:
     """Group items that are not large by server, and by the size of a message.
@@ -88,14 +97,10 @@ def messages_of(items: Sequence[Item]) -> list[list[Item]]:
     return messages
 
 
-def names_of(items: Sequence[Item]) -> list[Any]:
-    """Return the frames that name what a message reads or changes."""
-    entries = np.empty(len(items), ENTRY)
-    for i, item in enumerate(items):
-        lr = np.nan if item.lr is None else item.lr
-        entries[i] = (item.number, item.step, lr, 0 if item.ids is None else item.ids.size)
-    ids = [item.ids.view(np.uint64) for item in items if item.ids is not None]
-    return [entries.view(np.uint8), ids[0] if len(ids) == 1 else np.concatenate((_NO_IDS, *ids))]
+def names_of(items: Sequence[Item]) -> bytes:
+    """Return the frame that names what a message reads or changes."""
+    ids = [item.ids.data for item in items if item.ids is not None]
+    return pack_names([item.entry() for item in items], ids)
 
 
 def gradients_of(items: Sequence[Item]) -> Array:
@@ -109,12 +114,10 @@ def store(items: Sequence[Item], reply: memoryview, _: int) -> None:
     Raises:
         ValueError: the reply has another size than these values take.
     """
+    steps, body = split_steps(reply, len(items))
     extents, size = extents_of(_kinds(items))
-    head = STEP_BYTES * len(items)
-    if reply.nbytes != head + size:
-        raise ValueError(f"expected {len(items)} values in {head + size} bytes, got {reply.nbytes}")
-    body = reply[head:]
-    steps = np.frombuffer(reply[:head], np.uint64).tolist()
+    if body.nbytes != size:
+        raise ValueError(f"expected {len(items)} values in {size} bytes, got {body.nbytes}")
     for item, extent, step in zip(items, extents, steps, strict=True):
         decode_floats_into(item.values, body[extent], item.wire)
         item.step = step

@@ -16,7 +16,6 @@ from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.requests import Pending, no_result
-from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.frames import Array, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
@@ -302,13 +301,8 @@ class ShardedRows:
         with self._naming_table():
             local, counts, places = self._owners.route_distinct(_flat(ids))
         rows = np.empty((local.size, self.spec.dim), np.float32)
-        most = max(1, PART_SIZE // max(1, self.spec.dim))
         items = [
-            [
-                self._item(piece, local[begin:end], rows[begin:end])
-                for begin in range(part.start, part.stop, most)
-                for end in [min(begin + most, part.stop)]
-            ]
+            self._item(piece, local[part], rows[part]).cut()
             for piece, part in enumerate(_slices(counts))
         ]
         return _Lookup(items, rows, places)

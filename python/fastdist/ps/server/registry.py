@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.ps.wire.batches import PART_SIZE, SMALL_SIZE
-from fastdist.ps.wire.frames import Array
+from fastdist.ps.wire.batches import PART_SIZE, SMALL_SIZE, Entry
 from fastdist.ps.wire.protocol import RestartedError
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
@@ -96,26 +95,23 @@ class Registry:
             raise ValueError(f"{spec.name!r} is a RowsSpec, expected a DenseSpec")
         return spec, stored
 
-    def of_message(self, entries: Array) -> list[tuple[Spec, Any]]:
+    def of_message(self, entries: Sequence[Entry]) -> list[tuple[Spec, Any]]:
         """Return the tables and small dense variables that one message names.
-
-        Args:
-            entries: of the dtype `ENTRY`.
 
         Raises:
             ValueError: a dense variable is larger than `SMALL_SIZE`, or has ids, or all together
                 are larger than `PART_SIZE`.
         """
-        if entries.size > PART_SIZE:
-            raise ValueError(f"{entries.size} objects in a message, the limit is {PART_SIZE}")
+        if len(entries) > PART_SIZE:
+            raise ValueError(f"{len(entries)} objects in a message, the limit is {PART_SIZE}")
         found: list[tuple[Spec, Any]] = []
         size = 0
-        for number, ids in zip(entries["object"].tolist(), entries["ids"].tolist(), strict=True):
-            spec, stored = self.find(number)
+        for entry in entries:
+            spec, stored = self.find(entry.object)
             found.append((spec, stored))
             if isinstance(spec, RowsSpec):
                 continue
-            if ids:
+            if entry.ids:
                 raise ValueError(f"{spec.name!r} is a DenseSpec, expected a RowsSpec")
             if spec.size > SMALL_SIZE:
                 raise ValueError(

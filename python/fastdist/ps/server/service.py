@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.staleness import Staleness
 from fastdist.ps.wire.batches import (
-    ENTRY,
     Kinds,
     PartialPushes,
     extents_of,
+    pack_steps,
     part_numbers,
     part_slice,
     part_slices,
+    unpack_names,
     unpack_values,
 )
 from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
@@ -148,7 +148,7 @@ class Service:
         if op is Op.PULL:
             return self._pull(header, buffers)
         if op is Op.READ:
-            return _reply(header), self._read_values(header, frames, buffers)
+            return _reply(header), self._read_values(header, frames[0], buffers)
         answer: Any
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
@@ -173,40 +173,27 @@ class Service:
         wire = dense.wire_format()
         size = part.stop - part.start
         reply = buffers.take(4 * size if wire is None else wire.nbytes(size), header.client)
-        with _values_in(reply, (size,), wire) as values:
-            variable.pull_part(values, part.start)
+        _fill(reply, (size,), wire, lambda values: variable.pull_part(values, part.start))
         return _reply(header, step=step), reply
 
-    def _read_values(
-        self, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
-    ) -> Array:
+    def _read_values(self, header: Header, names: memoryview, buffers: SendBuffers) -> Array:
         """Return the steps of the objects, read first, and then their values."""
-        found, ids = self._named(frames)
+        entries, ids = unpack_names(names)
+        found = self._registry.of_message(entries)
         kinds = _kinds(found, ids)
-        steps = np.array([stored.step for _, stored in found], np.uint64).view(np.uint8)
+        steps = pack_steps([stored.step for _, stored in found])
         extents, size = extents_of(kinds)
-        reply = buffers.take(steps.size + size, header.client)
-        reply[: steps.size] = steps
-        body = reply[steps.size :]
+        reply = buffers.take(len(steps) + size, header.client)
+        reply[: len(steps)] = np.frombuffer(steps, np.uint8)
+        body = reply[len(steps) :]
         for (spec, stored), own, extent, (shape, wire) in zip(
             found, ids, extents, kinds, strict=True
         ):
-            with _values_in(body[extent], shape, wire) as values:
-                if isinstance(spec, RowsSpec):
-                    stored.pull(own, values)
-                else:
-                    stored.pull_part(values, 0)
+            if isinstance(spec, RowsSpec):
+                _fill(body[extent], shape, wire, partial(stored.pull, own))
+            else:
+                _fill(body[extent], shape, wire, stored.pull)
         return reply
-
-    def _named(self, frames: Sequence[memoryview]) -> tuple[list[tuple[Spec, Any]], list[Array]]:
-        """Return the objects of a message and the ids of each; none for a dense variable."""
-        entries = _entries(frames[0])
-        all_ids = decode_ids(frames[1])
-        ends = np.cumsum(entries["ids"], dtype=np.uint64).tolist()
-        if all_ids.size != (ends[-1] if ends else 0):
-            raise ValueError(f"{all_ids.size} ids, the entries name {ends[-1] if ends else 0}")
-        found = self._registry.of_message(entries)
-        return found, [all_ids[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
@@ -237,7 +224,7 @@ class Service:
         if op is Op.PUSH:
             return self._push(header, frames[0])
         if op is Op.CHANGE:
-            return self._change_values(header, frames)
+            return self._change_values(header, *frames)
         if op is Op.ASSIGN:
             dense, variable = self._registry.dense(header.object)
             variable.assign(decode_floats(frames[0], dense.shape))
@@ -272,19 +259,19 @@ class Service:
         variable.push_part(gradient, part.start, step, _lr(header.lr))
         return b""
 
-    def _change_values(self, header: Header, frames: Sequence[memoryview]) -> bytes:
+    def _change_values(self, header: Header, names: memoryview, frame: memoryview) -> bytes:
         """Validate the whole message before anything changes."""
-        entries = _entries(frames[0])
-        found, ids = self._named(frames)
-        numbers = entries["object"].tolist()
-        lrs = [_check_lr(_lr(lr)) for lr in entries["lr"].tolist()]
-        gradients = list(unpack_values(frames[2], _kinds(found, ids)))
+        entries, ids = unpack_names(names)
+        found = self._registry.of_message(entries)
+        numbers = [entry.object for entry in entries]
+        lrs = [_check_lr(_lr(entry.lr)) for entry in entries]
+        gradients = list(unpack_values(frame, _kinds(found, ids)))
         for number, (spec, _), own, gradient in zip(numbers, found, ids, gradients, strict=True):
             self._check_finite(number, spec, gradient)
             if isinstance(spec, RowsSpec) and len(found) > 1:
                 _check_ids(spec, own)
-        for (_, stored), seen in zip(found, entries["step"].tolist(), strict=True):
-            self._staleness.count(stored.step, seen)
+        for (_, stored), entry in zip(found, entries, strict=True):
+            self._staleness.count(stored.step, entry.step)
         places = [
             own if isinstance(spec, RowsSpec) else 0
             for (spec, _), own in zip(found, ids, strict=True)
@@ -372,23 +359,19 @@ def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP
     return Header(status, request.number, request.client, request.object, step=step)
 
 
-@contextmanager
-def _values_in(
-    reply: Array, shape: Sequence[int], wire: _core.WireFormat | None
-) -> Iterator[Array]:
-    """Yield the array to fill with values, which are then in `reply`, in their encoding."""
+def _fill(
+    reply: Array,
+    shape: Sequence[int],
+    wire: _core.WireFormat | None,
+    read: Callable[[Array], None],
+) -> None:
+    """Put the values that `read` writes to an array into `reply`, in their encoding."""
     if wire is None:
-        yield reply.view(np.float32).reshape(shape)
+        read(reply.view(np.float32).reshape(shape))
         return
     values = np.empty(shape, np.float32)
-    yield values
+    read(values)
     wire.encode(values, reply)
-
-
-def _entries(frame: memoryview) -> Array:
-    if frame.nbytes % ENTRY.itemsize:
-        raise ValueError(f"{frame.nbytes} bytes, not a multiple of {ENTRY.itemsize}")
-    return np.frombuffer(frame, ENTRY)
 
 
 def _kinds(found: Sequence[tuple[Spec, Any]], ids: Sequence[Array]) -> Kinds:

@@ -10,27 +10,86 @@ value of up to `PART_SIZE` elements is one message, called part 0.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.wire.frames import Array, decode_floats
+from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
 
 # Dense values of up to this many elements share messages, which cost as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
-# The entry of each object in a READ or CHANGE, with how many of the message's ids are its own. A
-# READ ignores step and learning rate. Its reply begins with each object's step.
-ENTRY = np.dtype([("object", "<u8"), ("step", "<u8"), ("lr", "<f4"), ("ids", "<u4")])
-STEP_BYTES = 8
+# The frame that names what a READ or CHANGE is about: the number of entries, the entries, all ids.
+_COUNT = struct.Struct("<Q")
+_ENTRY = struct.Struct("<QQfI")
 
 PART_SIZE = 1 << 19
 _MAX_PARTIAL = 4096
 
 Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
+
+
+class Entry(NamedTuple):
+    """What a READ or CHANGE says of an object.
+
+    Attributes:
+        object: its number.
+        step: of a CHANGE: the step of the value that the gradient was computed from.
+        lr: of a CHANGE: the learning rate; NaN: the update rule's own.
+        ids: how many of the message's ids are its own; 0 for a dense variable.
+    """
+
+    object: int
+    step: int
+    lr: float
+    ids: int
+
+
+def pack_names(entries: Sequence[Entry], ids: Sequence[memoryview]) -> bytes:
+    """Return the frame that names what a READ or CHANGE is about; ids are 64-bit integers."""
+    return b"".join((_COUNT.pack(len(entries)), *(_ENTRY.pack(*e) for e in entries), *ids))
+
+
+def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Array]]:
+    """Return the entries of such a frame, and the ids of each.
+
+    Raises:
+        ValueError: the frame has another size than its entries say.
+    """
+    count = _COUNT.unpack_from(frame)[0] if frame.nbytes >= _COUNT.size else 0
+    end = _COUNT.size + count * _ENTRY.size
+    if frame.nbytes < end:
+        raise ValueError(f"{frame.nbytes} bytes for {count} entries of {_ENTRY.size} bytes")
+    entries = [Entry(*entry) for entry in _ENTRY.iter_unpack(frame[_COUNT.size : end])]
+    all_ids = decode_ids(frame[end:])
+    ids, begin = [], 0
+    for entry in entries:
+        ids.append(all_ids[begin : begin + entry.ids])
+        begin += entry.ids
+    if all_ids.size != begin:
+        raise ValueError(f"{all_ids.size} ids, the entries name {begin}")
+    return entries, ids
+
+
+def pack_steps(steps: Sequence[int]) -> bytes:
+    """Return the beginning of the reply to a READ: the step of each object."""
+    return struct.pack(f"<{len(steps)}Q", *steps)
+
+
+def split_steps(reply: memoryview, count: int) -> tuple[tuple[int, ...], memoryview]:
+    """Return the steps in the reply to a READ, and the rest.
+
+    Raises:
+        ValueError: the reply is shorter.
+    """
+    if reply.nbytes < 8 * count:
+        raise ValueError(f"expected {count} steps, got {reply.nbytes} bytes")
+    return struct.unpack_from(f"<{count}Q", reply), reply[8 * count :]
 
 
 def pack_values(values: Sequence[Array], kinds: Kinds) -> Array:

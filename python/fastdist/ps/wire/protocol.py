@@ -32,8 +32,8 @@ class Op(enum.IntEnum):
     PULL = 3  # none
     PUSH = 4  # a gradient
     ASSIGN = 5  # a value
-    READ = 6  # entries, ids
-    CHANGE = 7  # entries, ids, gradients
+    READ = 6  # entries and ids
+    CHANGE = 7  # entries and ids; gradients
     ASSIGN_ROWS = 8  # ids, values
     STATS = 9  # none
     SAVE = 10  # JSON: part, common beginning of the files' paths
@@ -50,8 +50,8 @@ FRAMES = {
     Op.PULL: (0,),
     Op.PUSH: (1,),
     Op.ASSIGN: (1,),
-    Op.READ: (2,),
-    Op.CHANGE: (3,),
+    Op.READ: (1,),
+    Op.CHANGE: (2,),
     Op.ASSIGN_ROWS: (2,),
     Op.STATS: (0,),
     Op.SAVE: (1,),

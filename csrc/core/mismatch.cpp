@@ -13,11 +13,11 @@ std::string line(int rank, const CallOfRank& call) {
          (call.site.empty() ? "" : " at " + call.site);
 }
 
-// True if ranks gather arrays that differ in nothing but size.
-bool is_uneven_gather(std::span<const CallOfRank> calls) {
+// True if ranks call `op` with arrays that differ in nothing but size.
+bool is_uneven(Op op, std::span<const CallOfRank> calls) {
   return std::ranges::all_of(calls, [&](const CallOfRank& call) {
     const Signature& s = call.signature;
-    return s.op == Op::kAllGather && s.list == 0 && s.packed() == calls[0].signature.packed();
+    return s.op == op && s.list == 0 && s.packed() == calls[0].signature.packed();
   });
 }
 
@@ -36,8 +36,11 @@ Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> 
     }
     message += line(static_cast<int>(p), calls[p]);
   }
-  if (is_uneven_gather(calls)) {
+  if (is_uneven(Op::kAllGather, calls)) {
     message += "\nall_gather of parts that differ in size needs splits=, the rows of each rank";
+  }
+  if (is_uneven(Op::kAllToAll, calls)) {
+    message += "\nall_to_all of parts that differ in size needs splits=, the rows for each rank";
   }
   return {ErrorCode::kMismatch, message, std::move(ranks)};
 }

@@ -260,7 +260,12 @@ def check_mismatch(comm: Communicator) -> None:
         (
             lambda: comm.all_gather(zeros(4)),
             lambda: comm.all_gather(zeros(5)),
-            "needs splits=",
+            "all_gather of parts that differ in size needs splits=",
+        ),
+        (
+            lambda: comm.all_to_all(zeros(2 * n)),
+            lambda: comm.all_to_all(zeros(3 * n)),
+            "all_to_all of parts that differ in size needs splits=",
         ),
         (lambda: comm.all_reduce(zeros(9**5)), lambda: comm.all_reduce(zeros(9)), "× 59049"),
         (

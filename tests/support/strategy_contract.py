@@ -200,10 +200,15 @@ class StrategyContract:
                 strategy.run(lambda pair: pair, args=(x, x))
             with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'b'$"):
                 strategy.run(lambda a, b: a, args=(x,))
-            with pytest.raises(AttributeError, match=r"run_v2'; use run$"):
-                strategy.experimental_run_v2  # noqa: B018
-            with pytest.raises(AttributeError, match=r"_dataset'; use distribute_dataset$"):
-                strategy.experimental_distribute_dataset  # noqa: B018
+            for name, ours in (
+                ("experimental_run_v2", "run"),
+                ("experimental_distribute_dataset", "distribute_dataset"),
+                ("world_size", "num_replicas_in_sync"),
+                ("size", "num_replicas_in_sync"),
+                ("rank", r"local_replica_ids\[0\]"),
+            ):
+                with pytest.raises(AttributeError, match=f"'{name}'; use {ours}$"):
+                    getattr(strategy, name)
             assert strategy.is_chief == (0 in strategy.local_replica_ids)
             assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (
                 strategy.num_replicas_in_sync

@@ -20,6 +20,7 @@ _OTHER_NAMES = {
     "product": "prod",
 }
 _OTHER_KEYWORDS = {
+    "communication": "options=",
     "communication_options": "options=",
     "cross_device_ops": "nothing in its place: collectives choose their way",
     "dst": "root=",

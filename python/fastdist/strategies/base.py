@@ -39,10 +39,15 @@ V = TypeVar("V", torch.Tensor, float)  # a result that becomes PerReplica
 Args: TypeAlias = tuple[Any, ...] | list[Any]
 Kwargs: TypeAlias = dict[str, Any] | None
 Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
-_OTHER_NAMES = {  # of tf.distribute
+_OTHER_NAMES = {  # of tf.distribute, torch.distributed and MPI
+    "allreduce": "reduce, or get_replica_context().all_reduce in a function that run calls",
     "extended": "the methods of the strategy itself, such as update and reduce_to",
     "makenumpydataset": "distribute_dataset",
+    "numreplicas": "num_replicas_in_sync",
+    "rank": "local_replica_ids[0]",
     "runv2": "run",
+    "size": "num_replicas_in_sync",
+    "worldsize": "num_replicas_in_sync",
 }
 _PLAIN = (torch.Tensor, int, float, bool, str, type(None))  # types that contain no batch
 

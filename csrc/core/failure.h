@@ -45,9 +45,9 @@ struct Failure {
 // The call of a rank that waits for another; none if it is not known to wait.
 struct WaitOfRank {
   int rank;
-  std::optional<Signature> call;
-  std::optional<int> awaited;
-  std::string site;           // the caller's line, or ""
+  std::optional<Signature> call{};
+  std::optional<int> awaited{};
+  std::string site{};         // the caller's line, or ""
   bool is_elsewhere = false;  // in another communicator, whose ranks the call names
 };
 

@@ -37,7 +37,7 @@
 
 namespace fastdist::net {
 
-struct Waiting;  // what a rank answers; see deadlock.cpp
+struct Waiting;  // what a rank answers; see state.h
 
 class NetCommunicator final : public BlockingCommunicator {
  public:

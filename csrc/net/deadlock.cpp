@@ -13,7 +13,6 @@
 // that wait in other communicators, which would not see its failure.
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <random>
 #include <string>
@@ -23,6 +22,7 @@
 
 #include "core/registry.h"
 #include "net/communicator.h"
+#include "net/state.h"
 
 namespace fastdist::net {
 namespace {
@@ -30,60 +30,6 @@ namespace {
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::chrono::seconds kAnswerTime{1};
 constexpr std::size_t kSiteBytes = 400;
-constexpr std::size_t kMostAwaited = 64;
-
-// Precedes, in an answer, the numbers of sends to and receives from each rank, the waits of those
-// for which a rank waits elsewhere, and the caller's line.
-struct State {
-  std::uint64_t sequence;   // collectives begun
-  std::uint64_t signature;  // of the call in which the rank waits
-  std::uint64_t count;
-  std::uint64_t list;
-  std::uint64_t id;      // of the wait, if the process makes no call at all before it ends, else 0
-  std::uint32_t number;  // of the transfer, if it waits in one
-  std::uint32_t ranks;
-  std::uint32_t is_alone;  // no other thread of the rank may act meanwhile
-  std::uint32_t is_elsewhere;
-  std::uint32_t awaited;
-  std::uint32_t unused;
-};
-
-}  // namespace
-
-struct Waiting {
-  State state;
-  std::vector<std::uint32_t> sent, received;  // by rank
-  std::vector<std::uint64_t> awaited;         // waits in another communicator
-  std::string site;
-  Signature call;
-};
-
-namespace {
-
-std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
-  Waiting waiting;
-  const State& state = waiting.state;
-  if (text.size() < sizeof(State)) return std::nullopt;
-  std::memcpy(&waiting.state, text.data(), sizeof(State));
-  if (state.ranks != ranks || state.awaited > kMostAwaited ||
-      text.size() < sizeof(State) + 2 * ranks * sizeof(std::uint32_t) +
-                        state.awaited * sizeof(std::uint64_t)) {
-    return std::nullopt;
-  }
-  const char* at = text.data() + sizeof(State);
-  const auto take = [&at](auto& numbers, std::size_t count) {
-    numbers.resize(count);
-    const std::size_t bytes = count * sizeof(numbers[0]);
-    if (bytes != 0) std::memcpy(numbers.data(), at, bytes);
-    at += bytes;
-  };
-  take(waiting.sent, ranks);
-  take(waiting.received, ranks);
-  take(waiting.awaited, state.awaited);
-  waiting.site.assign(at, text.data() + text.size());
-  waiting.call = unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
-  return waiting;
-}
 
 // Returns the ranks that have not started the call that rank `r` waits for.
 std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& ranks) {
@@ -151,31 +97,26 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
     }
   }
   const bool is_alone = is_elsewhere || (submitted_.load() == 0 && calls_.load() == 1);
-  const State state{sequence_,
-                    wait.signature.packed(),
-                    wait.signature.count,
-                    wait.signature.list,
-                    is_elsewhere || wait.caller->is_alone() ? wait.id : 0,
-                    is_elsewhere ? 0 : wait.number,
-                    static_cast<std::uint32_t>(size()),
-                    is_alone ? 1U : 0U,
-                    is_elsewhere ? 1U : 0U,
-                    static_cast<std::uint32_t>(awaited.size()),
-                    0};
-  std::string text(reinterpret_cast<const char*>(&state), sizeof(state));
-  for (const bool sends : {true, false}) {
-    for (int p = 0; p < size(); ++p) {
-      const std::uint32_t count = p == rank_ ? 0
-                                  : sends    ? peer(p).sent.load()
-                                             : peer(p).received.load();
-      text.append(reinterpret_cast<const char*>(&count), sizeof(count));
-    }
+  Waiting own{};
+  own.state = {.sequence = sequence_,
+               .signature = wait.signature.packed(),
+               .count = wait.signature.count,
+               .list = wait.signature.list,
+               .id = is_elsewhere || wait.caller->is_alone() ? wait.id : 0,
+               .number = is_elsewhere ? 0 : wait.number,
+               .ranks = static_cast<std::uint32_t>(size()),
+               .is_alone = is_alone ? 1U : 0U,
+               .is_elsewhere = is_elsewhere ? 1U : 0U,
+               .awaited = static_cast<std::uint32_t>(awaited.size()),
+               .unused = 0};
+  for (int p = 0; p < size(); ++p) {
+    own.sent.push_back(p == rank_ ? 0 : peer(p).sent.load());
+    own.received.push_back(p == rank_ ? 0 : peer(p).received.load());
   }
-  text.append(reinterpret_cast<const char*>(awaited.data()),
-              awaited.size() * sizeof(std::uint64_t));
-  std::string site = wait.caller->location();
-  if (site.size() > kSiteBytes) site.erase(0, site.size() - kSiteBytes);
-  return text + site;
+  own.awaited = std::move(awaited);
+  own.site = wait.caller->location();
+  if (own.site.size() > kSiteBytes) own.site.erase(0, own.site.size() - kSiteBytes);
+  return serialize(own);
 }
 
 void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "net/communicator.h"
 #include "net/connect.h"
 #include "net/hello.h"
+#include "net/state.h"
 #include "world.h"
 
 namespace fastdist::test {
@@ -29,6 +31,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr int kGreetings = kSanitized ? 20'000 : 1000;
 constexpr int kCalls = kSanitized ? 15'000 : 3000;
+constexpr int kAnswers = 10'000;
 constexpr int kWaits = 32;  // calls that take more than a second, all at once
 
 class Random {
@@ -112,8 +115,7 @@ CASE(greetings) {
   });
 }
 
-// The headers that a peer sends, as communicator.h, lanes.cpp, answers.cpp and deadlock.cpp lay
-// them out.
+// The headers that a peer sends, as communicator.h, lanes.cpp and answers.cpp lay them out.
 struct Record {
   std::uint64_t sequence, signature, count, list;
   std::array<std::byte, 464> payload;
@@ -124,11 +126,6 @@ struct TransferHead {
 struct AnswerHead {
   std::uint32_t kind, bytes;
   std::uint64_t number, signature, count;
-};
-struct State {
-  std::uint64_t sequence, signature, count, list;
-  std::uint32_t number, ranks, is_alone, unused;
-  std::array<std::uint32_t, 4> counts;  // sent to and received from ranks 0 and 1
 };
 
 constexpr std::uint32_t kFailureAnswer = 3;
@@ -147,16 +144,41 @@ Bytes failure(Random& random, const std::string& detail) {
   return {data, data + bytes.size()};
 }
 
+Bytes bytes_of(const std::string& text) {
+  const auto* data = reinterpret_cast<const std::byte*>(text.data());
+  return {data, data + text.size()};
+}
+
+// What rank 1 says while it waits in the call of rank 0, in one with rank 0, or elsewhere.
+Bytes state(Random& random, std::uint64_t signature) {
+  net::Waiting waiting{};
+  waiting.state = {.sequence = random.below(3),
+                   .signature = signature,
+                   .count = 3,
+                   .list = 0,
+                   .id = random.below(2),
+                   .number = static_cast<std::uint32_t>(random.below(3)),
+                   .ranks = 2,
+                   .is_alone = 1,
+                   .is_elsewhere = random.one_in(4) ? 1U : 0U,
+                   .awaited = 0,
+                   .unused = 0};
+  if (random.one_in(2)) {
+    waiting.state.signature = rooted(random.one_in(2) ? Op::kSend : Op::kRecv, 0).packed();
+  }
+  waiting.sent = waiting.received = {0, 0};
+  if (waiting.state.is_elsewhere != 0) waiting.awaited.resize(random.below(net::kMostAwaited + 2));
+  waiting.state.awaited = static_cast<std::uint32_t>(waiting.awaited.size());
+  waiting.site = "train.py:7";
+  return bytes_of(serialize(waiting));
+}
+
 Bytes answer(Random& random, std::uint32_t kind, std::uint64_t signature) {
-  State state{1, signature, 3, 0, 1, 2, 1, 0, {}};
   const std::string text = "train.py:7";
   AnswerHead head{kind, 0, 1, signature, 3};
-  Bytes body = kind == kStateAnswer     ? bytes_of(state)
+  Bytes body = kind == kStateAnswer     ? state(random, signature)
                : kind == kFailureAnswer ? failure(random, text)
-                                        : Bytes();
-  if (kind != kFailureAnswer) {
-    for (const char c : text) body.push_back(static_cast<std::byte>(c));
-  }
+                                        : bytes_of(text);
   random.change(body);
   head.bytes = static_cast<std::uint32_t>(body.size());
   Bytes bytes = bytes_of(head);
@@ -164,8 +186,10 @@ Bytes answer(Random& random, std::uint32_t kind, std::uint64_t signature) {
   return bytes;
 }
 
-// Makes a call of rank 0 while rank 1 is what `random` says; `ends`: it closes its connections.
-void call_at_random(std::uint64_t seed, bool ends, std::chrono::milliseconds timeout) {
+// Makes a call of rank 0 while rank 1 is what `seed` says; `ends`: it closes its connections.
+// Returns the call's error, if it fails.
+std::optional<ErrorCode> call_at_random(std::uint64_t seed, bool ends,
+                                        std::chrono::milliseconds timeout) {
   Random random(seed);
   std::array<std::array<FileDescriptor, 3>, 2> sides;  // stream, out, in
   for (std::size_t i = 0; i < 3; ++i) {
@@ -224,43 +248,67 @@ void call_at_random(std::uint64_t seed, bool ends, std::chrono::milliseconds tim
   try {
     switch (op) {
       case 0:
-        return comm.barrier(options);
+        comm.barrier(options);
+        break;
       case 1:
-        return comm.all_reduce({&in, 1}, {&in, 1}, ReduceOp::kSum, options);
+        comm.all_reduce({&in, 1}, {&in, 1}, ReduceOp::kSum, options);
+        break;
       case 2:
-        return comm.all_gather(in, out, options);
+        comm.all_gather(in, out, options);
+        break;
       case 3:
-        return comm.broadcast({&in, 1}, 1, options);
+        comm.broadcast({&in, 1}, 1, options);
+        break;
       case 4:
-        return comm.gather(in, out, 0, options);
+        comm.gather(in, out, 0, options);
+        break;
       case 5:
-        return comm.send(in, 1, options);
-      case 6:
-        return comm.recv(in, 1, options);
+        comm.send(in, 1, options);
+        break;
       case 7:
         (void)comm.await_message(1, call, options);
-        return comm.recv(in, 1, options);
+        [[fallthrough]];
+      case 6:
+        comm.recv(in, 1, options);
     }
   } catch (const Error& error) {
     CHECK(std::strlen(error.what()) > 0);
     for (const int p : error.ranks()) CHECK(p == 0 || p == 1);
+    return error.code();
   }
+  return std::nullopt;
 }
 
 CASE(calls) {
   std::atomic<std::uint64_t> seed{0};
   in_threads(4, [&](int) {
     for (std::uint64_t mine; (mine = seed++) < kCalls;) {
-      call_at_random(mine, true, std::chrono::seconds(5));
+      (void)call_at_random(mine, true, std::chrono::seconds(5));
     }
   });
 }
 
+CASE(most_answers_about_deadlocks_can_be_read) {
+  Random random(1);
+  int read = 0;
+  for (int i = 0; i < kAnswers; ++i) {
+    const Bytes bytes = answer(random, kStateAnswer, Signature{.op = Op::kBarrier}.packed());
+    const auto* text = reinterpret_cast<const char*>(bytes.data());
+    if (net::parse({text + sizeof(AnswerHead), text + bytes.size()}, 2)) ++read;
+  }
+  CHECK_THAT(2 * read > kAnswers, read);
+  CHECK_THAT(read < kAnswers, read);
+}
+
 // Ranks that wait longer ask each other in which calls they are.
 CASE(answers_about_deadlocks) {
+  std::atomic<int> deadlocks{0};
   in_threads(kWaits, [&](int r) {
-    call_at_random(static_cast<std::uint64_t>(r), false, std::chrono::milliseconds(1300));
+    const auto code =
+        call_at_random(static_cast<std::uint64_t>(r), false, std::chrono::milliseconds(1300));
+    if (code == ErrorCode::kMismatch) ++deadlocks;
   });
+  CHECK_THAT(deadlocks > 0 && deadlocks < kWaits, deadlocks);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
 from fastdist.cluster.ports import reserved_ports  # noqa: E402
+from fastdist.collectives.secret import Secret  # noqa: E402
+from fastdist.errors import ClusterConfigError  # noqa: E402
+from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
 
 
@@ -413,7 +417,7 @@ def test_a_group_can_be_made_again_after_ranks_gave_up(ranks: ProcessRanks) -> N
     with reserved_ports(1) as (port,):
         texts = ranks.run(retried, port)
     assert "1] did not come" in texts[0]
-    assert "gave up before rank 1 came to the process group" in texts[1]
+    assert "gave up before rank 1 was connected (ranks [1] did not come" in texts[1]
 
 
 def one_store(comm: Any, port: int) -> None:
@@ -430,3 +434,33 @@ def one_store(comm: Any, port: int) -> None:
 def test_jobs_follow_each_other_in_one_store(ranks: ProcessRanks) -> None:
     with reserved_ports(1) as (port,):
         ranks.run(one_store, port)
+
+
+def test_a_rank_that_comes_later_hears_why_others_gave_up() -> None:
+    store = dist.HashStore()
+    late, first = (StoreBootstrap(store, rank, 2, timeout_s=0.01) for rank in range(2))
+    with pytest.raises(ClusterConfigError, match=r"\[0\] did not come"):
+        first.allgather("sealed with a secret")
+    first.give_up(Secret(b"", "FASTDIST_SECRET").mismatch(1, 0))
+    late.give_up(KeyboardInterrupt())  # a reason, but not the first one
+    with pytest.raises(ClusterConfigError) as told:
+        late.allgather("sealed with another secret")
+    assert told.value.ranks == (1,)
+    text = str(told.value)
+    assert "rank 1 gave up before rank 0 was connected (rank 0 does not prove" in text
+    assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in text
+
+
+def test_the_first_rank_keeps_the_store_until_others_know_why() -> None:
+    store = dist.HashStore()
+    first, last = (StoreBootstrap(store, rank, 2, timeout_s=20) for rank in range(2))
+    error = ClusterConfigError("ranks disagree")
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda one: one.allgather(1), (first, last))] == [[1, 1], [1, 1]]
+        leaves = pool.submit(first.give_up, error)
+        time.sleep(0.3)
+        assert not leaves.done()
+        begin = time.monotonic()
+        last.give_up(error)
+        leaves.result()
+        assert time.monotonic() - begin < 1

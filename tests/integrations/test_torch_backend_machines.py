@@ -1,5 +1,6 @@
 """The backend "fastdist" of torch.distributed on two machines with two ranks each."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,24 @@ def test_groups_use_the_shortest_ways(ranks: MachineRanks) -> None:
     # Of the world, of the pair on this machine and of the pair across: in the order of the pairs.
     first, second = "NetEngine HostEngine NetEngine", "NetEngine NetEngine HostEngine"
     assert found == [first, "NetEngine HostEngine NetEngine", second, first]
+
+
+def meet_with_secrets_of_machines(comm: Any, address: str) -> str:
+    usual = os.environ["FASTDIST_SECRET"]
+    os.environ["FASTDIST_SECRET"] = f"the secret of machine {comm.rank // 2}"
+    try:
+        with pytest.raises(dist.DistBackendError) as told:
+            dist.init_process_group(
+                "fastdist", init_method=address, rank=comm.rank, world_size=comm.world_size
+            )
+    finally:
+        os.environ["FASTDIST_SECRET"] = usual
+        comm.barrier()  # rank 0 has the store
+    return str(told.value)
+
+
+def test_ranks_with_different_secrets(ranks: MachineRanks) -> None:
+    address = f"tcp://{ranks.network.addresses[0]}:{next(ports)}"
+    for text in ranks.run(meet_with_secrets_of_machines, address):
+        assert "does not prove that it has the secret of rank" in text
+        assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in text

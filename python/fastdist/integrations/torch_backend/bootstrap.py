@@ -10,6 +10,10 @@ from typing import Any
 
 from fastdist.errors import ClusterConfigError
 
+_MOST_SHOWN = 1000  # letters of another rank's reason
+_TELL_S = 1.5
+_POLL_S = 0.05
+
 
 class StoreBootstrap:
     """A bootstrap for `fastdist.init` over a torch store. Every rank makes the same calls.
@@ -30,7 +34,9 @@ class StoreBootstrap:
         # A store may have served a group of this name that has ended.
         self._number: int = store.add(f"fastdist/rendezvous/{rank}", 1)
         self._given_up = f"fastdist/{self._number}/given up"
+        self._told = f"fastdist/{self._number}/told"
         self._calls = 0
+        self._keys: list[str] = []  # of the last call, by rank
 
     def Get_rank(self) -> int:
         """Return this rank."""
@@ -48,27 +54,47 @@ class StoreBootstrap:
         """
         keys = [f"fastdist/{self._number}/{self._calls}/{rank}" for rank in range(self._size)]
         self._calls += 1
+        self._keys = keys
         self._store.set(keys[self._rank], json.dumps(obj))
         try:
             left = max(0.001, self._deadline - time.monotonic())
             self._store.wait(keys, timedelta(seconds=left))
             has_given_up = self._store.check([self._given_up])
-            late = int(self._store.get(self._given_up)) if has_given_up else None
+            given_up = self._store.get(self._given_up) if has_given_up else None
             objects = [json.loads(bytes(self._store.get(key))) for key in keys]
         except RuntimeError as error:
             raise self._failure(keys, _first_line(error)) from None
-        if late is not None:
+        if given_up is not None:
+            rank, reason = json.loads(bytes(given_up))
+            shown = "".join(c if c.isprintable() else " " for c in str(reason)[:_MOST_SHOWN])
             raise ClusterConfigError(
-                f"rendezvous: rank {late} gave up before rank {self._rank} came to the process "
-                "group; make the group again on all ranks",
-                (late,),
+                f"rendezvous: rank {int(rank)} gave up before rank {self._rank} was connected "
+                f"({shown}); make the process group again on all ranks",
+                (int(rank),),
             )
         return objects
 
-    def give_up(self) -> None:
-        """Tell ranks that come later, which would take this rank's keys for signs of life."""
+    def give_up(self, error: BaseException) -> None:
+        """Tell ranks that come later, which would take this rank's keys for signs of life.
+
+        Args:
+            error: the reason; the other ranks name that of the first rank that gives up.
+        """
+        reason = str(error).removeprefix("rendezvous: ") or type(error).__name__
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            self._store.set(self._given_up, str(self._rank))
+            if not self._store.check([self._given_up]):
+                self._store.set(self._given_up, json.dumps([self._rank, reason]))
+            if self._rank == 0:
+                self._await_told()
+            else:
+                self._store.add(self._told, 1)
+
+    def _await_told(self) -> None:
+        """Keep the store, which may end with rank 0, until the ranks that came know why."""
+        others = sum(bool(self._store.check([key])) for key in self._keys[1:])
+        until = time.monotonic() + _TELL_S
+        while self._store.add(self._told, 0) < others and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
         missing: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ class ProcessGroupFastdist(Calls):
         try:
             comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(options.store))
         except BaseException as error:
-            bootstrap.give_up()
+            bootstrap.give_up(error)
             if not isinstance(error, FastdistError):
                 raise
             raise DistBackendError(str(error)) from error

@@ -1,7 +1,8 @@
 """A rank that makes random collectives, checks every result, and suffers a fault.
 
-Run as `python chaos_rank.py PLAN`, a JSON of a `Plan` (test_chaos.py). Its last line says how it
-ended: "done", "error NAME RANKS" or "interrupted", and when, in seconds of the wall clock.
+Run as `python chaos_rank.py PLAN`, a JSON of a `Plan` (test_chaos.py). It prints "starts" before
+`init` and "ready" in its calls. Its last line says how it ended: "done", "error NAME RANKS" or
+"interrupted", and when, in seconds of the wall clock.
 """
 
 from __future__ import annotations
@@ -55,13 +56,17 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leave() -> None:
+    os.write(1, f"dies at {time.time()}\n".encode())
+    os._exit(7)
+
+
 def suffer(comm: fd.Communicator, fault: str, delay_s: float) -> None:
     """Do to this rank what the plan says, in the middle of a collective or before one."""
     if fault in ("kill", "kill behind a late rank"):
         threading.Timer(delay_s, die).start()
     elif fault == "exit":
-        os.write(1, f"dies at {time.time()}\n".encode())
-        os._exit(7)
+        leave()
     elif fault == "raise":
         raise Oops
     elif fault == "close":
@@ -74,15 +79,25 @@ def suffer(comm: fd.Communicator, fault: str, delay_s: float) -> None:
         comm.recv(np.ones(5), (comm.rank + 1) % comm.world_size)
 
 
+def suffer_at_start(plan: dict[str, Any]) -> None:
+    """Do to this rank what the plan says, before or amid `init`."""
+    fault = plan["fault"]
+    if fault == "files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (plan["limit"],) * 2)
+    elif fault == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (plan["limit"] << 20,) * 2)
+    elif fault in ("kill amid init", "exit amid init"):
+        threading.Timer(plan["delay_s"], die if fault.startswith("kill") else leave).start()
+    elif fault == "late amid init":
+        time.sleep(10 * plan["delay_s"])
+
+
 def work(plan: dict[str, Any]) -> None:
     rank, fault = int(os.environ["RANK"]), plan["fault"]
     is_victim = rank == plan["victim"]
-    if is_victim and fault == "files":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (plan["limit"],) * 2)
-    if is_victim and fault == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (plan["limit"] << 20,) * 2)
-    if is_victim and fault == "kill amid init":
-        threading.Timer(plan["delay_s"], die).start()
+    print("starts", flush=True)
+    if is_victim:
+        suffer_at_start(plan)
     comm = fd.init(timeout=plan["timeout_s"])
     rng = random.Random(plan["seed"])
     shared = comm.empty(SIZES[-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -404,28 +403,14 @@ def move_slowly(world: Communicator) -> None:
 
 
 def test_a_slow_link(ranks: MachineRanks) -> None:
-    if shutil.which("tc") is None:
-        pytest.skip("needs tc (iproute2)")
-    shape = ["root", "tbf", "rate", "8mbit", "burst", "16k", "latency", "50ms"]
-    names = ranks.network.names
+    network = ranks.network
     try:
-        for name in names:
-            subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", name, *shape], check=True, timeout=20
-            )
+        for machine in (0, 1):
+            network.slow(machine, "8mbit")
         ranks.run(move_slowly)
     finally:
-        for name in names:
-            subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", name, "root"], timeout=20)
-
-
-LOSS = """table inet loss {
-  chain input {
-    type filter hook input priority 0;
-    iifname != "lo" numgen random mod 100 < 5 drop
-  }
-}
-"""
+        for machine in (0, 1):
+            network.heal(machine)
 
 
 def reduce_and_send(comm: Communicator) -> None:
@@ -442,18 +427,14 @@ def reduce_and_send(comm: Communicator) -> None:
 
 def test_a_link_that_loses_packets(network: Network) -> None:
     """One packet of twenty is lost in each direction, also while the ranks connect."""
-    if shutil.which("nft") is None:
-        pytest.skip("needs nft (nftables)")
     ranks = MachineRanks(network)
     try:
         for machine in (0, 1):
-            subprocess.run(
-                network.command(machine, "nft", "-f", "-"), input=LOSS, text=True, check=True
-            )
+            network.lose(machine, 0.05)
         ranks.run(reduce_and_send)
     finally:
         for machine in (0, 1):
-            subprocess.run(network.command(machine, "nft", "delete", "table", "inet", "loss"))
+            network.heal(machine)
         ranks.close()
 
 

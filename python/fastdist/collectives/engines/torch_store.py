@@ -8,11 +8,14 @@ import errno
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from fastdist.errors import ClusterConfigError
 
+_CONNECT_S = 1.0
+_RETRY_S = 0.05
 _REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
 # Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
@@ -51,8 +54,10 @@ def open_store(
         if listener is not None:  # else torch.distributed has opened a store in this process
             options["master_listen_fd"] = listener.detach()
     try:
+        if not listens:
+            _await_listener(host, port, timeout_s)
         store = distributed.TCPStore(host, port, None, **options)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         if refuse_other_job is not None and "EADDRINUSE" in str(error):
             _call_with_other_job(host, port, prefix, refuse_other_job)
         loopback = "" if listens else _loopback_hint(host)
@@ -63,6 +68,27 @@ def open_store(
         ) from None
     _stores.append(store)
     return distributed.PrefixStore(prefix, store)
+
+
+def _await_listener(host: str, port: int, timeout_s: float) -> None:
+    """Wait until a process accepts connections at this address.
+
+    TCPStore may wait for twice its timeout. A thread that comes back from it while the interpreter
+    ends would abort the process.
+
+    Raises:
+        OSError: no process did within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(0.01, min(left_s, _CONNECT_S))).close()
+            return
+        except OSError:
+            if left_s <= _RETRY_S:
+                raise
+        time.sleep(_RETRY_S)
 
 
 def _call_with_other_job(

@@ -490,6 +490,18 @@ def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         fastdist.init()
 
 
+def test_a_store_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    begin = time.monotonic()
+    with pytest.raises(ClusterConfigError, match=r"cannot reach the store .* within 1 s: .*refuse"):
+        fastdist.init()
+    assert time.monotonic() - begin < 1.9  # torch alone may take twice the timeout
+
+
 def await_listener(port: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

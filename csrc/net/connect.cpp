@@ -23,8 +23,12 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
+// How often a rank that has not come is probed, and after how many refusals in a row it has gone.
+constexpr std::chrono::seconds kProbeInterval{1};
+constexpr int kMostRefusals = 2;
 // Number of connections, in addition to those of ranks, that may wait for authentication.
 constexpr int kMaxStrangers = 64;
+
 struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
@@ -69,6 +73,13 @@ void set_options(int fd, bool probes) {
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
+int error_of(const FileDescriptor& fd) {
+  int error = 0;
+  socklen_t length = sizeof(error);
+  (void)::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
 // True for errors that may be temporary: a network outage, or a rank that closes connections
 // because too many strangers connect to it.
 bool may_pass(int error) {
@@ -99,7 +110,8 @@ class Rendezvous {
         places_(places),
         token_(token),
         found_(places.size()),
-        outages_(places.size()) {
+        outages_(places.size()),
+        probes_(places.size()) {
     for (int p = 0; p < static_cast<int>(places.size()); ++p) {
       if (p == rank) continue;
       missing_ += static_cast<int>(purposes(p));
@@ -126,6 +138,7 @@ class Rendezvous {
       close_strangers(missing_ + kMaxStrangers);
       std::erase_if(pending_, [](const Pending& one) { return one.is_done; });
       check_connected();
+      if (Clock::now() >= next_probe_) probe_missing();
     }
     return std::move(found_);
   }
@@ -146,12 +159,23 @@ class Rendezvous {
     bool is_done = false;
   };
   enum class Got { kAll, kPart, kEnd };
+  // A connection to a higher rank that has not come; for that rank, one of a silent stranger.
+  struct Probe {
+    FileDescriptor fd{};
+    int refusals = 0;  // in a row
+  };
 
   // Ranks of one machine have no streams.
   [[nodiscard]] std::uint32_t purposes(int p) const {
     const bool is_here = places_[static_cast<std::size_t>(p)].machine ==
                          places_[static_cast<std::size_t>(rank_)].machine;
     return is_here ? kPurposes - 1 : kPurposes;
+  }
+
+  [[nodiscard]] bool is_connected(int p) const {
+    const Connections& c = found_[static_cast<std::size_t>(p)];
+    const bool streams = c.stream.get() >= 0 || purposes(p) < kPurposes;
+    return streams && c.out.get() >= 0 && c.in.get() >= 0;
   }
 
   void begin(Pending& one) {
@@ -195,9 +219,7 @@ class Rendezvous {
     std::vector<int> ranks;
     std::string names;
     for (int p = 0; p < static_cast<int>(places_.size()); ++p) {
-      const Connections& c = found_[static_cast<std::size_t>(p)];
-      const bool streams = c.stream.get() >= 0 || purposes(p) < kPurposes;
-      if (p == rank_ || (streams && c.out.get() >= 0 && c.in.get() >= 0)) continue;
+      if (p == rank_ || is_connected(p)) continue;
       const int outage = outages_[static_cast<std::size_t>(p)];
       names += (names.empty() ? "" : ", ") + std::to_string(p) + " (" +
                places_[static_cast<std::size_t>(p)].ip +
@@ -233,6 +255,45 @@ class Rendezvous {
                   "rank " + std::to_string(p) + " has left while the ranks connected",
                   {static_cast<int>(p)});
     }
+  }
+
+  // A higher rank connects to this one, so its death shows only in its listener, which is open
+  // until it is connected to all. A probe stays open: it ends with that rank's process, and does
+  // not fill its queue. One refusal may be that of a firewall before a rank that is about to come.
+  void probe_missing() {
+    next_probe_ = Clock::now() + kProbeInterval;
+    for (int p = rank_ + 1; p < static_cast<int>(places_.size()); ++p) {
+      if (is_connected(p)) continue;
+      Probe& probe = probes_[static_cast<std::size_t>(p)];
+      if (probe.fd.get() >= 0) {
+        pollfd state{probe.fd.get(), POLLRDHUP, 0};
+        if (::poll(&state, 1, 0) == 0) continue;  // connected, or not yet
+        note_end(probe, error_of(probe.fd));
+      }
+      if (probe.refusals < kMostRefusals) {
+        begin(probe, places_[static_cast<std::size_t>(p)]);
+        continue;
+      }
+      throw Error(ErrorCode::kPeerFailure,
+                  "rank " + std::to_string(p) + " has died or failed before it connected to rank " +
+                      std::to_string(rank_) + ": nothing listens any more at " +
+                      endpoint(places_[static_cast<std::size_t>(p)]),
+                  {p});
+    }
+  }
+
+  static void begin(Probe& probe, const Place& place) {
+    const Address address = resolve(place.ip, place.port);
+    probe.fd = FileDescriptor(
+        ::socket(address.get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    if (probe.fd.get() < 0) return;  // all are in use; see accept_some
+    if (::connect(probe.fd.get(), address.get(), address.length) == 0) return;
+    if (errno != EINPROGRESS) note_end(probe, errno);
+  }
+
+  static void note_end(Probe& probe, int error) {
+    probe.fd = FileDescriptor();
+    probe.refusals = error == ECONNREFUSED ? probe.refusals + 1 : 0;
   }
 
   // Accepts as many connections as ranks may open, and some from strangers; the rest wait for the
@@ -275,10 +336,7 @@ class Rendezvous {
     if (one.step == Step::kConnect) {
       pollfd state{one.fd.get(), POLLOUT, 0};
       if (::poll(&state, 1, 0) == 0) return;
-      int error = 0;
-      socklen_t length = sizeof(error);
-      (void)::getsockopt(one.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) return retry_or_throw(one, error);
+      if (const int error = error_of(one.fd); error != 0) return retry_or_throw(one, error);
       one.hello.rank = static_cast<std::uint32_t>(rank_);
       one.hello.purpose = one.purpose;
       one.hello.nonce = make_nonce();
@@ -369,6 +427,7 @@ class Rendezvous {
                                                        : c.in;
     one.is_done = true;
     if (kept.get() < 0) --missing_;
+    probes_[static_cast<std::size_t>(rank)] = {};
     kept = std::move(one.fd);  // the latest one, if a connection was lost and made again
   }
 
@@ -377,7 +436,9 @@ class Rendezvous {
   const std::vector<Place>& places_;
   const Token& token_;
   std::vector<Connections> found_;
-  std::vector<int> outages_;  // by rank: the last error of connecting to it
+  std::vector<int> outages_;   // by rank: the last error of connecting to it
+  std::vector<Probe> probes_;  // by rank
+  Clock::time_point next_probe_ = Clock::now() + kProbeInterval;
   std::vector<Pending> pending_;
   int missing_ = 0;
 };

@@ -1,5 +1,6 @@
 // How ranks of several machines connect, and what strangers can do meanwhile.
 
+#include <poll.h>
 #include <sys/resource.h>
 
 #include <array>
@@ -19,6 +20,11 @@
 
 namespace fastdist::test {
 namespace {
+
+void await_connection(const Listener& listener) {
+  pollfd state{listener.fd(), POLLIN, 0};
+  CHECK(::poll(&state, 1, 10'000) == 1);
+}
 
 CASE(a_rank_that_leaves_ends_the_rendezvous) {
   const Machines machines{{0}, {1}, {2}};
@@ -75,6 +81,48 @@ CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_rendezvous) {
       if (!ended) (void)connect_all(2);
     });
   }
+}
+
+// Rank 1 has told its address, and goes before or while rank 0 waits for it to connect.
+CASE(a_rank_that_goes_before_it_connects_ends_the_rendezvous) {
+  for (const bool is_seen : {false, true}) {
+    World world = make_world({{0}, {1}});
+    if (!is_seen) world.listeners[1].reset();
+    in_threads(2, [&](int r) {
+      if (r == 1) {
+        if (is_seen) await_connection(*world.listeners[1]);
+        world.listeners[1].reset();
+        return;
+      }
+      const auto start = std::chrono::steady_clock::now();
+      const Error error = CHECK_THROWS(
+          ErrorCode::kPeerFailure,
+          (void)net::connect_ranks(*world.listeners[0], 0, world.places, {},
+                                   std::chrono::seconds(60), *patient().caller, [] {}));
+      CHECK(error.ranks() == std::vector{1});
+      CHECK(std::string(error.what()).starts_with("rank 1 has died or failed before"));
+      CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
+    });
+  }
+}
+
+// Rank 1 comes after rank 0 has probed its listener, which shows no other connection meanwhile.
+CASE(a_late_rank_is_probed_and_not_disturbed) {
+  const World world = make_world({{0}, {1}});
+  in_threads(2, [&](int r) {
+    if (r == 1) {
+      await_connection(*world.listeners[1]);
+      FileDescriptor probe(::accept(world.listeners[1]->fd(), nullptr, nullptr));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+      CHECK(::accept(world.listeners[1]->fd(), nullptr, nullptr) < 0);
+      probe = FileDescriptor();
+      await_connection(*world.listeners[1]);  // again
+    }
+    const auto found =
+        net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                           std::chrono::seconds(20), *patient().caller, [] {});
+    CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
+  });
 }
 
 CASE(strangers_do_not_disturb_the_rendezvous) {

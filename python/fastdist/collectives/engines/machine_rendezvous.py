@@ -9,6 +9,7 @@ store are JSON, and sealed with the job's secret (secret.py): strangers may writ
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ipaddress
 import json
@@ -32,6 +33,7 @@ from fastdist.collectives.secret import Secret, UnsealedError, job_secret
 from fastdist.errors import ClusterConfigError
 
 _POLL_S = 0.05
+_END_S = 5.0  # for attempts to reach the store, as the interpreter ends
 _STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
 _TELL_S = 1.5
 
@@ -179,7 +181,9 @@ def meet_machines(
 
         listens = rank == 0 and not has_agent
         store = open_store(
-            host, port, prefix, rank, timeout_s, refuse_other_job if listens else None
+            *(host, port, prefix, rank, timeout_s),
+            refuse_other_job if listens else None,
+            given_up.is_set,
         )
         try:
             arrival, listener = arrive(host, port, world_size, deadline)
@@ -191,8 +195,10 @@ def meet_machines(
                 f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
             ) from None
 
-    # In a thread: while the network is down, questions to the store take forever.
+    # In a thread: while the network is down, questions to the store take forever. The interpreter
+    # ends after the thread, which would abort the process if it came back from torch later.
     answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
+    given_up = threading.Event()
 
     def body() -> None:
         try:
@@ -200,20 +206,26 @@ def meet_machines(
         except BaseException as error:
             answer.put(error)
 
-    threading.Thread(target=body, daemon=True, name="fastdist rendezvous").start()
-    while True:
-        with contextlib.suppress(queue.Empty):
-            found = answer.get(timeout=_POLL_S)
-            if isinstance(found, BaseException):
-                raise found
-            return found
-        run_checks()
-        if time.monotonic() > deadline + _STORE_GRACE_S:
-            raise ClusterConfigError(
-                f"rendezvous: rank {rank} of {world_size} did not reach the store at {coordinator} "
-                f"within {timeout_s:g} s",
-                (0,),
-            )
+    thread = threading.Thread(target=body, daemon=True, name="fastdist rendezvous")
+    thread.start()
+    try:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                found = answer.get(timeout=_POLL_S)
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+            run_checks()
+            if time.monotonic() > deadline + _STORE_GRACE_S:
+                raise ClusterConfigError(
+                    f"rendezvous: rank {rank} of {world_size} did not reach the store at "
+                    f"{coordinator} within {timeout_s:g} s",
+                    (0,),
+                )
+    finally:
+        given_up.set()
+        if thread.is_alive():
+            atexit.register(thread.join, _END_S)
 
 
 class _Table:

@@ -16,7 +16,7 @@ from fastdist.errors import ClusterConfigError
 
 _CONNECT_S = 1.0
 _RETRY_S = 0.05
-_REFUSAL_PATIENCE = datetime.timedelta(seconds=2)
+_PATIENCE = datetime.timedelta(seconds=2)  # of one attempt, which may take twice as long
 # Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
 
@@ -28,6 +28,7 @@ def open_store(
     rank: int,
     timeout_s: float,
     refuse_other_job: Callable[[Any], None] | None,
+    is_given_up: Callable[[], bool],
 ) -> Any:
     """Open the store, or connect to it.
 
@@ -39,6 +40,7 @@ def open_store(
         timeout_s: seconds to wait for the store.
         refuse_other_job: None if another process opens the store. Else called with the store of
             another job, in a thread, if that job has the port: its ranks might join this job's.
+        is_given_up: true once nobody waits for the store any more.
 
     Raises:
         ClusterConfigError: the store cannot be opened or reached.
@@ -47,16 +49,18 @@ def open_store(
     distributed = _c10d()
     listens = refuse_other_job is not None
     patience = datetime.timedelta(seconds=max(1.0, timeout_s))
-    options: dict[str, Any] = {"timeout": patience, "wait_for_workers": False}
+    options: dict[str, Any] = {"wait_for_workers": False}
     if listens:
-        options |= {"is_master": True, "multi_tenant": True}
+        options |= {"is_master": True, "multi_tenant": True, "timeout": patience}
         listener = _listen(host, port)
         if listener is not None:  # else torch.distributed has opened a store in this process
             options["master_listen_fd"] = listener.detach()
     try:
-        if not listens:
-            _await_listener(host, port, timeout_s)
-        store = distributed.TCPStore(host, port, None, **options)
+        if listens:
+            store = distributed.TCPStore(host, port, None, **options)
+        else:
+            store = _connect(host, port, timeout_s, is_given_up)
+            store.set_timeout(patience)
     except (RuntimeError, ValueError, OSError) as error:
         if refuse_other_job is not None and "EADDRINUSE" in str(error):
             _call_with_other_job(host, port, prefix, refuse_other_job)
@@ -70,23 +74,24 @@ def open_store(
     return distributed.PrefixStore(prefix, store)
 
 
-def _await_listener(host: str, port: int, timeout_s: float) -> None:
-    """Wait until a process accepts connections at this address.
+def _connect(host: str, port: int, timeout_s: float, is_given_up: Callable[[], bool]) -> Any:
+    """Connect to the store, by short attempts once a process listens.
 
     TCPStore may wait for twice its timeout. A thread that comes back from it while the interpreter
     ends would abort the process.
 
     Raises:
-        OSError: no process did within `timeout_s`.
+        OSError: no process accepted connections within `timeout_s`.
+        RuntimeError: the store did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
         try:
             socket.create_connection((host, port), max(0.01, min(left_s, _CONNECT_S))).close()
-            return
-        except OSError:
-            if left_s <= _RETRY_S:
+            return _c10d().TCPStore(host, port, None, timeout=_PATIENCE, wait_for_workers=False)
+        except (OSError, RuntimeError):
+            if left_s <= _RETRY_S or is_given_up():
                 raise
         time.sleep(_RETRY_S)
 
@@ -98,13 +103,13 @@ def _call_with_other_job(
 
     def call() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            other = distributed.TCPStore(host, port, None, timeout=_REFUSAL_PATIENCE)
+            other = distributed.TCPStore(host, port, None, timeout=_PATIENCE)
             function(distributed.PrefixStore(prefix, other))
 
     # In a thread, since it never ends if the program at the port is no store and says nothing.
     thread = threading.Thread(target=call, daemon=True, name="fastdist refusal")
     thread.start()
-    thread.join(_REFUSAL_PATIENCE.total_seconds())
+    thread.join(_PATIENCE.total_seconds())
 
 
 def _reason(error: Exception) -> str:

@@ -132,8 +132,12 @@ def test_a_wait_may_end_before_its_call(ranks: ProcessRanks, tmp_path: Path) -> 
     ranks.run(waits_that_end_early, tmp_path / "store")
 
 
+def threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
 def pending_at_destroy(comm: Any, path: Path) -> None:
-    threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    before = threads_and_files()
     begin(comm, path)
     group = dist.group.WORLD
     x, y, copied = torch.full((3,), comm.rank + 1.0), torch.zeros(3), torch.zeros(3, 4)
@@ -157,10 +161,9 @@ def pending_at_destroy(comm: Any, path: Path) -> None:
         assert copied.sum() == 12
     del work
     assert group is not None  # and is kept
-    assert len(os.listdir("/proc/self/fd")) == files
     until = time.monotonic() + 10  # a thread that was joined has only about ended
-    while len(os.listdir("/proc/self/task")) != threads:
-        assert time.monotonic() < until
+    while threads_and_files() != before:
+        assert time.monotonic() < until, (threads_and_files(), before)
 
 
 def test_destroy_delivers_pending_calls_and_ends_threads(

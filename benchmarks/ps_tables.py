@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, begin_changes
+from fastdist.ps.client.sharded import ShardedRows, begin_changes, begin_pulls
 
 TABLES, DIM = 26, 16
 ADAGRAD = RuleSpec("Adagrad", {"lr": 0.1})
 
 
 def together(client: Client, tables: list[ShardedRows], ids: list[Any]) -> None:
-    rows = ShardedRows.begin_pulls(list(zip(tables, ids, strict=True))).result()
+    lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
+    rows = begin_pulls(client, lookups).result()
     changes = [t.change(own, got.value) for t, own, got in zip(tables, ids, rows, strict=True)]
     begin_changes(client, [item for items in changes for item in items]).result()
 

@@ -52,7 +52,7 @@ def test_clients_that_are_killed_and_servers_that_are_slow(job: Job, seconds: fl
             else:
                 assert acked[number] <= got <= begun[number] <= acked[number] + 1
         pulled = [
-            one.value for one in begin_pulls(client, things.all, [None] * len(things.all)).result()
+            one.value for one in begin_pulls(client, [one.lookup() for one in things.all]).result()
         ]
         for i, value in enumerate(pulled):
             its = slice(i, None, len(pulled))

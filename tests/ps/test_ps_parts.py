@@ -12,7 +12,7 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.client.sharded import ShardedVariable, begin_pulls
 from fastdist.ps.wire.batches import PART_SIZE, PartialPushes, part_numbers, part_slice
 from fastdist.ps.wire.frames import decode_floats_into
 from fastdist.ps.wire.protocol import Op
@@ -60,7 +60,7 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server, storage: 
         gradient = rng.standard_normal(SIZE, np.float32)
         alone.push(gradient, 0.5)
         sharded.begin_push(gradient, 0.5, step=0).result()
-        pull = sharded.begin_pull().result()
+        (pull,) = begin_pulls(sharded._client, [sharded.lookup()]).result()
         alone.pull(expected)
         np.testing.assert_array_equal(pull.value, expected)
         assert pull.steps == (step + 1,)
@@ -80,7 +80,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     alone.push((gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
     alone.pull(expected)
-    pull = one.begin_pull().result()
+    (pull,) = begin_pulls(one._client, [one.lookup()]).result()
     np.testing.assert_array_equal(pull.value, expected)
     assert pull.steps == (1,)
 

@@ -15,7 +15,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round, discard_rounds
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_pulls
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op, Status
 
@@ -65,22 +65,23 @@ def workers(stack: ExitStack, servers: list[Server], count: int) -> list[Worker]
 
 def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
-    pulls = [worker.dense.begin_pull() for _ in range(3)]
+    pulls = [begin_pulls(worker.client, [worker.dense.lookup()]) for _ in range(3)]
     for pull in pulls:
-        assert (pull.result().value == 0).all()
-        assert pull.result().steps == (0, 0)
+        (pulled,) = pull.result()
+        assert (pulled.value == 0).all()
+        assert pulled.steps == (0, 0)
     pushes = [worker.dense.begin_push(np.ones((4, 3)), lr=0.5) for _ in range(4)]
     for push in pushes:
         assert push.result() is None
     out = np.empty((4, 3), np.float32)
-    last = worker.dense.begin_pull(out).result()
+    (last,) = begin_pulls(worker.client, [worker.dense.lookup(out)]).result()
     assert last.value is out
     assert (out == -2).all()
     assert last.steps == (4, 4)
     with pytest.raises(ValueError, match=r"out must be contiguous float32 of shape \(4, 3\)"):
-        worker.dense.begin_pull(np.empty((4, 3)))
+        worker.dense.lookup(np.empty((4, 3)))
 
-    (one,) = ShardedRows.begin_pulls([(worker.rows, [5])]).result()
+    (one,) = begin_pulls(worker.client, [worker.rows.lookup([5])]).result()
     assert one.value.tolist() == [[0, 0]]
     assert sorted(one.steps) == [0, UNKNOWN_STEP]
 
@@ -88,7 +89,7 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
 def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     gradient = np.ones((4, 3))
-    pulled = worker.dense.begin_pull().result()
+    (pulled,) = begin_pulls(worker.client, [worker.dense.lookup()]).result()
     worker.dense.push(gradient)  # without a step
     for _ in range(6):
         worker.dense.begin_push(gradient, step=pulled.steps).result()

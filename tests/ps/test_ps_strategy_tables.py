@@ -528,7 +528,7 @@ def test_collections_train_like_bags_on_one_device(cluster: PsCluster, fused: bo
 
 
 class Jagged:
-    """What a collection uses of torchrec's JaggedTensor."""
+    """A stand-in for torchrec's JaggedTensor, with the methods that a collection calls."""
 
     def __init__(self, ids: torch.Tensor, lengths: list[int], weights: Any = None) -> None:
         self._ids, self._weights = ids, weights

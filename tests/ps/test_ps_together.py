@@ -13,6 +13,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import (
+    Pulled,
     ShardedRows,
     ShardedVariable,
     begin_changes,
@@ -57,7 +58,8 @@ def names(number: int, ids: int = 0, count: int = 1) -> bytes:
 
 
 def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
-    return [pulled.value for pulled in begin_pulls(client, variables, [None] * 7).result()]
+    lookups = [variable.lookup() for variable in variables]
+    return [pulled.value for pulled in begin_pulls(client, lookups).result()]
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
@@ -68,7 +70,8 @@ def test_pushes_and_pulls(client: Client, wire: str) -> None:
     begin_changes(client, joined(changes[:3])).result()
     begin_changes(client, joined([variables[0].change(gradients[0]), *changes[3:]])).result()
     outs = [np.full(shape, 9.0, np.float32) if shape else None for shape in SHAPES]
-    pulled = begin_pulls(client, variables, outs).result()
+    lookups = [variable.lookup(out) for variable, out in zip(variables, outs, strict=True)]
+    pulled = begin_pulls(client, lookups).result()
     for number, (got, out) in enumerate(zip(pulled, outs, strict=True)):
         assert out is None or got.value is out
         assert got.value.shape == SHAPES[number]
@@ -79,7 +82,7 @@ def test_pushes_and_pulls(client: Client, wire: str) -> None:
 def test_one_message_for_each_server(client: Client, servers: list[Server]) -> None:
     variables = [*make(client)[:5]]
     before = [server.stats()["requests"] for server in servers]
-    pulled = begin_pulls(client, variables, [None] * 5).result()
+    pulled = begin_pulls(client, [one.lookup() for one in variables]).result()
     changes = [
         v.change(one.value, None, one.steps) for v, one in zip(variables, pulled, strict=True)
     ]
@@ -100,7 +103,7 @@ def test_many_values_take_several_messages(client: Client, servers: list[Server]
         for i in range(count)
     ]
     before = servers[0].stats()["requests"]
-    values = begin_pulls(client, variables, [None] * count).result()
+    values = begin_pulls(client, [one.lookup() for one in variables]).result()
     assert [one.value[-1] for one in values] == list(range(count))
     assert servers[0].stats()["requests"] - before == 3
 
@@ -195,6 +198,11 @@ def test_messages_are_of_few_and_small_variables(client: Client) -> None:
     assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == -32).all()
 
 
+def pull_rows(client: Client, tables: list[ShardedRows], ids: list[np.ndarray]) -> list[Pulled]:
+    lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
+    return begin_pulls(client, lookups).result()
+
+
 def tables_of(client: Client, wire: str = "float32") -> list[ShardedRows]:
     """Return fixed and hashed tables of several widths, with a piece on each server."""
     placement = RoundRobin(2, FixedShards(2))
@@ -215,7 +223,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
     ids = [random.integers(0, 10, 9) for _ in tables]
     ids[1][:] = 3  # all on one server
     before = [server.stats()["requests"] for server in servers]
-    pulled = ShardedRows.begin_pulls(list(zip(tables, ids, strict=True))).result()
+    pulled = pull_rows(client, tables, ids)
     changes = [variable.change(np.ones(3))]
     for table, own, got in zip(tables, ids, pulled, strict=True):
         assert got.value.shape == (9, table.spec.dim)
@@ -224,7 +232,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
     begin_changes(client, joined(changes)).result()
     took = [server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)]
     assert took == [2, 2]
-    again = ShardedRows.begin_pulls(list(zip(alone, ids, strict=True))).result()
+    again = pull_rows(client, alone, ids)
     for table, own, got in zip(tables, ids, again, strict=True):
         times = np.array([(own == id_).sum() for id_ in own])[:, None]
         np.testing.assert_allclose(got.value, np.broadcast_to(-0.5 * times, got.value.shape), 0.02)
@@ -253,3 +261,18 @@ def test_many_rows_take_several_messages(client: Client, servers: list[Server]) 
     got = table.pull(ids)
     np.testing.assert_array_equal(got[:, 7], np.arange(count))
     assert servers[0].stats()["requests"] - before == 4
+
+
+def test_the_padding_of_replies_is_zero(client: Client) -> None:
+    """The memory of a reply has been that of others."""
+    numbers = []
+    for name in "ab":
+        spec = DenseSpec(name, (3,), SGD, wire="bfloat16")
+        numbers.append(client.create(0, spec, np.full(3, 1.7)))
+    entries = [Entry(number, UNKNOWN_STEP, np.nan, 0) for number in numbers]
+    table = client.create(0, RowsSpec("t", 64, SGD, initializer=("constant", 1.7, 0.0)))
+    for _ in range(5):
+        client.pull_rows(0, table, np.arange(9), 64)
+        reply = bytes(client.wait(client.submit(0, Op.READ, 0, [pack_names(entries, [])])))
+        assert len(reply) == 2 * 8 + 2 * 8
+        assert reply[22:24] == reply[30:32] == bytes(2)

@@ -24,6 +24,14 @@ def every(**choices: tuple[Any, ...]) -> list[Given]:
 
 
 BETAS = ((0.9, 0.999), (0.0, 0.5), (0.6, 0.99))
+ADAGRAD: list[Given] = every(
+    lr=(0.1,),
+    lr_decay=(0, 0.1),
+    weight_decay=(0, 0.1),
+    initial_accumulator_value=(0, 0.5),
+    eps=(1e-10, 1e-3),
+    maximize=(False, True),
+)
 RULES: list[tuple[str, Given]] = [
     *(("SGD", c) for c in every(lr=(0.1,), weight_decay=(0, 0.1), maximize=(False, True))),
     *(
@@ -40,17 +48,7 @@ RULES: list[tuple[str, Given]] = [
         ("SGD", c)
         for c in every(lr=(0.1,), momentum=(0.9, 0.5), nesterov=(True,), weight_decay=(0, 0.1))
     ),
-    *(
-        ("Adagrad", c)
-        for c in every(
-            lr=(0.1,),
-            lr_decay=(0, 0.1),
-            weight_decay=(0, 0.1),
-            initial_accumulator_value=(0, 0.5),
-            eps=(1e-10, 1e-3),
-            maximize=(False, True),
-        )
-    ),
+    *(("Adagrad", c) for c in ADAGRAD),
     *(
         (name, c)
         for name in ("Adam", "AdamW")
@@ -80,14 +78,6 @@ RULES: list[tuple[str, Given]] = [
     ("AdamW", {}),
     ("RMSprop", {}),
 ]
-ROW_WISE: list[Given] = every(
-    lr=(0.1,),
-    lr_decay=(0, 0.1),
-    weight_decay=(0, 0.1),
-    initial_accumulator_value=(0, 0.5),
-    eps=(1e-10, 1e-3),
-    maximize=(False, True),
-)
 
 
 def name_of(case: Any) -> str:
@@ -216,7 +206,7 @@ def row_wise_step(
 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("dim", [1, 10, 16, 75])
-@pytest.mark.parametrize("given", ROW_WISE, ids=name_of)
+@pytest.mark.parametrize("given", ADAGRAD, ids=name_of)
 def test_row_wise_steps_are_those_of_float64(given: Given, dim: int, hashed: bool) -> None:
     rng = np.random.default_rng(17)
     rows = 60
@@ -241,7 +231,7 @@ def test_row_wise_steps_are_those_of_float64(given: Given, dim: int, hashed: boo
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own sparse tensors
 @pytest.mark.parametrize("is_sparse", [False, True])
-@pytest.mark.parametrize("given", ROW_WISE, ids=name_of)
+@pytest.mark.parametrize("given", ADAGRAD, ids=name_of)
 def test_row_wise_adagrad_in_one_process(given: Given, is_sparse: bool) -> None:
     """Dense gradients touch all rows."""
     rng = np.random.default_rng(18)
@@ -275,7 +265,7 @@ def test_parameters_that_row_wise_adagrad_rejects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [*RULES, *(("RowWiseAdagrad", given) for given in ROW_WISE)], ids=name_of
+    ("name", "given"), [*RULES, *(("RowWiseAdagrad", given) for given in ADAGRAD)], ids=name_of
 )
 def test_rows_that_are_not_touched_stay(name: str, given: Given) -> None:
     rng = np.random.default_rng(4)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.client.sharded import ShardedVariable, begin_pulls
 
 RULE = RuleSpec("SGD", {"lr": 0.5})
 BIAS = DenseSpec("bias", (3,), RULE)
@@ -83,7 +83,8 @@ def fill(address: str, keys: Keys | None = None) -> None:
     """Create a variable with 3 pushes, 2 of them with a known staleness, and a table of 5 rows."""
     with Client([address], keys=keys, timeout_s=10) as client:
         bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
-        steps = bias.begin_pull().result().steps
+        (seen,) = begin_pulls(client, [bias.lookup()]).result()
+        steps = seen.steps
         bias.push(np.ones(3, np.float32))
         bias.begin_push(np.ones(3, np.float32), step=steps).result()
         bias.begin_push(np.ones(3, np.float32), step=steps).result()

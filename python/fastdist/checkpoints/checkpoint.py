@@ -194,58 +194,36 @@ class Checkpoint:
             raise RuntimeError(
                 "a checkpoint was restored inside run; restore it outside, on all replicas"
             )
-        taken: dict[str, PartFiles] = {}
-
-        def outline() -> dict[str, Any]:
-            taken.update(read_parts())
-            return {
-                name: (
-                    part.encoded,
-                    {n: (t.shape, t.dtype) for n, t in part.tensors.items()},
-                    part.class_name,
-                )
-                for name, part in taken.items()
-            }
-
-        outlined = broadcast_result(workers, outline)
-        states = {}
-        for name, (encoded, described, _) in outlined.items():
-            part = taken.get(name)
-            tensors = (
-                dict(part.tensors)
-                if part is not None
-                else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
-            )
-            broadcast_tensors(workers, tensors)
-            states[name] = decode(encoded, tensors)
-        random = states.pop(_RANDOM, None)
-
-        before = {}
+        saved = _share(workers, read_parts)
+        random = saved.pop(_RANDOM, None)
+        before: dict[str, Any] = {}  # of parts that may refuse their state
 
         def match() -> None:
-            missing = [name for name in self._parts if name not in states]
+            missing = [name for name in self._parts if name not in saved]
             if missing:
-                raise ValueError(f"the checkpoint has {sorted(states)}, and not {missing}")
+                raise ValueError(f"the checkpoint has {sorted(saved)}, and not {missing}")
             for name, part in self._parts.items():
+                given, class_name = saved[name]
                 if isinstance(part, nn.Module):
-                    require_same_tensors(name, _state_of(part), states[name])
+                    own = _state_of(part)
+                    require_same_tensors(name, own, given)
                     if _may_refuse(part):
-                        before[name] = copy.deepcopy(_state_of(part))
+                        before[name] = copy.deepcopy(own)
                 else:
-                    require_match(name, part, states[name], outlined[name][2])
+                    require_match(name, part, given, class_name)
                     if _has_state(part):
                         before[name] = copy.deepcopy(part.state_dict())
 
         def load_objects() -> None:
             for name in before:
-                _load(self._parts[name], states[name])
+                _load(self._parts[name], saved[name][0])
 
         def load_others() -> None:
             for name, part in self._parts.items():
                 if name not in before:
-                    self._parts[name] = _put(part, states[name])
+                    self._parts[name] = _put(part, saved[name][0])
             if with_random and random is not None:
-                _set_random_state(random)
+                _set_random_state(random[0])
 
         run_on_all(workers, match)
         try:
@@ -255,6 +233,36 @@ class Checkpoint:
                 _take_back(self._parts[name], own)
             raise
         run_on_all(workers, load_others)
+
+
+def _share(
+    workers: Communicator | None, read_parts: Callable[[], dict[str, PartFiles]]
+) -> dict[str, tuple[Any, str]]:
+    """Return the states and class names of the parts that rank 0 reads, on every rank."""
+    taken: dict[str, PartFiles] = {}
+
+    def outline() -> dict[str, Any]:
+        taken.update(read_parts())
+        return {
+            name: (
+                part.encoded,
+                {n: (t.shape, t.dtype) for n, t in part.tensors.items()},
+                part.class_name,
+            )
+            for name, part in taken.items()
+        }
+
+    shared = {}
+    for name, (encoded, described, class_name) in broadcast_result(workers, outline).items():
+        part = taken.get(name)
+        tensors = (
+            dict(part.tensors)
+            if part is not None
+            else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
+        )
+        broadcast_tensors(workers, tensors)
+        shared[name] = decode(encoded, tensors), class_name
+    return shared
 
 
 def read(path: Path, names: list[str]) -> dict[str, PartFiles]:

@@ -1,4 +1,4 @@
-"""What a READ or a CHANGE is about: small dense values and rows of tables, many in one message."""
+"""Items, which clients read and change: small dense values and rows, many in one message."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def messages_of(items: Sequence[Item]) -> list[list[Item]]:
 
     The rows of a larger item are a message alone.
     """
-    open_: dict[int, tuple[list[Item], int]] = {}
+    last: dict[int, list[Item]] = {}  # the last group of each server
+    room: dict[int, int] = {}  # the elements that it may still take
     messages = []
     for item in items:
         if item.is_large:
             continue
-        group, size = open_.get(item.server, ([], 0))
-        if not group or size + item.values.size > PART_SIZE:
-            group, size = [], 0
-            messages.append(group)
-        group.append(item)
-        open_[item.server] = group, size + item.values.size
+        if item.values.size > room.get(item.server, -1):
+            last[item.server], room[item.server] = [], PART_SIZE
+            messages.append(last[item.server])
+        last[item.server].append(item)
+        room[item.server] -= item.values.size
     return messages
 
 

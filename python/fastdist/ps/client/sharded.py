@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What was pulled of a variable or table.
+    """The value of a variable, or rows of a table.
 
     Attributes:
         value: float32; of the whole shape of a variable, or a row for each id.
@@ -34,6 +33,27 @@ class Pulled:
 
     value: Array
     steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A variable or rows to be pulled; see `begin_pulls`.
+
+    Attributes:
+        items: for each piece, what to read there.
+        values: where it is put.
+        places: for each id, the place of its row in `values`; None: they are in order.
+    """
+
+    items: list[list[Item]]
+    values: Array
+    places: Array | None = None
+
+    def result(self) -> Pulled:
+        """Return the values, once all items have been read."""
+        values = self.values if self.places is None else self.values.take(self.places, 0)
+        steps = (min((item.step for item in items), default=UNKNOWN_STEP) for items in self.items)
+        return Pulled(values, tuple(steps))
 
 
 class ShardedVariable:
@@ -55,7 +75,7 @@ class ShardedVariable:
         self._wire = spec.wire_format()
         rows = None
         if initial is not None:
-            rows = self.to_array(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
+            rows = self._to_array(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
         self._numbers = [
             client.create(
                 piece.server,
@@ -75,7 +95,8 @@ class ShardedVariable:
 
     def pull(self, out: Array | None = None) -> Array:
         """Return the value: float32, of the whole shape."""
-        return self.begin_pull(out).result().value
+        (pulled,) = begin_pulls(self._client, [self.lookup(out)]).result()
+        return pulled.value
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient of the whole shape."""
@@ -85,19 +106,14 @@ class ShardedVariable:
         """Set the value, of the whole shape."""
         self.begin_assign(value).result()
 
-    def begin_pull(self, out: Array | None = None) -> Pending[Pulled]:
-        """Request the value, without waiting.
+    def lookup(self, out: Array | None = None) -> Lookup:
+        """Return what to read for the value.
 
         Args:
             out: destination, contiguous float32 of the whole shape; None allocates one.
         """
-        value = self.output_array(out)
-        items = self.split(value)
-
-        def finish(replies: list[memoryview]) -> Pulled:
-            return Pulled(value, tuple(item.step for item in items))
-
-        return Pending(self._client.wait, self._client.begin_read(items), finish)
+        value = self._output(out)
+        return Lookup([[item] for item in self._split(value)], value)
 
     def begin_push(
         self,
@@ -122,7 +138,7 @@ class ShardedVariable:
         self, gradient: Any, lr: float | None = None, step: int | Sequence[int] | None = None
     ) -> list[Item]:
         """Return what to send for a gradient; arguments as for `begin_push`."""
-        items = self.split(self.to_array(gradient))
+        items = self._split(self._to_array(gradient))
         for item, seen in zip(items, _steps(step, len(items)), strict=True):
             item.step, item.lr = seen, lr
         return items
@@ -131,11 +147,11 @@ class ShardedVariable:
         """Set the value, without waiting."""
         tickets = [
             self._client.submit(piece.server, Op.ASSIGN, piece.number, [piece.values])
-            for piece in self.split(self.to_array(value))
+            for piece in self._split(self._to_array(value))
         ]
         return Pending(self._client.wait, tickets, no_result)
 
-    def output_array(self, out: Array | None) -> Array:
+    def _output(self, out: Array | None) -> Array:
         """Return `out` after checking it, or a new array."""
         if out is None:
             return np.empty(self.spec.shape, np.float32)
@@ -146,14 +162,14 @@ class ShardedVariable:
             )
         return out
 
-    def to_array(self, values: Any) -> Array:
+    def _to_array(self, values: Any) -> Array:
         """Convert a value or gradient to contiguous float32, without a copy where possible."""
         array = to_floats(values)
         if array.shape != self.spec.shape and not (self.spec.shape == () and array.size == 1):
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
 
-    def split(self, values: Array) -> list[Item]:
+    def _split(self, values: Array) -> list[Item]:
         """Return the pieces of a value, as views."""
         rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
         whole = self.spec.refuse_nonfinite  # so that no part of a gradient is applied
@@ -179,27 +195,6 @@ class ShardedVariable:
         return values[piece.begin : piece.end]
 
 
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """A lookup of rows: distinct ids are read once.
-
-    Attributes:
-        items: for each piece of the table, what to read there.
-        rows: where the distinct rows are put.
-        places: for each id, the place of its row; None: they are in the order of the ids.
-    """
-
-    items: list[list[Item]]
-    rows: Array
-    places: Array | None
-
-    def result(self) -> Pulled:
-        """Return the rows, once all items have been read."""
-        rows = self.rows if self.places is None else self.rows.take(self.places, 0)
-        steps = (min((item.step for item in items), default=UNKNOWN_STEP) for items in self.items)
-        return Pulled(rows, tuple(steps))
-
-
 class ShardedRows:
     """A table of rows on several servers: by ranges of ids, or by their hash if ids have no limit.
 
@@ -207,12 +202,15 @@ class ShardedRows:
         client: this thread's client.
         spec: the spec of the whole.
         pieces: servers and rows; a table without a limit of rows uses only the servers.
+
+    Attributes:
+        client: this thread's client.
     """
 
     def __init__(self, client: Client, spec: RowsSpec, pieces: Sequence[Piece]) -> None:
         self.spec = spec
         self.pieces = tuple(pieces)
-        self._client = client
+        self.client = client
         self._wire = spec.wire_format()
         if spec.rows is None:
             self._owners = _core.Owners(len(self.pieces))
@@ -240,7 +238,7 @@ class ShardedRows:
         Raises:
             IndexError: an id is beyond the table.
         """
-        (pulled,) = self.begin_pulls([(self, ids)]).result()
+        (pulled,) = begin_pulls(self.client, [self.lookup(ids)]).result()
         return pulled.value
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
@@ -250,24 +248,11 @@ class ShardedRows:
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""
         tickets = [
-            self._client.submit(item.server, Op.ASSIGN_ROWS, item.number, [item.ids, item.values])
+            self.client.submit(item.server, Op.ASSIGN_ROWS, item.number, [item.ids, item.values])
             for item in self._divide(ids, values)
             if item.ids is not None and item.ids.size
         ]
-        Pending(self._client.wait, tickets, no_result).result()
-
-    @staticmethod
-    def begin_pulls(lookups: Sequence[tuple[ShardedRows, Any]]) -> Pending[list[Pulled]]:
-        """Request rows of tables of one client, each for its ids, without waiting.
-
-        Raises:
-            IndexError: an id is beyond its table.
-        """
-        made = [table._lookup(ids) for table, ids in lookups]
-        items = [item for lookup in made for items in lookup.items for item in items]
-        client = lookups[0][0]._client
-        tickets = client.begin_read(items)
-        return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in made])
+        Pending(self.client.wait, tickets, no_result).result()
 
     def begin_push(
         self,
@@ -279,7 +264,7 @@ class ShardedRows:
         step: int | Sequence[int] | None = None,
     ) -> Pending[None]:
         """Send gradients, without waiting; `round`, `step` as for `ShardedVariable.begin_push`."""
-        return begin_changes(self._client, self.change(ids, gradients, lr, step), round)
+        return begin_changes(self.client, self.change(ids, gradients, lr, step), round)
 
     def change(
         self,
@@ -296,8 +281,12 @@ class ShardedRows:
             item.step, item.lr, item.wire = seen, lr, self._wire
         return [item for item in items if to_all_pieces or item.values.size]
 
-    def _lookup(self, ids: Any) -> _Lookup:
-        """Return what to read for ids."""
+    def lookup(self, ids: Any) -> Lookup:
+        """Return what to read for ids; repeated ids are read once.
+
+        Raises:
+            IndexError: an id is beyond the table.
+        """
         with self._naming_table():
             local, counts, places = self._owners.route_distinct(_flat(ids))
         rows = np.empty((local.size, self.spec.dim), np.float32)
@@ -305,7 +294,7 @@ class ShardedRows:
             self._item(piece, local[part], rows[part]).cut()
             for piece, part in enumerate(_slices(counts))
         ]
-        return _Lookup(items, rows, places)
+        return Lookup(items, rows, places)
 
     def _divide(self, ids: Any, values: Any) -> list[Item]:
         """Return the rows of each piece."""
@@ -351,26 +340,16 @@ class ShardedRows:
         )
 
 
-def begin_pulls(
-    client: Client, variables: Sequence[ShardedVariable], outs: Sequence[Array | None]
-) -> Pending[list[Pulled]]:
-    """Request the values of variables, without waiting.
+def begin_pulls(client: Client, lookups: Sequence[Lookup]) -> Pending[list[Pulled]]:
+    """Request values of variables and rows of tables, without waiting.
 
     Args:
         client: this thread's client.
-        variables: the variables to pull.
-        outs: destinations, see `ShardedVariable.begin_pull`.
+        lookups: of variables and tables of this client.
     """
-    values = [variable.output_array(out) for variable, out in zip(variables, outs, strict=True)]
-    pieces = [variable.split(value) for variable, value in zip(variables, values, strict=True)]
-
-    def finish(replies: list[memoryview]) -> list[Pulled]:
-        return [
-            Pulled(value, tuple(item.step for item in items))
-            for value, items in zip(values, pieces, strict=True)
-        ]
-
-    return Pending(client.wait, client.begin_read(list(chain.from_iterable(pieces))), finish)
+    items = [item for lookup in lookups for items in lookup.items for item in items]
+    tickets = client.begin_read(items)
+    return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in lookups])
 
 
 def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:

@@ -47,7 +47,7 @@ class _RowsOfWeight(torch.autograd.Function):
 
 
 class Found(NamedTuple):
-    """What a lookup has found.
+    """The result of a lookup.
 
     Attributes:
         unique: the distinct ids, sorted.

@@ -123,11 +123,8 @@ class ServedModel:
         if self._pulling is not None:
             return
         tensors_to_pull = [*self._parameters.values(), *self.buffers.live_tensors()]
-        variables, outs = (
-            [served.sharded for served in tensors_to_pull],
-            [served.out() for served in tensors_to_pull],
-        )
-        self._pulling = tensors_to_pull, begin_pulls(self._client, variables, outs)
+        lookups = [served.sharded.lookup(served.out()) for served in tensors_to_pull]
+        self._pulling = tensors_to_pull, begin_pulls(self._client, lookups)
 
     def end_pull(self) -> None:
         """Wait for the pull, and store its values."""

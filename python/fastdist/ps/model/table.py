@@ -80,8 +80,10 @@ class ServedTable:
         rows = {i: t._cache.pull(ids[i]) for i, t in enumerate(tables) if t._cache is not None}
         rest = [i for i in range(len(tables)) if i not in rows]
         if rest:
-            sharded = tables[rest[0]].sharded
-            pending = sharded.begin_pulls([(tables[i].sharded, ids[i]) for i in rest])
+            from fastdist.ps.client.sharded import begin_pulls
+
+            lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
+            pending = begin_pulls(tables[rest[0]].sharded.client, lookups)
             for i, pulled in zip(rest, pending.result(), strict=True):
                 table = tables[i]
                 table._steps = tuple(map(min, table._steps or pulled.steps, pulled.steps))

@@ -24,6 +24,7 @@ from fastdist.ps.wire.batches import (
     PartialPushes,
     extents_of,
     pack_steps,
+    padded,
     part_numbers,
     part_slice,
     part_slices,
@@ -189,10 +190,10 @@ class Service:
         for (spec, stored), own, extent, (shape, wire) in zip(
             found, ids, extents, kinds, strict=True
         ):
-            if isinstance(spec, RowsSpec):
-                _fill(body[extent], shape, wire, partial(stored.pull, own))
-            else:
-                _fill(body[extent], shape, wire, stored.pull)
+            is_table = isinstance(spec, RowsSpec)
+            read = partial(stored.pull, own) if is_table else stored.pull
+            _fill(body[extent], shape, wire, read)
+            body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
         return reply
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
@@ -268,7 +269,7 @@ class Service:
         gradients = list(unpack_values(frame, _kinds(found, ids)))
         for number, (spec, _), own, gradient in zip(numbers, found, ids, gradients, strict=True):
             self._check_finite(number, spec, gradient)
-            if isinstance(spec, RowsSpec) and len(found) > 1:
+            if isinstance(spec, RowsSpec) and len(found) > 1:  # a table alone checks its own
                 _check_ids(spec, own)
         for (_, stored), entry in zip(found, entries, strict=True):
             self._staleness.count(stored.step, entry.step)

@@ -35,7 +35,7 @@ Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wi
 
 
 class Entry(NamedTuple):
-    """What a READ or CHANGE says of an object.
+    """The description of an object in a READ or CHANGE.
 
     Attributes:
         object: its number.
@@ -131,8 +131,13 @@ def extents_of(kinds: Kinds) -> tuple[list[slice], int]:
         size = math.prod(shape)
         nbytes = 4 * size if wire is None else wire.nbytes(size)
         extents.append(slice(begin, begin + nbytes))
-        begin += -(-nbytes // 4) * 4
+        begin = padded(begin + nbytes)
     return extents, begin
+
+
+def padded(nbytes: int) -> int:
+    """Return where the next value in a frame begins."""
+    return -(-nbytes // 4) * 4
 
 
 def part_numbers(size: int) -> range:

@@ -18,7 +18,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -174,7 +174,7 @@ def meet_machines(
     deadline = time.monotonic() + timeout_s
     secret = job_secret()
 
-    def meet() -> Rendezvous:
+    def meet(is_given_up: Callable[[], bool]) -> Rendezvous:
         def refuse_other_job(other: Any) -> None:
             with contextlib.suppress(ClusterConfigError):  # with another secret
                 _Table(other, secret, rank).decide(json.dumps([_twice(0), 0]))
@@ -183,7 +183,7 @@ def meet_machines(
         store = open_store(
             *(host, port, prefix, rank, timeout_s),
             refuse_other_job if listens else None,
-            given_up.is_set,
+            is_given_up,
         )
         try:
             arrival, listener = arrive(host, port, world_size, deadline)
@@ -195,14 +195,33 @@ def meet_machines(
                 f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
             ) from None
 
-    # In a thread: while the network is down, questions to the store take forever. The interpreter
-    # ends after the thread, which would abort the process if it came back from torch later.
+    late = ClusterConfigError(
+        f"rendezvous: rank {rank} of {world_size} did not reach the store at {coordinator} within "
+        f"{timeout_s:g} s",
+        (0,),
+    )
+    return _in_thread(meet, deadline + _STORE_GRACE_S, late)
+
+
+def _in_thread(
+    meet: Callable[[Callable[[], bool]], Rendezvous], deadline: float, late: ClusterConfigError
+) -> Rendezvous:
+    """Call `meet` in a thread: while the network is down, questions to the store take forever.
+
+    The interpreter ends after the thread, which would abort the process if it came back from torch
+    later.
+
+    Args:
+        meet: takes a function that returns True once nobody waits any more.
+        deadline: when to give up, on the monotonic clock.
+        late: the error to raise then.
+    """
     answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
     given_up = threading.Event()
 
     def body() -> None:
         try:
-            answer.put(meet())
+            answer.put(meet(given_up.is_set))
         except BaseException as error:
             answer.put(error)
 
@@ -216,12 +235,8 @@ def meet_machines(
                     raise found
                 return found
             run_checks()
-            if time.monotonic() > deadline + _STORE_GRACE_S:
-                raise ClusterConfigError(
-                    f"rendezvous: rank {rank} of {world_size} did not reach the store at "
-                    f"{coordinator} within {timeout_s:g} s",
-                    (0,),
-                )
+            if time.monotonic() > deadline:
+                raise late
     finally:
         given_up.set()
         if thread.is_alive():

@@ -47,9 +47,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         verbose: Any,
         **options: Any,
     ) -> None:
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = callbacks.callbacks
-        given = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
+        given = flat(callbacks)
         self._globalize = globalize
         self._agree = agree
         self._has_bar = is_chief and add_progbar and verbose in ("auto", 1)
@@ -59,8 +57,8 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._reads_train, self._reads_test, self._draws_train, self._draws_test, shares = (
             any_replica(
                 [
-                    _has(given, "on_batch_end", "on_train_batch_end"),
-                    _has(given, "on_test_batch_end"),
+                    overrides(given, "on_batch_end", "on_train_batch_end"),
+                    overrides(given, "on_test_batch_end"),
                     self._has_bar,
                     self._has_bar and not add_history,
                     any(map(is_chief_only, given)),
@@ -150,5 +148,13 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._is_due = self._agree(draws and self._has_bar and wait_s >= _DRAWN_EVERY_S)
 
 
-def _has(callbacks: list[Any], *methods: str) -> bool:
+def flat(callbacks: Any) -> list[Any]:
+    """Return the callbacks in what `fit` was given: a CallbackList, a callback, a list, or None."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return [callback for callback in keras.tree.flatten(callbacks or []) if callback is not None]
+
+
+def overrides(callbacks: list[Any], *methods: str) -> bool:
+    """Return True if a callback has a method of its own in place of one of Keras' empty ones."""
     return any(not is_default(getattr(c, method)) for c in callbacks for method in methods)

@@ -16,8 +16,8 @@ from typing import Any
 import keras
 
 from fastdist.errors import UnsupportedError
+from fastdist.integrations.keras.callback_list import flat, overrides
 from fastdist.integrations.keras.extension import refusal, require_parts
-from fastdist.integrations.keras.internals import is_default
 from fastdist.integrations.keras.layers import separate_random_numbers
 from fastdist.integrations.keras.pickles import send_as_they_are
 from fastdist.integrations.keras.served_optimizers import (
@@ -205,20 +205,14 @@ class ServedTrainer:
         self._trained = {id(variable): variable.path for variable in variables}
 
 
-def _flat(callbacks: Any) -> list[Any]:
-    found: list[Any] = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks) or [])
-    return found
-
-
 def _reads_steps(callbacks: Any, verbose: Any) -> bool:
     """True if a callback or the progress bar reads the metrics of each step."""
     methods = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    reads = (not is_default(getattr(c, name)) for c in _flat(callbacks) for name in methods)
-    return verbose in ("auto", 1) or any(reads)
+    return verbose in ("auto", 1) or overrides(flat(callbacks), *methods)
 
 
 def _require_no_backups_of_keras(callbacks: Any) -> None:
-    for callback in _flat(callbacks):
+    for callback in flat(callbacks):
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise UnsupportedError(
                 "keras.callbacks.BackupAndRestore does not save the state that servers have of the "

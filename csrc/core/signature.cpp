@@ -77,18 +77,6 @@ std::uint64_t list_hash(TensorViews arrays) noexcept {
   return hash | 1;
 }
 
-Signature signature_of(Signature call, TensorViews arrays) noexcept {
-  if (arrays.size() == 1) {
-    call.order = static_cast<std::uint16_t>(arrays[0].order);
-  } else {
-    call.list = list_hash(arrays);
-  }
-  if (!arrays.empty()) call.dtype = arrays[0].dtype;
-  call.count = 0;
-  for (const TensorView& a : arrays) call.count += a.count;
-  return call;
-}
-
 Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> counts) noexcept {
   Signature call = signature_of({.op = Op::kAllToAll}, arrays);
   if (counts.empty()) return call;

@@ -46,8 +46,19 @@ struct Signature {
   return {.op = op, .reduce_op = reduce_op, .root = static_cast<std::int16_t>(root)};
 }
 
-// Returns `call` with the fields that describe `arrays` filled in.
-[[nodiscard]] Signature signature_of(Signature call, TensorViews arrays) noexcept;
+// Returns `call` with the fields that describe `arrays` filled in. Inline: a copy of a signature
+// waits for the stores of its fields.
+[[nodiscard]] inline Signature signature_of(Signature call, TensorViews arrays) noexcept {
+  if (arrays.size() == 1) {
+    call.order = static_cast<std::uint16_t>(arrays[0].order);
+  } else {
+    call.list = list_hash(arrays);
+  }
+  if (!arrays.empty()) call.dtype = arrays[0].dtype;
+  call.count = 0;
+  for (const TensorView& a : arrays) call.count += a.count;
+  return call;
+}
 
 // Of an all_to_all. With `counts` the ranks' arrays may differ in size, but the table must agree.
 [[nodiscard]] Signature all_to_all_signature(TensorViews arrays,

@@ -10,6 +10,7 @@ void bind_kernels(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
 void bind_messages(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
+void bind_recorder(pybind11::module_& m);
 void bind_table(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_nccl(pybind11::module_& m);

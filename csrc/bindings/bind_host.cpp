@@ -180,6 +180,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("rank", [](Endpoint& e) { return e.communicator().rank(); })
       .def_property_readonly("size", [](Endpoint& e) { return e.communicator().size(); })
       .def("finish", &Endpoint::finish)
+      .def("record", &Endpoint::record)
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("compare", &compare)
       .def("route", &route)

@@ -85,7 +85,7 @@ class Messages {
       receive->work()->wait(Timeout(0));
       return result;
     }
-    const auto caller = std::make_shared<RecordedCaller>(python_location());
+    const auto caller = std::make_shared<RecordedCaller>();
     communicator().count_submitted(1);
     queue.submit([this, receive, src, caller, timeout] {
       read(*receive, src, {.timeout = timeout, .caller = caller.get()});

@@ -3,18 +3,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "bindings/python_site.h"
 #include "core/communicator.h"
 #include "core/error.h"
+#include "core/recorder.h"
 
 namespace fastdist::bindings {
-
-// Returns "file.py:12 in train" for the innermost frame outside fastdist and torch; "" if all
-// frames are fastdist's, and the innermost frame in torch if the others are torch's. Needs the GIL.
-[[nodiscard]] std::string python_location();
 
 // Must be called when the interpreter is about to shut down.
 void begin_exit() noexcept;
@@ -48,11 +47,15 @@ class PythonCaller final : public Caller {
   // Not defaulted: gcc would fill the whole object with zeros first, which takes 5 ns.
   PythonCaller() noexcept {}
   // `location` spares a thread without the GIL the search for it.
-  explicit PythonCaller(std::string location) : location_(std::move(location)) {}
+  explicit PythonCaller(std::string location)
+      : location_(std::move(location)), site_(python_site()) {}
   ~PythonCaller() override {
     if (released_ != nullptr) retake_gil(released_);
   }
   [[nodiscard]] std::string location() const override;
+  [[nodiscard]] std::uint16_t site() const noexcept override {
+    return location_ || released_ != nullptr ? site_ : python_site();
+  }
   void check_interrupt() const override;
   void may_block() const override {
     if (released_ == nullptr) released_ = PyEval_SaveThread();
@@ -75,6 +78,7 @@ class PythonCaller final : public Caller {
 
  private:
   std::optional<std::string> location_;
+  std::uint16_t site_ = recorder::kNoSite;
   mutable bool defers_ = false;
   mutable std::optional<pybind11::error_already_set> raised_;
   mutable PyThreadState* released_ = nullptr;
@@ -83,13 +87,18 @@ class PythonCaller final : public Caller {
 // A caller whose call runs in one of fastdist's own threads.
 class RecordedCaller final : public Caller {
  public:
-  explicit RecordedCaller(std::string location) : location_(std::move(location)) {}
+  // Needs the GIL.
+  RecordedCaller() : location_(python_location()), site_(python_site()) {}
+  // Acts for another caller.
+  explicit RecordedCaller(const Caller& other) : location_(other.location()), site_(other.site()) {}
   [[nodiscard]] std::string location() const override { return location_; }
+  [[nodiscard]] std::uint16_t site() const noexcept override { return site_; }
   void check_interrupt() const override {}
   void warn(const std::string& text) const override { log_warning(text); }
 
  private:
   std::string location_;
+  std::uint16_t site_;
 };
 
 }  // namespace fastdist::bindings

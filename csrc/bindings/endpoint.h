@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,6 +21,7 @@
 #include "bindings/work.h"
 #include "core/communicator.h"
 #include "core/error.h"
+#include "core/recorder.h"
 #include "core/work.h"
 
 namespace fastdist::bindings {
@@ -29,6 +31,12 @@ namespace py = pybind11;
 // A communicator with one queue for collectives and one per lane and direction.
 class Endpoint {
  public:
+  // Calls in order, and their number so far.
+  struct Queue : WorkQueue {
+    std::uint64_t calls = 0;
+    recorder::Places places;
+  };
+
   explicit Endpoint(std::shared_ptr<BlockingCommunicator> communicator)
       : owner_(std::move(communicator)), communicator_(*owner_) {}
   Endpoint(const Endpoint&) = delete;
@@ -38,6 +46,14 @@ class Endpoint {
     communicator_.close();
     const GilRelease release;
     lanes_.clear();
+    if (recorded_) recorder::close_communicator(*recorded_);
+  }
+
+  // Records the calls from now on; see `recorder::open_communicator`.
+  void record(std::uint64_t key, const std::string& engine) {
+    if (recorded_) return;
+    recorded_ =
+        recorder::open_communicator(communicator_.rank(), communicator_.size(), key, engine);
   }
 
   [[nodiscard]] BlockingCommunicator& communicator() noexcept { return communicator_; }
@@ -46,22 +62,23 @@ class Endpoint {
   }
 
   // The queue of the collectives, and that of the sends to a rank or the receives from it.
-  [[nodiscard]] WorkQueue& collectives() noexcept { return collectives_; }
-  [[nodiscard]] WorkQueue& lane(int peer, bool sends) {
+  [[nodiscard]] Queue& collectives() noexcept { return collectives_; }
+  [[nodiscard]] Queue& lane(int peer, bool sends) {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
   }
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
   template <class Call>
-  py::object run(WorkQueue& queue, Call call, py::handle kept, py::handle result,
+  py::object run(Queue& queue, Call call, py::handle kept, py::handle result,
                  std::chrono::nanoseconds timeout, bool async) {
     if (!async && run_now(queue, call, timeout)) return py::reinterpret_borrow<py::object>(result);
     communicator_.check_usable();
     refuse_nested(queue);
-    const auto caller = std::make_shared<RecordedCaller>(python_location());
+    const auto caller = std::make_shared<RecordedCaller>();
     auto task = [this, &queue, call = std::move(call), caller, timeout] {
-      make(queue, call, CallOptions{timeout, caller.get()});
+      CallOptions options{timeout, caller.get()};
+      make(queue, call, options);
     };
     // A caller that waits here does nothing else, so its call is not counted.
     PendingCall pending{async ? submit(queue, std::move(task)) : queue.submit(std::move(task)),
@@ -76,19 +93,19 @@ class Endpoint {
   }
   // Runs the call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
-  bool run_now(WorkQueue& queue, const Call& call, std::chrono::nanoseconds timeout) {
+  bool run_now(Queue& queue, const Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
-    const CallOptions options{timeout, &caller};
+    CallOptions options{timeout, &caller};
     bool is_done = false;
     caller.run([&] { is_done = queue.try_run([&] { make(queue, call, options); }); });
     return is_done;
   }
   // Does the same for a caller that does not hold the GIL. Waits for pending calls.
   template <class Call>
-  void run_without_gil(const Call& call, const CallOptions& options) {
+  void run_without_gil(const Call& call, CallOptions options) {
     if (collectives_.try_run([&] { make(collectives_, call, options); })) return;
     refuse_nested(collectives_);
-    const RecordedCaller caller(options.caller->location());
+    const RecordedCaller caller(*options.caller);
     CallOptions later = options;
     later.caller = &caller;
     wait_without_gil(*collectives_.submit([&] { make(collectives_, call, later); }), options);
@@ -101,7 +118,7 @@ class Endpoint {
     refuse_nested(collectives_);
     auto work = collectives_.submit_soon(
         [this, count = std::make_shared<Count>(communicator_), call = std::move(call),
-         caller = std::make_shared<RecordedCaller>(options.caller->location()),
+         caller = std::make_shared<RecordedCaller>(*options.caller),
          timeout = options.timeout]() mutable {
           const auto until_end = std::move(count);
           call(communicator_, CallOptions{timeout, caller.get()});
@@ -113,14 +130,14 @@ class Endpoint {
   // Waits until the pending collectives and sends have ended, successfully or not. Receives, for
   // which a message may never come, are not waited for.
   void finish() {
-    std::vector<WorkQueue*> queues{&collectives_};
+    std::vector<Queue*> queues{&collectives_};
     {
       const std::lock_guard lock(mutex_);
       for (auto& [peer_and_sends, queue] : lanes_) {
         if (peer_and_sends.second) queues.push_back(&queue);
       }
     }
-    for (WorkQueue* const queue : queues) {
+    for (Queue* const queue : queues) {
       if (const auto last = queue->last()) {
         wait_interruptibly(*last, std::chrono::hours(24 * 365));
       }
@@ -162,7 +179,7 @@ class Endpoint {
   }
 
  private:
-  static void refuse_nested(const WorkQueue& queue) {
+  static void refuse_nested(const Queue& queue) {
     if (!queue.is_running_here()) return;
     throw Error(ErrorCode::kState,
                 "a signal handler called a collective while its thread waits in another one of the "
@@ -179,7 +196,16 @@ class Endpoint {
   // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
   // two ranks, and other calls go on after their mismatch.
   template <class Call>
-  void make(const WorkQueue& queue, const Call& call, const CallOptions& options) {
+  void make(Queue& queue, const Call& call, CallOptions& options) {
+    recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
+    if (file == nullptr) return make_unrecorded(queue, call, options);
+    recorder::Record record(*file, queue.places, *recorded_, ++queue.calls, options.caller->site());
+    options.record = &record;
+    make_unrecorded(queue, call, options);
+    record.succeed();
+  }
+  template <class Call>
+  void make_unrecorded(const Queue& queue, const Call& call, const CallOptions& options) {
     if (&queue != &collectives_) return call(communicator_, options);
     throw_untold();
     try {
@@ -210,7 +236,7 @@ class Endpoint {
     }
   }
   template <class Task>
-  std::shared_ptr<Work> submit(WorkQueue& queue, Task task) {
+  std::shared_ptr<Work> submit(Queue& queue, Task task) {
     return queue.submit(
         [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
           const auto until_end = std::move(count);
@@ -226,8 +252,9 @@ class Endpoint {
   std::vector<std::function<void(const Error&)>> on_mismatch_;
   std::vector<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   std::size_t sweep_at_ = 1;  // when in_flight_ has so many calls, the ended ones are released
-  WorkQueue collectives_;
-  std::map<std::pair<int, bool>, WorkQueue> lanes_;
+  Queue collectives_;
+  std::map<std::pair<int, bool>, Queue> lanes_;
+  std::optional<std::uint16_t> recorded_;  // the number in the recorder's file
 };
 
 }  // namespace fastdist::bindings

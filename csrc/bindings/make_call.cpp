@@ -107,7 +107,7 @@ void make(C& c, const Call& call, const CallOptions& options) {
   }
 }
 
-WorkQueue& queue_of(Endpoint& hosts, const Call& call) {
+Endpoint::Queue& queue_of(Endpoint& hosts, const Call& call) {
   const bool sends = call.op == Op::kSend;
   return sends || call.op == Op::kRecv ? hosts.lane(call.peer, sends) : hosts.collectives();
 }
@@ -119,7 +119,7 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
   }
   Call call(given, hosts.communicator());
-  WorkQueue& queue = queue_of(hosts, call);
+  Endpoint::Queue& queue = queue_of(hosts, call);
   const auto now = [&call](BlockingCommunicator& c, const CallOptions& options) {
     make(c, call, options);
   };

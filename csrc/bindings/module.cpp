@@ -9,6 +9,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_work(m);
   bind_host(m);
   bind_messages(m);
+  bind_recorder(m);
   bind_table(m);
   bind_cuda(m);
   bind_nccl(m);

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "core/recorder.h"
 #include "core/route.h"
 #include "core/signature.h"
 #include "core/types.h"
@@ -25,6 +26,8 @@ class Caller {
 
   // Returns the line of the user's source that made the call, or "".
   [[nodiscard]] virtual std::string location() const = 0;
+  // Returns that line's number in the recorder's file. Called before the call may block.
+  [[nodiscard]] virtual std::uint16_t site() const noexcept { return recorder::kNoSite; }
   // Throws if the call should be aborted (Ctrl-C).
   virtual void check_interrupt() const = 0;
   // Called at least once before anything that takes longer than one or two microseconds: the caller
@@ -48,6 +51,8 @@ struct CallOptions {
   void* stream = nullptr;
   // The tag of a send, matched by the receiver's `Inbox`.
   std::uint64_t tag = 0;
+  // Where the call is recorded; null for a call that is part of another.
+  recorder::Record* record = nullptr;
 };
 
 // One rank of a group. Every rank must call every method except send and recv, in the same order

@@ -159,6 +159,7 @@ Header& HostCommunicator::announce(const Signature& signature, const CallOptions
   ++sequence_;
   const Signature& announced = options.whole != nullptr ? *options.whole : signature;
   wait_.begin(options, announced, me().control->bell);
+  if (options.record != nullptr) options.record->announce(wait_.shown());
   Header& header = header_of(rank_);
   header.signature.store(announced.packed(), std::memory_order_relaxed);
   header.count.store(announced.count, std::memory_order_relaxed);
@@ -174,6 +175,7 @@ void HostCommunicator::exchange(Header& header) {
     if (p != rank_) await(p, header_of(p).sequence, sequence_);
   }
   wait_.needs_all = false;
+  if (wait_.is_late && wait_.options->record != nullptr) wait_.options->record->arrive();
   const Signature& signature = wait_.signature;
   const std::uint64_t packed = signature.packed();
   for (int p = 0; p < size(); ++p) {
@@ -257,6 +259,7 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
     if (ready()) return;
     cpu_relax();
   }
+  wait.is_late = true;
   wait.options->caller->may_block();
   if (!has_chosen_spin_.load(std::memory_order_relaxed)) choose_spin();
   // The peer may need this core: after `hold`, yield it.

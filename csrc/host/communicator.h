@@ -113,6 +113,7 @@ class HostCommunicator final : public BlockingCommunicator {
     std::chrono::steady_clock::time_point start;
     std::uint64_t number = 0;  // in `Control::blocked`, once published
     bool is_shown = false;     // in other communicators too
+    bool is_late = false;      // another rank was waited for
     // Begins the wait of a collective. Field by field: a copy of a whole Wait that was just made
     // waits for the stores of its fields.
     void begin(const CallOptions& call_options, const Signature& call, Bell& own) noexcept {
@@ -123,6 +124,7 @@ class HostCommunicator final : public BlockingCommunicator {
       start = {};
       number = 0;
       is_shown = false;
+      is_late = false;
     }
     // The call for messages.
     [[nodiscard]] const Signature& shown() const noexcept {

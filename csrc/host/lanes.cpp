@@ -44,6 +44,7 @@ void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) 
                     in_place ? locate({&in, 1}) : 0,
                     Wait{&options, signature, &half.bell, false, {}},
                     turn_of(state, in.bytes())};
+  if (options.record != nullptr) options.record->announce(signature);
   try {
     check_usable();
     if (transfer.location == 0) {  // the first chunk travels with the header
@@ -70,6 +71,7 @@ void HostCommunicator::recv(TensorView out, int src, const CallOptions& options)
                     0,
                     Wait{&options, signature, &half.bell, false, {}},
                     turn_of(state, out.bytes())};
+  if (options.record != nullptr) options.record->announce(signature);
   open(transfer);
   receive_chunks(transfer);
 }

@@ -80,6 +80,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   const Watcher watcher(*this, wait, true);
   watcher_ = &watcher;
   const Signature& call = wait.signature;
+  if (options.record != nullptr) options.record->announce(call);
   Record own{{sequence_, call.packed(), call.count, call.list}, {}};
   last_[static_cast<std::size_t>(rank_)] = own.head;
   std::size_t bytes = 0;
@@ -95,6 +96,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   try {
     share(reinterpret_cast<const std::byte*>(&own), sizeof(Record),
           reinterpret_cast<std::byte*>(records_.data()));
+    if (options.record != nullptr) options.record->arrive();
     compare();
     travels ? finish_payload() : body();
   } catch (const Error&) {

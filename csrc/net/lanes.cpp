@@ -62,6 +62,7 @@ void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
                                const CallOptions& options, const Body& body) {
   check_usable();
   options.caller->may_block();
+  if (options.record != nullptr) options.record->announce(signature);
   Wait wait(calls_, signature, options.caller, number);
   try {
     body(wait);

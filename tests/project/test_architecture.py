@@ -24,6 +24,7 @@ CHAIN = (
     "fastdist._version",
     "fastdist._config",
     "fastdist.cluster",
+    "fastdist.recorder",
     "fastdist.collectives",
     "fastdist.replicas",
     "fastdist.training",

@@ -30,6 +30,7 @@ from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.group import Call, recorder, run
 from fastdist.collectives.hints import OtherName, is_immutable, unknown_keyword
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
+from fastdist.recorder.recording import record
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
@@ -131,6 +132,8 @@ class Communicator:
         self._calls = (self._gpus or engine).calls(timeout_s)
         self.rank: int = engine.rank
         self.world_size: int = engine.size
+        if engine.compiled is not None and engine.size > 1:
+            record(engine.compiled, engine.key, type(engine).__name__)
 
     def __dir__(self) -> list[str]:
         """Leave out the names of other libraries."""

@@ -41,10 +41,12 @@ class Engine(ABC):
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
+        key: equal on all ranks, and unlike that of other engines.
     """
 
     rank: int
     size: int
+    key: str
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from fastdist.collectives.rendezvous import meet
 # Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
 Meet = Callable[[str, int, int, float], "HostEngine"]
 
+_groups_of_threads = itertools.count()
+
 
 @final
 class HostEngine(Engine):
@@ -30,7 +33,7 @@ class HostEngine(Engine):
 
     def __init__(self, host: _core.HostCommunicator, key: str, meet: Meet) -> None:
         self._host = host
-        self._key = key
+        self.key = key
         self._meet = meet
         self._groups = 0  # how many groups were made from this engine
         self.rank = host.rank
@@ -52,12 +55,13 @@ class HostEngine(Engine):
         except BaseException:
             os.close(own_fd)
             raise
+        memory = os.fstat(fds[0]).st_ino  # tells this job from others at the same address
         rank, size = launch.rank, launch.world_size
         machine = _core.Machine.of_processes(fds, rank)
         block = _core.SharedBlock(machine, rank, size, tuning)
         offsets = [block.offset] * size  # the first block of every segment
         host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
-        return cls(host, f"{launch.job_key}|{generation}", _meet_as_processes)
+        return cls(host, f"{launch.job_key}|{generation}|{memory}", _meet_as_processes)
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
@@ -68,10 +72,11 @@ class HostEngine(Engine):
         offsets = [block.offset for block in blocks]
         ranks = list(range(size))
         meet_again = _ThreadsMeet()
+        key = f"threads of {os.getpid()}/{next(_groups_of_threads)}"
         return [
             cls(
                 _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning),
-                "threads",
+                key,
                 meet_again,
             )
             for rank in ranks
@@ -117,7 +122,7 @@ class HostEngine(Engine):
         return self._meet(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
 
     def _key_of(self, ranks: Sequence[int]) -> str:
-        return f"{self._key}/{self._groups}:{','.join(map(str, ranks))}"
+        return f"{self.key}/{self._groups}:{','.join(map(str, ranks))}"
 
     def close(self) -> None:
         """Leave; peers that wait for this rank get `PeerFailureError`."""

@@ -55,7 +55,7 @@ class NetEngine(Engine):
         self._layout = layout
         self._inner = inner
         self._ips = [ip for ip, _ in addresses]
-        self._key = key
+        self.key = key
         self._groups = 0  # how many groups were made from this engine
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
         token = hashlib.sha256(key.encode()).digest()
@@ -103,7 +103,7 @@ class NetEngine(Engine):
             if len(layout.places) == 1:
                 return inner
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
-            key = f"{self._key}/{self._groups}:{','.join(map(str, group))}"
+            key = f"{self.key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, key
             return NetEngine(*own, timeout_s, self._compiled)

@@ -1,0 +1,26 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "bindings/bind.h"
+#include "core/recorder.h"
+
+namespace fastdist::bindings {
+
+namespace py = pybind11;
+
+void bind_recorder(py::module_& m) {
+  m.def(
+      "start_recorder",
+      [](const std::string& path, int rank, int world_size, const std::string& version,
+         const std::string& job, const std::string& host, const std::string& program) {
+        recorder::start(path, {rank, world_size, version, job, host, program});
+      },
+      py::arg("path"), py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("version"),
+      py::arg("job"), py::arg("host"), py::arg("program"));
+  m.def("ticks", &recorder::ticks);
+  m.def("set_phase", [](int phase) { recorder::set_phase(static_cast<recorder::Phase>(phase)); });
+}
+
+}  // namespace fastdist::bindings

@@ -1,0 +1,153 @@
+#include "core/recorder.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "core/error.h"
+#include "core/file_descriptor.h"
+
+namespace fastdist::recorder {
+namespace {
+
+std::mutex changing;  // guards what is not a call
+
+template <std::size_t kSize>
+void put(std::array<char, kSize>& to, const std::string& text) noexcept {
+  to.fill('\0');
+  text.copy(to.data(), kSize - 1);
+}
+
+std::uint64_t now_ns(clockid_t clock) noexcept {
+  timespec now{};
+  ::clock_gettime(clock, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+bool counter_is_steady() noexcept {
+#if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(0x80000007, &a, &b, &c, &d) != 0 && (d & 1U << 8) != 0;
+#elif defined(__aarch64__)
+  return true;
+#else
+  return false;
+#endif
+}
+
+// Returns field 22 of /proc/self/stat: with the id, it names the process for good.
+std::uint64_t start_of_process() {
+  std::ifstream file("/proc/self/stat");
+  std::string text;
+  std::getline(file, text);
+  std::size_t at = text.rfind(')');  // the name before it may hold anything
+  for (int field = 2; field < 22 && at != std::string::npos; ++field) at = text.find(' ', at + 1);
+  return at == std::string::npos ? 0 : std::strtoull(text.c_str() + at, nullptr, 10);
+}
+
+[[noreturn]] void throw_system(const std::string& what, int error) {
+  throw Error(ErrorCode::kSystem, what + ": " + std::strerror(error));
+}
+
+File& map(const std::string& path) {
+  const FileDescriptor fd(::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  if (fd.get() < 0) throw_system("cannot make " + path, errno);
+  // Without memory for it, storing to the file would end the process.
+  if (const int error = ::posix_fallocate(fd.get(), 0, sizeof(File)); error != 0) {
+    ::unlink(path.c_str());
+    throw_system("no memory for " + path, error);
+  }
+  void* const memory =
+      ::mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (memory == MAP_FAILED) {
+    const int error = errno;
+    ::unlink(path.c_str());
+    throw_system("cannot map " + path, error);
+  }
+  return *static_cast<File*>(memory);  // of zeros
+}
+
+}  // namespace
+
+void start(const std::string& path, const Identity& identity) {
+  const std::lock_guard lock(changing);
+  if (file.load() != nullptr) return;
+  File& made = map(path);
+  has_steady_counter = counter_is_steady();
+  FileHeader& header = made.header;
+  header.pid = ::getpid();
+  header.started = start_of_process();
+  header.clock = has_steady_counter ? 0 : 1;
+  header.ticks = ticks();
+  header.monotonic_ns = now_ns(CLOCK_MONOTONIC);
+  header.realtime_ns = now_ns(CLOCK_REALTIME);
+  header.rank = identity.rank;
+  header.world_size = identity.world_size;
+  put(header.version, identity.version);
+  put(header.job, identity.job);
+  put(header.host, identity.host);
+  put(header.program, identity.program);
+  header.phase_since = header.ticks;
+  header.format = kFormat;
+  std::atomic_thread_fence(std::memory_order_release);
+  std::memcpy(header.magic.data(), "fastdist", header.magic.size());
+  static const int registered =
+      ::pthread_atfork(nullptr, nullptr, [] { file.store(nullptr, std::memory_order_relaxed); });
+  (void)registered;
+  file.store(&made, std::memory_order_release);
+}
+
+std::optional<std::uint16_t> open_communicator(int rank, int size, std::uint64_t key,
+                                               const std::string& engine) {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr) return std::nullopt;
+  const std::lock_guard lock(changing);
+  // Places that were never used come first, so that calls in the ring keep their communicators.
+  const std::uint32_t used = f->header.communicators.load();
+  std::uint32_t number = used;
+  if (used == kCommunicators) {
+    const auto closed = std::ranges::find_if(
+        f->communicators, [](const RecordedCommunicator& each) { return each.is_open == 0; });
+    if (closed == f->communicators.end()) return std::nullopt;
+    number = static_cast<std::uint32_t>(closed - f->communicators.begin());
+  }
+  RecordedCommunicator& made = f->communicators[number];
+  made.rank = rank;
+  made.size = size;
+  made.key = key;
+  put(made.engine, engine);
+  made.is_open = 1;
+  if (number == used) f->header.communicators = used + 1;
+  return static_cast<std::uint16_t>(number);
+}
+
+void close_communicator(std::uint16_t number) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f != nullptr) f->communicators[number].is_open = 0;
+}
+
+std::uint16_t add_site(const std::string& text) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr) return kNoSite;
+  const std::lock_guard lock(changing);
+  const std::uint32_t number = f->header.sites.load();
+  if (number == kSites) return kNoSite;
+  put(f->sites[number], text);
+  f->header.sites = number + 1;
+  return static_cast<std::uint16_t>(number + 1);
+}
+
+}  // namespace fastdist::recorder

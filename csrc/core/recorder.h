@@ -1,0 +1,210 @@
+// The last collectives of this process, in a file that other processes read: it tells what a
+// process did even if that is stopped, stuck in C or dead, and without asking it.
+//
+// The file lies in memory (tmpfs). It holds a header, the process's communicators, the lines of
+// Python from which calls came, and a ring of calls. Whoever reads may meet an entry while it is
+// written: its number differs then before and after.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <ctime>
+#include <optional>
+#include <string>
+
+#if defined(__x86_64__)
+#include <x86intrin.h>
+#endif
+
+#include "core/signature.h"
+
+namespace fastdist::recorder {
+
+// Returns the time in units of `FileHeader::clock`: a counter of the processor where that runs
+// evenly, which takes a third of the time that clock_gettime takes.
+inline std::atomic<bool> has_steady_counter{false};
+[[nodiscard]] inline std::uint64_t ticks() noexcept {
+#if defined(__x86_64__)
+  if (has_steady_counter.load(std::memory_order_relaxed)) return __rdtsc();
+#elif defined(__aarch64__)
+  if (has_steady_counter.load(std::memory_order_relaxed)) {
+    std::uint64_t now = 0;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(now));
+    return now;
+  }
+#endif
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
+constexpr std::uint32_t kFormat = 1;
+constexpr std::size_t kCalls = 4096;
+constexpr std::size_t kCommunicators = 256;
+constexpr std::size_t kSites = 512;
+constexpr std::uint16_t kNoSite = 0;
+
+enum class Outcome : std::uint8_t { kRunning, kDone, kFailed };
+
+// What the process does between collectives.
+enum class Phase : std::uint8_t { kUser, kForward, kBackward, kOptimizer, kData, kSaving };
+
+using Word = std::atomic<std::uint64_t>;
+
+struct FileHeader {
+  std::array<char, 8> magic;  // "fastdist"
+  std::uint32_t format;
+  std::int32_t pid;
+  std::uint64_t started;  // of the process, in clock ticks since boot, as in /proc/PID/stat
+  std::uint64_t ticks;    // `ticks()` and the clocks of the system at one moment
+  std::uint64_t monotonic_ns;
+  std::uint64_t realtime_ns;
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::uint64_t clock;  // 1: nanoseconds of CLOCK_MONOTONIC; 0: a counter
+  Word calls;           // the greatest number that a call may have
+  Word phase;
+  Word phase_since;  // ticks
+  std::atomic<std::uint32_t> communicators;
+  std::atomic<std::uint32_t> sites;
+  std::array<char, 32> version;
+  std::array<char, 64> job;
+  std::array<char, 64> host;
+  std::array<char, 256> program;
+};
+static_assert(sizeof(FileHeader) == 512);
+
+struct RecordedCommunicator {
+  std::int32_t rank;  // this process's
+  std::int32_t size;
+  std::uint64_t key;  // the same on all of its ranks, and on no others
+  std::atomic<std::uint32_t> is_open;
+  std::array<char, 12> engine;
+};
+static_assert(sizeof(RecordedCommunicator) == 32);
+
+using Site = std::array<char, 256>;  // "file.py:12 in train"
+
+struct alignas(64) RecordedCall {
+  Word number;     // from 1; 0 while the entry is written
+  Word entered;    // ticks
+  Word there;      // when all ranks had announced the call; 0: not yet, or at once
+  Word done;       // 0: not yet; as `entered`: at once, within about a microsecond
+  Word signature;  // `Signature::packed`
+  Word count;      // elements
+  Word sequence;   // of the call in its communicator, from 1; of a send or receive, in its lane
+  std::atomic<std::uint16_t> communicator;
+  std::atomic<std::uint16_t> site;  // from 1; 0: unknown
+  std::atomic<Phase> phase;
+  std::atomic<Outcome> outcome;
+};
+static_assert(sizeof(RecordedCall) == 64);
+
+struct File {
+  FileHeader header;
+  alignas(4096) std::array<RecordedCommunicator, kCommunicators> communicators;
+  alignas(4096) std::array<Site, kSites> sites;
+  alignas(4096) std::array<RecordedCall, kCalls> calls;
+};
+
+// This process's file; null where nothing is recorded, and in forked children.
+inline std::atomic<File*> file{nullptr};
+
+// Who the process is.
+struct Identity {
+  int rank = 0;
+  int world_size = 1;
+  std::string version, job, host, program;
+};
+
+// Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
+// the first file and its records where they are.
+void start(const std::string& path, const Identity& identity);
+// Returns the number of a communicator in the file; none if there is no place for it.
+[[nodiscard]] std::optional<std::uint16_t> open_communicator(int rank, int size, std::uint64_t key,
+                                                             const std::string& engine);
+void close_communicator(std::uint16_t number) noexcept;
+// Returns the number of a site, which is new; kNoSite if there is no place for it.
+[[nodiscard]] std::uint16_t add_site(const std::string& text) noexcept;
+
+inline void set_phase(Phase phase) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr) return;
+  f->header.phase.store(static_cast<std::uint64_t>(phase), std::memory_order_relaxed);
+  f->header.phase_since.store(ticks(), std::memory_order_relaxed);
+}
+
+// The next places of one thread in the ring, which it takes several at a time: an atomic addition
+// per call would take a third of the time of a record.
+class Places {
+ public:
+  [[nodiscard]] std::uint64_t next(File& f) noexcept {
+    if (next_ % kAtOnce == 0) next_ = f.header.calls.fetch_add(kAtOnce, std::memory_order_relaxed);
+    return ++next_;
+  }
+
+ private:
+  static constexpr std::uint64_t kAtOnce = 16;
+  std::uint64_t next_ = 0;
+};
+
+// A call that is being recorded. The ring may have come round before it ends.
+class Record {
+ public:
+  Record(File& f, Places& places, std::uint16_t communicator, std::uint64_t sequence,
+         std::uint16_t site) noexcept
+      : number_(places.next(f)), entered_(ticks()), entry_(f.calls[number_ % kCalls]) {
+    constexpr auto kRelaxed = std::memory_order_relaxed;
+    entry_.number.store(0, std::memory_order_release);
+    entry_.entered.store(entered_, kRelaxed);
+    entry_.there.store(0, kRelaxed);
+    entry_.done.store(0, kRelaxed);
+    entry_.sequence.store(sequence, kRelaxed);
+    entry_.communicator.store(communicator, kRelaxed);
+    entry_.site.store(site, kRelaxed);
+    entry_.phase.store(static_cast<Phase>(f.header.phase.load(kRelaxed)), kRelaxed);
+    entry_.outcome.store(Outcome::kRunning, kRelaxed);
+  }
+  Record(const Record&) = delete;
+  Record& operator=(const Record&) = delete;
+  ~Record() {
+    if (!is_current()) return;
+    entry_.done.store(is_quick_ ? entered_ : ticks(), std::memory_order_relaxed);
+    entry_.outcome.store(outcome_, std::memory_order_release);
+  }
+  // Must be called once, when the call is known.
+  void announce(const Signature& call) noexcept {
+    is_quick_ = call.count <= kQuick;
+    entry_.signature.store(call.packed(), std::memory_order_relaxed);
+    entry_.count.store(call.count, std::memory_order_relaxed);
+    entry_.number.store(number_, std::memory_order_release);
+  }
+  // All ranks have announced the call.
+  void arrive() noexcept {
+    is_quick_ = false;
+    if (is_current() && entry_.there.load(std::memory_order_relaxed) == 0) {
+      entry_.there.store(ticks(), std::memory_order_relaxed);
+    }
+  }
+  void succeed() noexcept { outcome_ = Outcome::kDone; }
+
+ private:
+  [[nodiscard]] bool is_current() const noexcept {
+    return entry_.number.load(std::memory_order_relaxed) == number_;
+  }
+
+  // A call that waits for no rank and moves few elements takes about as long as reading the time.
+  static constexpr std::uint64_t kQuick = 1024;
+
+  std::uint64_t number_;
+  std::uint64_t entered_;
+  RecordedCall& entry_;
+  bool is_quick_ = false;
+  Outcome outcome_ = Outcome::kFailed;
+};
+
+}  // namespace fastdist::recorder

@@ -1,0 +1,85 @@
+"""The folder in memory where this user's processes record what they do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_SUFFIX = ".calls"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPath:
+    """The file of a process's records.
+
+    Attributes:
+        path: the file.
+        namespace: the process ids that `pid` is one of, by the number of their Linux namespace.
+        pid: the process.
+    """
+
+    path: Path
+    namespace: int
+    pid: int
+
+    @property
+    def is_here(self) -> bool:
+        """True if `pid` means the same process to this one."""
+        return self.namespace == own_namespace()
+
+
+def own_namespace() -> int:
+    """Return the number of this process's namespace of process ids."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def new_path() -> Path:
+    """Name a file for this process's records, in a folder that exists.
+
+    Raises:
+        OSError: no folder can be made that is this user's alone.
+    """
+    error: OSError = FileNotFoundError("no folder for records")
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _check_private(folder)
+        except OSError as failed:
+            error = failed
+            continue
+        name = f"{own_namespace()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        return folder / name
+    raise error
+
+
+def record_paths() -> Iterator[RecordPath]:
+    """Find the records of this user's processes on this machine, of dead ones too."""
+    for folder in _folders():
+        try:
+            _check_private(folder)
+            paths = list(folder.glob(f"*{_SUFFIX}"))
+        except OSError:
+            continue
+        for path in paths:
+            namespace, _, rest = path.name.partition("-")
+            pid = rest.partition("-")[0]
+            if namespace.isdecimal() and pid.isdecimal():
+                yield RecordPath(path, int(namespace), int(pid))
+
+
+def _folders() -> list[Path]:
+    name = f"fastdist-{os.getuid()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = ["/dev/shm", *([runtime] if runtime else []), tempfile.gettempdir()]
+    return [Path(parent, name) for parent in parents]
+
+
+def _check_private(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} must be a folder of this user's alone")

@@ -1,0 +1,86 @@
+"""Begins to record this process's calls."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import fastdist._core as _core
+from fastdist._version import __version__
+from fastdist.recorder.place import new_path, record_paths
+
+_log = logging.getLogger("fastdist")
+
+
+class _Own:
+    """This process's records."""
+
+    process = 0
+
+
+def record(communicator: _core.Communicator, key: str, engine: str) -> None:
+    """Record the calls of a communicator from now on, where there is memory for it.
+
+    The first communicator is taken to be that of the whole job.
+
+    Args:
+        communicator: the compiled communicator.
+        key: names the communicator; the same on all of its ranks.
+        engine: the name of its class.
+    """
+    digest = hashlib.sha256(key.encode())
+    if _Own.process != os.getpid():
+        _Own.process = os.getpid()
+        _start(communicator.rank, communicator.size, digest.hexdigest()[:16])
+    communicator.record(
+        int.from_bytes(digest.digest()[:8], "little"), engine.removesuffix("Engine").lower()
+    )
+
+
+def _start(rank: int, world_size: int, job: str) -> None:
+    try:
+        _remove_old(job)
+        path = new_path()
+        _core.start_recorder(
+            str(path),
+            rank=rank,
+            world_size=world_size,
+            version=__version__,
+            job=job,
+            host=socket.gethostname(),
+            program=" ".join(sys.argv)[:255],
+        )
+    except OSError as error:
+        _log.info("calls are not recorded: %s", error)
+        return
+    atexit.register(_end, path, os.getpid())
+
+
+def _end(path: Path, process: int) -> None:
+    """Remove the records of a process that ends well."""
+    if process == os.getpid() and not hasattr(sys, "last_type"):
+        path.unlink(missing_ok=True)
+
+
+def _remove_old(job: str) -> None:
+    """Remove the records of dead processes, but for those of the job that was last alive."""
+    dead: dict[str, list[tuple[float, Path]]] = {}
+    for found in record_paths():
+        if not found.is_here or os.path.exists(f"/proc/{found.pid}"):
+            continue
+        with contextlib.suppress(OSError):
+            with found.path.open("rb") as file:
+                its_job = file.read(192)[128:].rstrip(b"\0").decode("ascii", "replace")
+            changed = found.path.stat().st_mtime
+            dead.setdefault(its_job, []).append((changed, found.path))
+    dead.pop(job, None)
+    newest = max(dead, key=lambda each: max(dead[each]), default=None)
+    for its_job, files in dead.items():
+        for _, path in files if its_job != newest else []:
+            path.unlink(missing_ok=True)

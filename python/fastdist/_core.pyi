@@ -166,7 +166,9 @@ def start_recorder(
 
 # The recorder's clock.
 def ticks() -> int: ...
-def set_phase(phase: int, /) -> None: ...
+
+# Takes and returns a recorder.phases.Phase: the new one, and that before.
+def set_phase(phase: int, /) -> int: ...
 
 # bind_table.cpp
 #

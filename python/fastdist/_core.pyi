@@ -164,6 +164,9 @@ def start_recorder(
     path: str, *, rank: int, world_size: int, version: str, job: str, host: str, program: str
 ) -> None: ...
 
+# Calls `function` with the seconds that a call has waited, every second from the fifth on.
+def on_stall(function: Callable[[float], None], /) -> None: ...
+
 # The recorder's clock.
 def ticks() -> int: ...
 

@@ -25,12 +25,12 @@ namespace fastdist::recorder {
 
 // Returns the time in units of `FileHeader::clock`: a counter of the processor where that runs
 // evenly, which takes a third of the time that clock_gettime takes.
-inline std::atomic<bool> has_steady_counter{false};
+extern const bool has_steady_counter;
 [[nodiscard]] inline std::uint64_t ticks() noexcept {
 #if defined(__x86_64__)
-  if (has_steady_counter.load(std::memory_order_relaxed)) return __rdtsc();
+  if (has_steady_counter) return __rdtsc();
 #elif defined(__aarch64__)
-  if (has_steady_counter.load(std::memory_order_relaxed)) {
+  if (has_steady_counter) {
     std::uint64_t now = 0;
     asm volatile("mrs %0, cntvct_el0" : "=r"(now));
     return now;

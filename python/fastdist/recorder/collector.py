@@ -1,0 +1,154 @@
+"""Follows the records of running processes, which keep the last calls only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from fastdist.recorder import ring
+from fastdist.recorder.place import record_paths
+from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
+
+_PERIOD_S = 0.2
+_MOST_WORK = 0.05  # of a core
+
+
+class Collector:
+    """Reads the records of the processes that descend from this one, until it is stopped.
+
+    It maps their files, so that it can read those of a process that has ended.
+    """
+
+    def __init__(self) -> None:
+        self._followers: dict[Path, _Follower | None] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[RankTimeline]:
+        """Stop, and return what the processes did, by rank. Times are in seconds since 1970."""
+        self._stop.set()
+        self._thread.join()
+        followers = [each for each in self._followers.values() if each is not None]
+        return sorted((each.finish() for each in followers), key=lambda each: each.rank)
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            before_s = time.thread_time()
+            self._look()
+            self._stop.wait(max(_PERIOD_S, (time.thread_time() - before_s) / _MOST_WORK))
+        self._look()
+
+    def _look(self) -> None:
+        for found in record_paths():
+            if found.path in self._followers or not found.is_here:
+                continue
+            is_own = os.getpid() in ancestors(found.pid)
+            follower = _open(found.path) if is_own else None
+            if follower is not None or not is_own:
+                self._followers[found.path] = follower
+        for follower in self._followers.values():
+            if follower is not None:
+                follower.read()
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the processes from which a process descends, beginning with its parent."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
+        found.append(pid)
+    return found
+
+
+def _open(path: Path) -> _Follower | None:
+    try:
+        return _Follower(path)
+    except (OSError, ring.UnreadableError):
+        return None
+
+
+class _Follower:
+    """Reads what one process records."""
+
+    def __init__(self, path: Path) -> None:
+        self._data = np.memmap(path, np.uint8, mode="r")
+        header = ring.header_of(path, self._data.tobytes())
+        self._clock = ring.Clock(header)
+        self._began_s = int(header["realtime_ns"]) / 1e9 - int(header["monotonic_ns"]) / 1e9
+        label = f"rank {header['rank']} ({ring.text_of(header['host'])}, {header['pid']})"
+        self.timeline = RankTimeline(int(header["rank"]), label)
+        # Numbers of the calls in the file that were read. A queue of calls takes several numbers at
+        # once, so greater ones may come before smaller ones.
+        self._known = np.empty(0, np.uint64)
+        self._running: list[TracedCall] = []
+        self._phases = 0
+        self._phase = (0, 0)  # the one that goes on: ticks and number
+
+    def read(self) -> None:
+        """Add what is new since the last time."""
+        data = self._data.tobytes()
+        again = self._data[ring.CALLS_AT :].tobytes()
+        header = ring.header_of(Path(), data)
+        members = ring.members_in(data, int(header["communicators"]))
+        sites = ring.sites_in(data, int(header["sites"]))
+        calls = ring.whole_calls(data, again, len(members))
+        ended = calls[calls["done"] > 0]
+        self._running = [
+            self._traced(ring.call_of(each, members, sites, self._clock))
+            for each in calls[calls["done"] == 0]
+        ]
+        for each in ended[~np.isin(ended["number"], self._known)]:
+            call = ring.call_of(each, members, sites, self._clock)
+            self.timeline.calls.append(self._traced(call))
+        self._known = ended["number"]
+        self._read_phases(data, int(header["phases"]))
+
+    def _traced(self, call: ring.Call) -> TracedCall:
+        there_s = call.entered_s if call.there_s is None else call.there_s
+        done_s = time.monotonic() if call.done_s is None else call.done_s
+        return TracedCall(
+            communicator=f"{call.member.key:016x}",
+            size=call.member.size,
+            sequence=call.sequence,
+            text=str(call.signature),
+            op=call.signature.op,
+            site=call.site,
+            entered_s=call.entered_s + self._began_s,
+            there_s=there_s + self._began_s,
+            done_s=done_s + self._began_s,
+            is_failed=call.is_failed or call.is_running,
+        )
+
+    def _read_phases(self, data: bytes, count: int) -> None:
+        phases = np.frombuffer(data, np.uint64, ring.PHASES, ring.PHASES_AT)
+        for place in range(max(self._phases, count - ring.PHASES + 1), count):
+            word = int(phases[place % ring.PHASES])
+            self._end_phase(word >> 3)
+            self._phase = (word >> 3, word & 7)
+        self._phases = count
+
+    def _end_phase(self, ticks: int) -> None:
+        begun, number = self._phase
+        if begun:
+            begin_s, end_s = (self._clock.seconds(each) + self._began_s for each in (begun, ticks))
+            self.timeline.spans.append(Span(ring.phase_of(number).name.lower(), begin_s, end_s))
+
+    def finish(self) -> RankTimeline:
+        """Return all that was read, once."""
+        calls = self.timeline.calls
+        calls += self._running  # when the process died
+        calls.sort(key=lambda each: each.entered_s)
+        made = Counter(call.communicator for call in calls if call.is_collective)
+        last = {call.communicator: call.sequence for call in calls if call.is_collective}
+        self.timeline.lost_calls = sum(last[each] - made[each] for each in made)
+        return self.timeline

@@ -121,6 +121,8 @@ struct Identity {
   std::string version, job, host, program;
 };
 
+// Makes `ticks` the clock of all recorders of this machine. For processes that only read.
+void choose_clock() noexcept;
 // Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
 // the first file and its records where they are.
 void start(const std::string& path, const Identity& identity);

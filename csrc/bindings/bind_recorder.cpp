@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings/bind.h"
+#include "bindings/caller.h"
 #include "core/recorder.h"
 
 namespace fastdist::bindings {
@@ -23,7 +24,10 @@ void bind_recorder(py::module_& m) {
     recorder::choose_clock();
     return recorder::ticks();
   });
-  m.def("set_phase", [](int phase) { recorder::set_phase(static_cast<recorder::Phase>(phase)); });
+  m.def("on_stall", &on_stall);
+  m.def("set_phase", [](int phase) {
+    return static_cast<int>(recorder::set_phase(static_cast<recorder::Phase>(phase)));
+  });
 }
 
 }  // namespace fastdist::bindings

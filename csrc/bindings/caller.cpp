@@ -14,6 +14,7 @@ namespace fastdist::bindings {
 namespace {
 
 std::atomic<bool> exiting{false};
+py::handle stall_function = Py_None;  // never released: it may be used until the process ends
 
 bool is_finalizing() noexcept {
   if (exiting.load(std::memory_order_relaxed)) return true;
@@ -35,6 +36,24 @@ void retake_gil(PyThreadState* state) noexcept {
   const bool is_main = ::syscall(SYS_gettid) == ::getpid();
   while (!is_main && is_finalizing()) ::pause();
   PyEval_RestoreThread(state);
+}
+
+void on_stall(const py::object& function) { stall_function = function.inc_ref(); }
+
+void Patience::wait() noexcept {
+  constexpr std::chrono::seconds kLong{5};
+  constexpr std::chrono::seconds kBetween{1};
+  const auto now = Clock::now();
+  if (!since_) since_ = now;
+  if (now - *since_ < kLong || now - told_ < kBetween || is_finalizing()) return;
+  told_ = now;
+  const py::gil_scoped_acquire gil;
+  if (stall_function.is_none()) return;
+  try {
+    stall_function(std::chrono::duration<double>(now - *since_).count());
+  } catch (...) {
+    return;  // what only tells of a call must not end it
+  }
 }
 
 void log_warning(const std::string& text) noexcept {
@@ -69,6 +88,7 @@ bool PythonCaller::is_alone() const {
 
 void PythonCaller::check_interrupt() const {
   if (is_finalizing()) return;
+  patience_.wait();
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;
   const py::error_already_set error;

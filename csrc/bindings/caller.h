@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -23,6 +24,22 @@ void begin_exit() noexcept;
 // unwinding through destructors that must not throw; this function instead blocks such a thread
 // until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
+
+// Sets the function of Python that is called with the seconds that a call has waited, every second
+// from the fifth on. It must not block.
+void on_stall(const pybind11::object& function);
+
+// Notices calls that wait for long. Takes the GIL to tell.
+class Patience {
+ public:
+  // Called now and then while a call waits.
+  void wait() noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::optional<Clock::time_point> since_;
+  Clock::time_point told_{};
+};
 
 // Writes to the log of Python's package `fastdist`. Takes the GIL.
 void log_warning(const std::string& text) noexcept;
@@ -82,6 +99,7 @@ class PythonCaller final : public Caller {
   mutable bool defers_ = false;
   mutable std::optional<pybind11::error_already_set> raised_;
   mutable PyThreadState* released_ = nullptr;
+  mutable Patience patience_;
 };
 
 // A caller whose call runs in one of fastdist's own threads.
@@ -93,12 +111,13 @@ class RecordedCaller final : public Caller {
   explicit RecordedCaller(const Caller& other) : location_(other.location()), site_(other.site()) {}
   [[nodiscard]] std::string location() const override { return location_; }
   [[nodiscard]] std::uint16_t site() const noexcept override { return site_; }
-  void check_interrupt() const override {}
+  void check_interrupt() const override { patience_.wait(); }
   void warn(const std::string& text) const override { log_warning(text); }
 
  private:
   std::string location_;
   std::uint16_t site_;
+  mutable Patience patience_;
 };
 
 }  // namespace fastdist::bindings

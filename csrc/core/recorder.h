@@ -133,11 +133,13 @@ void close_communicator(std::uint16_t number) noexcept;
 // Returns the number of a site, which is new; kNoSite if there is no place for it.
 [[nodiscard]] std::uint16_t add_site(const std::string& text) noexcept;
 
-inline void set_phase(Phase phase) noexcept {
+// Returns the phase before.
+inline Phase set_phase(Phase phase) noexcept {
   File* const f = file.load(std::memory_order_acquire);
-  if (f == nullptr) return;
-  f->header.phase.store(static_cast<std::uint64_t>(phase), std::memory_order_relaxed);
+  if (f == nullptr) return Phase::kUser;
+  const auto before = f->header.phase.exchange(static_cast<std::uint64_t>(phase));
   f->header.phase_since.store(ticks(), std::memory_order_relaxed);
+  return static_cast<Phase>(before);
 }
 
 // The next places of one thread in the ring, which it takes several at a time: an atomic addition
@@ -180,7 +182,7 @@ class Record {
   }
   // Must be called once, when the call is known.
   void announce(const Signature& call) noexcept {
-    is_quick_ = call.count <= kQuick;
+    is_quick_ = call.count <= kQuick && !call.on_gpu;
     entry_.signature.store(call.packed(), std::memory_order_relaxed);
     entry_.count.store(call.count, std::memory_order_relaxed);
     entry_.number.store(number_, std::memory_order_release);
@@ -199,7 +201,8 @@ class Record {
     return entry_.number.load(std::memory_order_relaxed) == number_;
   }
 
-  // A call that waits for no rank and moves few elements takes about as long as reading the time.
+  // A call on host memory that waits for no rank and moves few elements takes about as long as
+  // reading the time.
   static constexpr std::uint64_t kQuick = 1024;
 
   std::uint64_t number_;

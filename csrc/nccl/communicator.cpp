@@ -9,6 +9,15 @@
 #include "cuda/check.h"
 
 namespace fastdist::nccl {
+namespace {
+
+std::uint64_t key_of(const abi::UniqueId& id) noexcept {
+  std::uint64_t key = 0;
+  for (const char c : id.bytes) key = (key ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return key;
+}
+
+}  // namespace
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connection& connection)
     : handle_(std::move(handle)),
@@ -16,7 +25,9 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connect
       size_(connection.size),
       lane_(connection.lane),
       checker_(connection.lane ? nullptr : connection.checker),
-      watcher_(handle_, connection.rank, connection.checker) {
+      watcher_(handle_, connection,
+               recorder::open_communicator(connection.rank, connection.size, key_of(connection.id),
+                                           "nccl")) {
   if (checker_ == nullptr) return;
   checker_->on_failure(
       [weak = std::weak_ptr(handle_)](const Error& error, const std::function<void()>& tell) {

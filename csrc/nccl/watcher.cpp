@@ -44,14 +44,19 @@ bool EventMark::uses_arrays() const {
   return now && capture_ && now->id == capture_->id;
 }
 
-Watcher::Watcher(std::shared_ptr<Handle> handle, int rank, Checker* checker)
-    : handle_(std::move(handle)), rank_(rank), checker_(checker) {}
+Watcher::Watcher(std::shared_ptr<Handle> handle, const Connection& connection,
+                 std::optional<std::uint16_t> recorded)
+    : handle_(std::move(handle)),
+      rank_(connection.rank),
+      checker_(connection.checker),
+      recorded_(recorded) {}
 
 Watcher::~Watcher() {
   if (generation_ != process_generation()) {
     (void)state_.release();
     return;
   }
+  if (recorded_) recorder::close_communicator(*recorded_);
   {
     const std::lock_guard lock(state_->mutex);
     state_->stopping = true;
@@ -60,10 +65,21 @@ Watcher::~Watcher() {
   if (state_->thread.joinable()) state_->thread.join();
 }
 
+std::shared_ptr<recorder::Record> Watcher::record(const Signature& signature,
+                                                  const Caller& caller) {
+  recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
+  if (file == nullptr) return nullptr;
+  auto made =
+      std::make_shared<recorder::Record>(*file, places_, *recorded_, ++calls_, caller.site());
+  made->announce(signature);
+  return made;
+}
+
 void Watcher::enter(const Signature& signature, const CallOptions& options) {
   const std::lock_guard lock(state_->mutex);
   const bool was_idle = state_->calls.empty();
-  state_->calls.push_back({signature, options.timeout, Clock::now(), nullptr});
+  state_->calls.push_back(
+      {signature, options.timeout, Clock::now(), nullptr, record(signature, *options.caller)});
   if (!state_->thread.joinable()) state_->thread = std::thread([this] { loop(); });
   if (was_idle) state_->changed.notify_all();
 }
@@ -93,6 +109,7 @@ void Watcher::drop_done(std::unique_lock<std::mutex>& lock) {
     const bool is_done = mark->is_done();
     lock.lock();
     if (!is_done) break;
+    if (const auto& record = calls.front().record) record->succeed();
     calls.pop_front();
   }
   if (calls.empty()) state_->drained.notify_all();

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "core/communicator.h"
+#include "core/recorder.h"
 #include "core/signature.h"
 #include "cuda/driver.h"
 #include "cuda/stream.h"
@@ -61,8 +63,10 @@ class EventMark final : public Mark {
 
 class Watcher {
  public:
-  // `checker` finds ranks that have died or differ; it may be null.
-  Watcher(std::shared_ptr<Handle> handle, int rank, Checker* checker);
+  // `recorded` is the communicator's number in the recorder's file. Calls are recorded as done when
+  // the thread finds them finished.
+  Watcher(std::shared_ptr<Handle> handle, const Connection& connection,
+          std::optional<std::uint16_t> recorded);
   Watcher(const Watcher&) = delete;
   Watcher& operator=(const Watcher&) = delete;
   ~Watcher();
@@ -82,6 +86,7 @@ class Watcher {
     std::chrono::nanoseconds timeout;
     Clock::time_point start;
     std::shared_ptr<const Mark> mark;  // null while a thread is making the call
+    std::shared_ptr<recorder::Record> record;
   };
   // State shared with the thread. A forked child has no such thread and leaks its copy.
   struct State {
@@ -93,6 +98,8 @@ class Watcher {
     std::thread thread;
   };
 
+  [[nodiscard]] std::shared_ptr<recorder::Record> record(const Signature& signature,
+                                                         const Caller& caller);
   void loop();
   // Removes the calls at the front that have finished.
   void drop_done(std::unique_lock<std::mutex>& lock);
@@ -101,7 +108,10 @@ class Watcher {
 
   std::shared_ptr<Handle> handle_;
   int rank_;
-  Checker* checker_;
+  Checker* checker_;  // finds ranks that have died or differ; may be null
+  std::optional<std::uint16_t> recorded_;
+  recorder::Places places_;
+  std::uint64_t calls_ = 0;
   int generation_ = process_generation();
   int polls_with_error_ = 0;  // successive ones; of the thread
   std::unique_ptr<State> state_ = std::make_unique<State>();

@@ -17,6 +17,7 @@ from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
+from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
 from fastdist.training.metrics import note_updates, with_metric_states
 
@@ -174,7 +175,8 @@ class Checkpoint:
                 parts[name] = PartFiles(encoded, stage(name, encoder.tensors), class_name)
             write(parts)
 
-        run_on_all(workers, work)
+        with phase(Phase.SAVING):
+            run_on_all(workers, work)
 
     def load(
         self,

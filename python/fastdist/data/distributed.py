@@ -11,6 +11,7 @@ from fastdist.data.devices import BatchCopy, DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
+from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
 
 B = TypeVar("B")  # a batch
@@ -36,6 +37,9 @@ class _Position:
     def is_over(self) -> bool:
         """True if the next iterator begins the next epoch."""
         return self.begun and not self.saved
+
+
+_END = object()  # in place of a batch
 
 
 class DistributedDataset(Generic[B]):
@@ -185,8 +189,8 @@ class DistributedDataset(Generic[B]):
         first = position.step
         parts = self._parts(position.epoch, position.step)
         try:
-            for part in self._agreement(parts, self._spare):
-                batch = self._copy.join(part)
+            agreed = iter(self._agreement(parts, self._spare))
+            while (batch := self._next(agreed)) is not _END:
                 position.step += 1
                 position.saved = False
                 yield batch
@@ -196,6 +200,12 @@ class DistributedDataset(Generic[B]):
         has_batches = position.step > first
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
         return has_batches
+
+    def _next(self, parts: Iterator[Any]) -> Any:
+        with phase(Phase.DATA):
+            for part in parts:
+                return self._copy.join(part)
+            return _END
 
     def _parts(self, epoch: int, skip: int) -> Any:
         """Yield parts on their devices, read ahead if prefetch is positive."""

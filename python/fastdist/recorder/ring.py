@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from enum import IntEnum
+
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import fastdist._core as _core
 from fastdist._version import __version__
+from fastdist.recorder.phases import Phase
 from fastdist.recorder.signatures import Signature
 
 _FORMAT = 1
@@ -78,20 +79,6 @@ _KEPT = 512  # calls that are made into objects
 
 class UnreadableError(Exception):
     """A file is no record that this version can read; the message says why."""
-
-
-class Phase(IntEnum):
-    """What a process does between collectives."""
-
-    USER = 0
-    FORWARD = 1
-    BACKWARD = 2
-    OPTIMIZER = 3
-    DATA = 4
-    SAVING = 5
-
-    def __str__(self) -> str:
-        return "user code" if self is Phase.USER else self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)

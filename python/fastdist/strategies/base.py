@@ -23,6 +23,7 @@ from fastdist.data import (
 )
 from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
+from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
 from fastdist.replicas.per_replica import PerReplica, leaves
@@ -254,7 +255,8 @@ class Strategy(ABC):
             )
         given = (tuple(args), kwargs or {})
         try:
-            return self._run(fn, given, examples_of(given))
+            with phase(Phase.FORWARD):
+                return self._run(fn, given, examples_of(given))
         except TypeError as error:
             if _takes_one(fn, *given):
                 raise TypeError(f"{error}; to pass a batch, write args=(batch,)") from error

@@ -29,6 +29,7 @@ from torch.autograd.variable import Variable
 
 from fastdist.collectives.communicator import Communicator, Compression, Work
 from fastdist.errors import FastdistError
+from fastdist.recorder.phases import Phase, enter
 from fastdist.training.buffers import BufferSync
 from fastdist.training.contributions import (
     Accumulation,
@@ -243,6 +244,7 @@ class GradientSync:
 
     def _begin(self, task: int) -> None:
         self._abandon()  # drop what an earlier backward left when it raised
+        enter(Phase.BACKWARD)
         self._task = task
         self._next = 0
         self._record = None
@@ -322,6 +324,7 @@ class GradientSync:
             work.wait()
         self._accumulation.held.clear()
         self.watch()  # parameters that were unfrozen since this run began
+        enter(Phase.FORWARD)
         if self._record is not None:
             steps, batches = torch.split(self._record, len(self._record) // 2)
             self._batches.compare(batches, float(steps[0]))

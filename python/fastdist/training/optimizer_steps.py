@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fastdist.errors import FastdistError
+from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.training.contributions import GradientReduction
 from fastdist.training.gradients import GradientSync
@@ -50,8 +54,10 @@ class OptimizerSteps:
             has_one_copy: True if all replicas have one copy of the parameters.
         """
         self._has_one_copy = has_one_copy
-        hook = register_optimizer_step_pre_hook(_weakly(self._before_step))
-        weakref.finalize(self, hook.remove)
+        before = register_optimizer_step_pre_hook(_weakly(self._before_step))
+        after = register_optimizer_step_post_hook(_after_step)
+        for hook in (before, after):
+            weakref.finalize(self, hook.remove)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -85,6 +91,7 @@ class OptimizerSteps:
                 self._require_foreign(optimizer)
             return None
         self.require_allowed(optimizer)
+        enter(Phase.OPTIMIZER)
         if not self._has_one_copy:
             self.record.note(optimizer)
         if context is None:
@@ -163,6 +170,11 @@ class OptimizerSteps:
             return context.all_reduce(self._reduction, part)
 
         return reduced
+
+
+@_disable_dynamo
+def _after_step(*_: object) -> None:
+    enter(Phase.USER if state.replica is None else Phase.FORWARD)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,34 @@
+"""What this process does between collectives, for its records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import IntEnum
+
+import fastdist._core as _core
+
+
+class Phase(IntEnum):
+    """The phases of training. Their numbers are those of csrc/core/recorder.h."""
+
+    USER = 0
+    FORWARD = 1
+    BACKWARD = 2
+    OPTIMIZER = 3
+    DATA = 4
+    SAVING = 5
+
+
+enter = _core.set_phase
+"""Begin a phase; returns the number of the phase before."""
+
+
+@contextlib.contextmanager
+def phase(which: Phase) -> Iterator[None]:
+    """A context manager for a phase, after which the phase before goes on."""
+    before = enter(which)
+    try:
+        yield
+    finally:
+        enter(before)

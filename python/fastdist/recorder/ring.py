@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ _SITES_AT = _COMMUNICATORS_AT + _COMMUNICATORS * _COMMUNICATOR.itemsize
 _CALLS_AT = _SITES_AT + _SITES * _SITE.itemsize
 _BYTES = _CALLS_AT + _CALLS * _CALL.itemsize
 
-_KEPT = 512  # calls that are made into objects
+_KEPT = 512  # of the last calls, which are made into objects
 
 
 class UnreadableError(Exception):
@@ -139,7 +138,7 @@ class Records:
         began_at_s: the same moment, in seconds since 1970.
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
-        calls: the last calls by the time when they began, at most 512.
+        calls: the last 512 calls, and those that have not ended, by the time when they began.
         durations_s: of all recorded calls that have ended, by site.
     """
 
@@ -188,6 +187,7 @@ def _records(path: Path, data: bytes, again: bytes) -> Records:
     members = _members(data, int(header["communicators"]))
     sites = _sites(data, int(header["sites"]))
     calls = _whole_calls(data, again, len(members))
+    kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
     return Records(
         path=path,
         pid=int(header["pid"]),
@@ -203,7 +203,7 @@ def _records(path: Path, data: bytes, again: bytes) -> Records:
         phase=_phase(int(header["phase"])),
         phase_since_s=clock.seconds(header["phase_since"]),
         members=members,
-        calls=tuple(_call(each, members, sites, clock) for each in calls[-_KEPT:]),
+        calls=tuple(_call(each, members, sites, clock) for each in kept),
         durations_s=_durations(calls, sites, clock),
     )
 
@@ -266,8 +266,9 @@ def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void
     number = calls["number"]
     whole = (number > 0) & (number == later["number"]) & (number % _CALLS == np.arange(_CALLS))
     whole &= calls["communicator"] < members
-    kept = calls[whole]
-    return kept[np.argsort(kept["entered"], kind="stable")]
+    order = np.argsort(calls["entered"][whole], kind="stable")
+    kept: npt.NDArray[np.void] = calls[whole][order]
+    return kept
 
 
 def _call(each: Any, members: tuple[Member, ...], sites: list[str], clock: _Clock) -> Call:

@@ -191,7 +191,7 @@ def _by_signal(
             if text and sizes.get(pid) == len(text):  # it has written all
                 found[pid] = list(parse_faulthandler(text))
             sizes[pid] = len(text)
-    late = {pid: "it does not answer" for pid in asked.keys() - found.keys()}
+    late = dict.fromkeys(asked.keys() - found.keys(), "it does not answer")
     return found, missing | late
 
 

@@ -143,6 +143,15 @@ def look_at(pid: int, started: int) -> Process:
     )
 
 
+def start_of(pid: int) -> int | None:
+    """Return the start of a running process, in clock ticks since boot; None if it has ended."""
+    try:
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+        return None if fields[0] in _ENDED else int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
 def owner_of(pid: int) -> int | None:
     """Return the user id of a process; None if there is no such process."""
     try:

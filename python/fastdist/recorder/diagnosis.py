@@ -68,11 +68,12 @@ class _Case:
             return ""
         oldest = min(waits, key=lambda wait: wait.since_s)
         who = sorted({wait.rank for wait in waits})
-        return (
-            f"; {names(who)} {verb(who, 'waits', 'wait')} for {verb(ranks, 'it', 'them')} in "
-            f"{oldest.call.signature}{at(oldest.call.site)}, for "
-            f"{seconds(self.age_s(oldest.since_s))}"
-        )
+        them = verb(ranks, "it", "them")
+        where = f"for {them} in {oldest.call.signature}{at(oldest.call.site)}"
+        if not {each.rank for each in self.live} & set(who):
+            return f"; {names(who)}, which waited {where}, ended too"
+        age_s = self.age_s(oldest.since_s)
+        return f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
 
 
 _Found = tuple[Kind, str, Sequence[int], str]
@@ -160,17 +161,36 @@ def _alike(calls: dict[int, Call]) -> list[list[int]]:
 
 def _other_order(case: _Case) -> _Found | None:
     """Ranks wait for each other in a circle."""
-    if len(case.circle) < 2:
+    if len(case.circle) < 2 or _was_killed_in(case, case.circle):
         return None
-    by_rank = {wait.rank: wait for wait in case.waits if wait.rank in case.circle and wait.behind}
-    parts = []
-    for rank, following in zip(case.circle, [*case.circle[1:], case.circle[0]], strict=True):
-        call = by_rank[rank].call
-        parts.append(f"rank {rank} waits for rank {following} in {call.signature}{at(call.site)}")
-    keys = {by_rank[rank].call.member.key for rank in case.circle}
-    reason = "calls of different communicators" if len(keys) > 1 else "calls"
-    sentence = f"ranks make {reason} in different orders: {', '.join(parts)}"
-    return Kind.OTHER_ORDER, sentence, case.circle, by_rank[case.circle[0]].call.site
+    waits = {wait.rank: wait for wait in case.waits if wait.behind & set(case.circle)}
+    parts = [_wait_in_words(case, waits[rank]) for rank in case.circle]
+    keys = {waits[rank].call.member.key for rank in case.circle}
+    what = "calls of different communicators" if len(keys) > 1 else "calls"
+    sentence = f"ranks make {what} in different orders: {', and '.join(dict.fromkeys(parts))}"
+    return Kind.OTHER_ORDER, sentence, case.circle, waits[case.circle[0]].call.site
+
+
+def _wait_in_words(case: _Case, wait: Wait) -> str:
+    call = wait.call
+    key, sequence, op = call.member.key, call.sequence, call.signature.op
+    same = {wait.rank}
+    if not call.signature.is_pairwise:
+        same |= {w.rank for w in case.waits if _is_call(w.call, key, sequence)}
+    waits = verb(same, "waits", "wait")
+    return f"{names(same)} {waits} for {names(wait.behind)} in {op}{at(call.site)}"
+
+
+def _is_call(call: Call, key: int, sequence: int) -> bool:
+    is_same = (call.member.key, call.sequence) == (key, sequence)
+    return is_same and not call.signature.is_pairwise
+
+
+def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
+    """True if ranks were killed in their calls, which may have been about to end."""
+    if any(each.ending and each.ending.error == "CollectiveMismatchError" for each in case.dead):
+        return False
+    return any(each.rank in ranks and each.running for each in case.dead)
 
 
 def _dead(case: _Case) -> _Found | None:
@@ -199,7 +219,8 @@ def _blamed(case: _Case) -> list[int]:
     unfailed = {
         rank for rank, each in dead.items() if each.last_call and not each.last_call.is_failed
     }
-    candidates = (raised & named, named - followed, raised, unfailed - followed, dead.keys())
+    awaited = unfailed & case.ends
+    candidates = (raised & named, named - followed, raised, awaited, unfailed, dead.keys())
     return sorted(next((found for found in candidates if found), set()))
 
 
@@ -219,16 +240,13 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     if call is not None and len(ranks) == 1:
         when = "inside of" if call.is_running else "after"
         sentence += f"; it ended {when} {call.signature}{at(call.site)}"
-    others = [each.rank for each in case.dead if each.rank not in ranks]
-    if others:
-        sentence += f"; {names(others)} ended because of {verb(ranks, 'it', 'them')}"
     return sentence + case.those_who_wait(ranks)
 
 
 def _cause_of_death(rank: ObservedRank) -> str:
     if rank.process is not None and rank.process.status is not None:
         return f", ended {how_it_ended(rank.process.status)}"
-    return " without having raised an exception, as after kill -9 or a crash"
+    return " without an exception, as after kill -9 or a crash"
 
 
 def _last_line(rank: ObservedRank) -> str:
@@ -273,17 +291,17 @@ def _slow(case: _Case) -> _Found | None:
     if not case.live or not _goes_on(case):
         return None
     late = last_to_come(case.seen.ranks)
-    sentence = "the job goes on"
     if late is not None:
-        sentence += (
-            f"; {names([late.rank])} came last in {late.share:.0%} of the last {late.calls} "
+        sentence = (
+            f"{names([late.rank])} came last to {late.share:.0%} of the last {late.calls} "
             f"collectives, {seconds(late.late_s)} after the first"
         )
-    waited = sorted(case.ends - {UNSEEN})
-    if waited and not late:
-        sentence += case.those_who_wait(waited)
-    ranks = [late.rank] if late is not None else waited
-    return Kind.SLOW, f"slow, not stuck: {sentence}", ranks, ""
+        return Kind.SLOW, f"slow, not stuck: {sentence}", [late.rank], ""
+    ranks = sorted(case.ends - {UNSEEN})
+    if ranks:
+        sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
+        return Kind.SLOW, f"slow, not stuck: {sentence}{case.those_who_wait(ranks)}", ranks, ""
+    return Kind.SLOW, "slow, not stuck: calls begin and end as usual", [], ""
 
 
 def _goes_on(case: _Case) -> bool:

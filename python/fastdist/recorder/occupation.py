@@ -10,7 +10,7 @@ from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.stacks import Stack
-from fastdist.recorder.system import Thread
+from fastdist.recorder.system import Thread, is_in_interpreter
 from fastdist.recorder.words import at
 
 # Functions of the kernel in which threads sleep.
@@ -146,7 +146,9 @@ def _threads(rank: ObservedRank) -> Occupation | None:
 
 def _wants_gil(rank: ObservedRank, thread: Thread) -> bool:
     least, most = _GIL_NAPS_PER_S
-    return bool(_FUTEX.match(thread.waits_in)) and least < rank.naps_per_s(thread) < most
+    if rank.process is None or not least < rank.naps_per_s(thread) < most:
+        return False
+    return thread.futex != 0 and is_in_interpreter(rank.process.pid, thread.futex)
 
 
 def _others(rank: ObservedRank) -> str:

@@ -13,6 +13,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
 _STOPPED = "Tt"
 _ENDED = "ZX"
+_FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
 # System calls whose first argument is a file, by their numbers on x86-64 and on others.
 _FILE_CALLS = frozenset(
     (0, 1, 17, 18, 19, 20, 72, 73, 74, 75, 76, 77)
@@ -30,6 +31,7 @@ class Thread:
         waits_in: the function of the kernel in which the thread sleeps; empty if it runs or if
             that could not be seen.
         file: the file that it reads or writes at this moment; empty if none.
+        futex: the address on which it waits for another thread; 0 if none.
         cpu_s: processor time that it has used.
         switches: how often it has gone to sleep.
     """
@@ -38,6 +40,7 @@ class Thread:
     state: str
     waits_in: str
     file: str
+    futex: int
     cpu_s: float
     switches: int
 
@@ -160,6 +163,21 @@ def owner_of(pid: int) -> int | None:
         return None
 
 
+def is_in_interpreter(pid: int, address: int) -> bool:
+    """Return True if an address is one of Python's own variables, such as the GIL."""
+    name, end = "", 0
+    for line in _read(Path(f"/proc/{pid}/maps")).splitlines():
+        words = line.split(maxsplit=5)
+        first, last = (int(part, 16) for part in words[0].split("-"))
+        path = words[5] if len(words) > 5 else ""
+        # Variables that are zero at first follow those in the file, without a name.
+        name = path or (name if first == end else "")
+        end = last
+        if first <= address < last:
+            return "python" in name.rpartition("/")[2]
+    return False
+
+
 def catches(pid: int, signal: int) -> bool:
     """Return True if a process has a handler for a signal."""
     mask = _Look(Path(f"/proc/{pid}")).value("status", "SigCgt")
@@ -229,16 +247,20 @@ class _Look:
             tid,
             fields[0],
             "" if waits_in == "0" else waits_in,
-            self._file_of(self.text(f"{task}/syscall")),
+            *self._argument(self.text(f"{task}/syscall")),
             _cpu_s(fields),
             self.number(f"{task}/status", "voluntary_ctxt_switches"),
         )
 
-    def _file_of(self, system_call: str) -> str:
+    def _argument(self, system_call: str) -> tuple[str, int]:
+        """Return the file and the futex that a system call concerns."""
         words = system_call.split()
-        if len(words) < 2 or not words[0].isdecimal() or int(words[0]) not in _FILE_CALLS:
-            return ""
-        return self.files().get(int(words[1], 16), "")
+        if len(words) < 2 or not words[0].isdecimal():
+            return "", 0
+        number, argument = int(words[0]), int(words[1], 16)
+        if number in _FILE_CALLS:
+            return self.files().get(argument, ""), 0
+        return "", argument if number == _FUTEX_CALL else 0
 
     def out_of_memory_kills(self) -> int | None:
         for folder in self._cgroups():

@@ -19,7 +19,7 @@ UNSEEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank in a call that has not ended, or that failed and ended the rank.
+    """A rank in a call that has not ended, or in which the rank ended.
 
     Attributes:
         rank: who waits.
@@ -54,7 +54,7 @@ def _waiting(rank: ObservedRank) -> Iterator[Call]:
     if not rank.is_dead:
         before = {call.number for call in rank.before.calls if call.is_running}
         yield from (call for call in rank.running if call.number in before)
-    elif rank.last_call is not None and rank.last_call.is_failed:
+    elif rank.last_call is not None and (rank.last_call.is_failed or rank.last_call.is_running):
         yield rank.last_call
 
 

@@ -28,6 +28,21 @@ class RecordPath:
     pid: int
 
     @property
+    def stacks(self) -> Path:
+        """The file that stacks are written to on a signal."""
+        return self.path.with_suffix(".stacks")
+
+    @property
+    def ending(self) -> Path:
+        """The file that says which exception ended the process."""
+        return self.path.with_suffix(".ending")
+
+    def remove(self) -> None:
+        """Remove all files of the process."""
+        for path in (self.path, self.stacks, self.ending):
+            path.unlink(missing_ok=True)
+
+    @property
     def is_here(self) -> bool:
         """True if `pid` means the same process to this one."""
         return self.namespace == own_namespace()
@@ -38,7 +53,7 @@ def own_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def new_path() -> Path:
+def new_path() -> RecordPath:
     """Name a file for this process's records, in a folder that exists.
 
     Raises:
@@ -52,8 +67,9 @@ def new_path() -> Path:
         except OSError as failed:
             error = failed
             continue
-        name = f"{own_namespace()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-        return folder / name
+        namespace, pid = own_namespace(), os.getpid()
+        name = f"{namespace}-{pid}-{secrets.token_hex(4)}{_SUFFIX}"
+        return RecordPath(folder / name, namespace, pid)
     raise error
 
 

@@ -9,11 +9,12 @@ import logging
 import os
 import socket
 import sys
-from pathlib import Path
 
 import fastdist._core as _core
 from fastdist._version import __version__
-from fastdist.recorder.place import new_path, record_paths
+from fastdist.recorder.endings import write_ending
+from fastdist.recorder.place import RecordPath, new_path, record_paths
+from fastdist.recorder.stacks import write_on_signal
 
 _log = logging.getLogger("fastdist")
 
@@ -46,9 +47,9 @@ def record(communicator: _core.Communicator, key: str, engine: str) -> None:
 def _start(rank: int, world_size: int, job: str) -> None:
     try:
         _remove_old(job)
-        path = new_path()
+        own = new_path()
         _core.start_recorder(
-            str(path),
+            str(own.path),
             rank=rank,
             world_size=world_size,
             version=__version__,
@@ -56,21 +57,27 @@ def _start(rank: int, world_size: int, job: str) -> None:
             host=socket.gethostname(),
             program=" ".join(sys.argv)[:255],
         )
+        write_on_signal(own.stacks)
     except OSError as error:
         _log.info("calls are not recorded: %s", error)
         return
-    atexit.register(_end, path, os.getpid())
+    atexit.register(_end, own)
 
 
-def _end(path: Path, process: int) -> None:
-    """Remove the records of a process that ends well."""
-    if process == os.getpid() and not hasattr(sys, "last_type"):
-        path.unlink(missing_ok=True)
+def _end(own: RecordPath) -> None:
+    """Remove the records of a process that ends well; write what ended one that does not."""
+    if own.pid != os.getpid():
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        own.remove()
+    else:
+        write_ending(own.ending, error)
 
 
 def _remove_old(job: str) -> None:
     """Remove the records of dead processes, but for those of the job that was last alive."""
-    dead: dict[str, list[tuple[float, Path]]] = {}
+    dead: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():
         if not found.is_here or os.path.exists(f"/proc/{found.pid}"):
             continue
@@ -78,9 +85,9 @@ def _remove_old(job: str) -> None:
             with found.path.open("rb") as file:
                 its_job = file.read(192)[128:].rstrip(b"\0").decode("ascii", "replace")
             changed = found.path.stat().st_mtime
-            dead.setdefault(its_job, []).append((changed, found.path))
+            dead.setdefault(its_job, []).append((changed, found))
     dead.pop(job, None)
-    newest = max(dead, key=lambda each: max(dead[each]), default=None)
+    newest = max(dead, key=lambda each: max(at for at, _ in dead[each]), default=None)
     for its_job, files in dead.items():
-        for _, path in files if its_job != newest else []:
-            path.unlink(missing_ok=True)
+        for _, old in files if its_job != newest else []:
+            old.remove()

@@ -1,0 +1,83 @@
+"""`fastdist ps`: lists this user's jobs on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastdist.recorder.jobs import Job
+
+_TITLES = ("job", "state", "ranks", "began", "last call", "pids", "program")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the `ps` command."""
+    parser = subparsers.add_parser(
+        "ps",
+        help="list your jobs on this machine",
+        description="Lists this user's jobs on this machine: those that run, and the last one that "
+        "ended with an error. fastdist why JOB says why a job stands still.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON instead")
+    parser.set_defaults(handler=_ps)
+
+
+def _ps(options: argparse.Namespace) -> int:
+    from fastdist.recorder.jobs import jobs_here  # numpy: only when it runs
+
+    jobs, notes = jobs_here()
+    if options.json:
+        sys.stdout.write(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
+    elif jobs:
+        sys.stdout.write(_table(jobs))
+    else:
+        sys.stdout.write("no jobs\n")
+    for note in notes:
+        print(f"fastdist ps: could not be seen: {note}", file=sys.stderr)
+    return 0
+
+
+def _facts(job: Job) -> dict[str, object]:
+    now_s = time.monotonic()
+    return {
+        "job": job.id,
+        "state": "running" if job.is_live else "dead",
+        "ranks_here": [each.records.rank for each in job.ranks],
+        "world_size": job.world_size,
+        "began_s": now_s - job.began_s,
+        "last_call_s": now_s - max(each.last_s for each in job.ranks),
+        "pids": [each.records.pid for each in job.ranks],
+        "program": job.ranks[0].records.program,
+    }
+
+
+def _table(jobs: list[Job]) -> str:
+    table = [_TITLES, *(_cells(job) for job in jobs)]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(_TITLES))]
+    rows = (
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in table
+    )
+    return "\n".join(rows) + "\n"
+
+
+def _cells(job: Job) -> tuple[str, ...]:
+    from fastdist.recorder.words import seconds
+
+    now_s = time.monotonic()
+    pids = [str(each.records.pid) for each in job.ranks]
+    ranks = f"{len(job.ranks)} of {job.world_size}"
+    return (
+        job.id[:8],
+        "running" if job.is_live else "dead",
+        str(job.world_size) if len(job.ranks) == job.world_size else ranks,
+        f"{seconds(now_s - job.began_s)} ago",
+        f"{seconds(now_s - max(each.last_s for each in job.ranks))} ago",
+        " ".join(pids[:4]) + (" …" if len(pids) > 4 else ""),
+        job.ranks[0].records.program,
+    )

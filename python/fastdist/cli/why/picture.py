@@ -1,0 +1,115 @@
+"""Draws when each rank came to the last collectives: as text, PNG or HTML."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastdist.recorder.arrivals import Arrivals, arrivals
+from fastdist.recorder.diagnosis import Diagnosis
+from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.words import seconds, short
+
+_MOST = 60
+_BARS = " ▁▂▃▄▅▆▇█"
+_ABSENT = "·"
+_LEAST_S = 1e-4  # ranks that come this close together come at the same time
+
+
+def check_plot(path: Path) -> None:
+    """Check that `write_plot` can write such a file.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message has the command that installs it.
+        ValueError: the file is neither .png nor .html.
+    """
+    if path.suffix not in (".png", ".html"):
+        raise ValueError(f"--plot {path}: expected a file.png or a file.html")
+    if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib for .png: pip install matplotlib; or use .html")
+
+
+def write_plot(diagnosis: Diagnosis, path: Path) -> None:
+    """Draw the arrivals into a file; see `check_plot`."""
+    shown = arrivals(diagnosis.observation.ranks, _MOST)
+    ranks = [each.rank for each in diagnosis.observation.ranks]
+    if path.suffix == ".html":
+        path.write_text(_page(diagnosis.sentence, shown, ranks), "utf-8")
+    else:
+        _draw(diagnosis.sentence, shown, ranks, path)
+
+
+def to_text(ranks: Sequence[ObservedRank]) -> str:
+    """Draw the arrivals with block characters: a row per rank, a column per collective."""
+    shown = arrivals(ranks, _MOST)
+    if not shown:
+        return "no collectives were recorded\n"
+    most_s = max(_LEAST_S, *(each.spread_s for each in shown))
+    lines = [
+        f"arrivals at the last {len(shown)} collectives, after the first rank "
+        f"(█ {seconds(most_s)}, {_ABSENT} has not come)"
+    ]
+    width = max(len(str(each.rank)) for each in ranks)
+    for each in ranks:
+        bars = "".join(_bar(arrival.came_s.get(each.rank), most_s) for arrival in shown)
+        lines.append(f"rank {each.rank:>{width}} {bars}")
+    return "\n".join(lines) + "\n"
+
+
+def _bar(late_s: float | None, most_s: float) -> str:
+    if late_s is None:
+        return _ABSENT
+    return _BARS[round(late_s / most_s * (len(_BARS) - 1))]
+
+
+def _draw(sentence: str, shown: Sequence[Arrivals], ranks: Sequence[int], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    for rank in ranks:
+        points = [(i, a.came_s[rank] * 1e3) for i, a in enumerate(shown) if rank in a.came_s]
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"rank {rank}") if (
+            points
+        ) else None
+    axes.set_xlabel("collective")
+    axes.set_ylabel("ms after the first rank")
+    axes.set_title(sentence, fontsize=9, wrap=True)
+    if len(ranks) <= 16:
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _page(sentence: str, shown: Sequence[Arrivals], ranks: Sequence[int]) -> str:
+    most_s = max([_LEAST_S, *(each.spread_s for each in shown)])
+    heads = "".join(f"<th title='{html.escape(_label(each))}'></th>" for each in shown)
+    rows = "".join(
+        f"<tr><th>rank {rank}</th>"
+        + "".join(_cell(each.came_s.get(rank), most_s) for each in shown)
+        + "</tr>"
+        for rank in ranks
+    )
+    return (
+        "<!doctype html><meta charset=utf-8><title>fastdist why</title>"
+        "<style>body{font:14px sans-serif;margin:2em}td{width:12px;height:18px}"
+        "th{font-weight:normal;text-align:right;padding-right:.5em}</style>"
+        f"<p>{html.escape(sentence)}</p><table><tr><th></th>{heads}</tr>{rows}</table>"
+        f"<p>A column is a collective; the darker a rank's cell, the later it came "
+        f"(darkest: {seconds(most_s)} after the first). Outlined: it has not come.</p>\n"
+    )
+
+
+def _cell(late_s: float | None, most_s: float) -> str:
+    if late_s is None:
+        return "<td style='outline:1px solid #d1495b' title='has not come'></td>"
+    share = late_s / most_s
+    return (
+        f"<td style='background:rgba(209,73,91,{0.08 + 0.92 * share:.2f})' "
+        f"title='{seconds(late_s)}'></td>"
+    )
+
+
+def _label(arrival: Arrivals) -> str:
+    return f"{arrival.call.signature} {short(arrival.call.site)}"

@@ -1,0 +1,141 @@
+"""Writes a diagnosis: the sentence, a table of ranks, and what could not be seen."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdist.cli.why.picture import check_plot, to_text, write_plot
+from fastdist.recorder.diagnosis import Diagnosis, diagnose
+from fastdist.recorder.jobs import find_job, jobs_here
+from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.words import seconds, short
+
+_TERMINAL = Path("-")
+_STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "I": "idle"}
+_TITLES = ("rank", "pid", "state", "phase", "last call", "since", "stack")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table shows of a rank. `since_s`: seconds in its call, or since its last call."""
+
+    rank: int
+    pid: int
+    state: str
+    phase: str
+    call: str
+    site: str
+    is_in_call: bool
+    since_s: float
+    stack: str
+
+
+def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
+    """Diagnose a job and print the result.
+
+    Raises:
+        LookupError: there is no such job.
+        ImportError: matplotlib is missing.
+        ValueError: the file of the picture has another type.
+    """
+    if plot is not None and plot != _TERMINAL:
+        check_plot(plot)
+    jobs, notes = jobs_here()
+    try:
+        job = find_job(jobs, name)
+    except LookupError as error:
+        raise LookupError("; ".join([str(error), *notes])) from None
+    diagnosis = diagnose(job)
+    unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
+    sys.stdout.write(_to_json(diagnosis, unseen) if as_json else _to_text(diagnosis, unseen))
+    if plot == _TERMINAL:
+        sys.stdout.write("\n" + to_text(diagnosis.observation.ranks))
+    elif plot is not None:
+        write_plot(diagnosis, plot)
+
+
+def rows(diagnosis: Diagnosis) -> Iterator[Row]:
+    """Yield what the table shows of each rank."""
+    now_s = diagnosis.observation.at_s
+    for each in diagnosis.observation.ranks:
+        call = each.last_call
+        is_in_call = call is not None and call.is_running and not each.is_dead
+        began_s = call.entered_s if call is not None and is_in_call else each.idle_since_s
+        yield Row(
+            each.rank,
+            each.records.pid,
+            _state(each),
+            str(each.records.phase.name.lower()),
+            "" if call is None else str(call.signature),
+            "" if call is None else call.site,
+            is_in_call,
+            now_s - began_s,
+            each.line or (each.ending.line if each.ending else ""),
+        )
+
+
+def _state(rank: ObservedRank) -> str:
+    if rank.process is None:
+        return "unseen"
+    if rank.is_dead:
+        return "dead"
+    if rank.is_stopped:
+        return "stopped"
+    return "running" if rank.cpu_share > 0.5 else _STATES.get(rank.process.state, "unknown")
+
+
+def _missing(diagnosis: Diagnosis) -> list[str]:
+    seen = diagnosis.observation
+    if not seen.missing:
+        return []
+    numbers = ", ".join(map(str, seen.missing[:16])) + (", …" if len(seen.missing) > 16 else "")
+    where = "" if seen.is_of_one_machine else ", which may be on other machines"
+    return [f"{len(seen.missing)} of {seen.job.world_size} ranks{where}: {numbers}"]
+
+
+def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
+    table = [_TITLES, *(_cells(row) for row in rows(diagnosis))]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(_TITLES))]
+    lines = [diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + ".", ""]
+    for cells in table:
+        padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+        lines.append("  ".join(padded).rstrip())
+    if unseen:
+        lines += ["", "could not be seen:", *(f"  {note}" for note in unseen)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    call = f"{row.call} {short(row.site)}".strip()
+    since = f"in it for {seconds(row.since_s)}" if row.is_in_call else seconds(row.since_s)
+    return (
+        *(str(row.rank), str(row.pid), row.state, row.phase),
+        *(call or "none", since, short(row.stack)),
+    )
+
+
+def _to_json(diagnosis: Diagnosis, unseen: list[str]) -> str:
+    seen = diagnosis.observation
+    return (
+        json.dumps(
+            {
+                "job": seen.job.id,
+                "world_size": seen.job.world_size,
+                "class": diagnosis.kind.value,
+                "sentence": diagnosis.sentence,
+                "ranks": diagnosis.ranks,
+                "line": diagnosis.line,
+                "table": [
+                    {name: getattr(row, name) for name in Row.__slots__} for row in rows(diagnosis)
+                ],
+                "not_seen": unseen,
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )

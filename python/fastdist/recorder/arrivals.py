@@ -1,0 +1,83 @@
+"""When the ranks came to the last collectives that all of them have begun or that some wait in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.ring import Call
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When ranks came to one collective.
+
+    Attributes:
+        call: as one of the ranks made it.
+        came_s: seconds after the first rank, by rank; ranks that have not come are not in it.
+    """
+
+    call: Call
+    came_s: dict[int, float]
+
+    @property
+    def spread_s(self) -> float:
+        """Seconds between the first and the last rank."""
+        return max(self.came_s.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LastToCome:
+    """The rank that came last most often, in `share` of the last `calls`, `late_s` seconds late."""
+
+    rank: int
+    share: float
+    calls: int
+    late_s: float
+
+
+def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
+    """Return the arrivals at the last `most` collectives of the communicator with most ranks."""
+    by_call: dict[tuple[int, int], dict[int, Call]] = {}
+    for each in ranks:
+        for call in each.records.calls:
+            if not call.signature.is_pairwise:
+                by_call.setdefault((call.member.key, call.sequence), {})[each.rank] = call
+    key = _key_of_most(by_call)
+    chosen = sorted(sequence for k, sequence in by_call if k == key)[-most:]
+    return [_arrivals(by_call[key, sequence]) for sequence in chosen]
+
+
+def last_to_come(ranks: Sequence[ObservedRank]) -> LastToCome | None:
+    """Return the rank that came last more often than the others; None if there is none."""
+    whole = [
+        each
+        for each in arrivals(ranks, 100)
+        if len(each.came_s) == len(ranks) and each.spread_s > 1e-3
+    ]
+    last = Counter(max(each.came_s, key=lambda rank: each.came_s[rank]) for each in whole)
+    if len(whole) < 5 or len(ranks) < 2:
+        return None
+    (rank, times), *_ = last.most_common(1)
+    share = times / len(whole)
+    if share < min(0.9, 2 / len(ranks)):
+        return None
+    late_s = sorted(each.came_s[rank] for each in whole)[len(whole) // 2]
+    return LastToCome(rank, share, len(whole), late_s)
+
+
+def _key_of_most(by_call: dict[tuple[int, int], dict[int, Call]]) -> int:
+    sizes = {key: next(iter(calls.values())).member.size for (key, _), calls in by_call.items()}
+    last_s: dict[int, float] = {}
+    for (key, _), calls in by_call.items():
+        newest_s = max(call.entered_s for call in calls.values())
+        last_s[key] = max(last_s.get(key, 0.0), newest_s)
+    return max(sizes, key=lambda key: (sizes[key], last_s[key]), default=0)
+
+
+def _arrivals(calls: dict[int, Call]) -> Arrivals:
+    first_s = min(call.entered_s for call in calls.values())
+    came_s = {rank: call.entered_s - first_s for rank, call in sorted(calls.items())}
+    return Arrivals(next(iter(calls.values())), came_s)

@@ -1,0 +1,392 @@
+"""Says in one sentence why a job stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdist.recorder.arrivals import last_to_come
+from fastdist.recorder.jobs import Job
+from fastdist.recorder.kinds import Kind
+from fastdist.recorder.observation import Observation, ObservedRank, observe, with_stacks
+from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
+from fastdist.recorder.ring import Call
+from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
+from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
+
+_YOUNG_S = 5.0
+_P99_TIMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a job does not go on.
+
+    Attributes:
+        ranks: the ranks that are the cause.
+        line: where they are, in the user's code; "" if unknown.
+    """
+
+    kind: Kind
+    sentence: str
+    ranks: tuple[int, ...]
+    line: str
+    observation: Observation
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What the rules judge.
+
+    Attributes:
+        ends: ranks that others wait for, and that wait for nobody.
+        circle: ranks that wait for each other.
+    """
+
+    seen: Observation
+    waits: Sequence[Wait]
+    ends: frozenset[int]
+    circle: Sequence[int]
+
+    @property
+    def live(self) -> list[ObservedRank]:
+        return [each for each in self.seen.ranks if not each.is_dead]
+
+    @property
+    def dead(self) -> list[ObservedRank]:
+        return [each for each in self.seen.ranks if each.is_dead]
+
+    def age_s(self, moment_s: float) -> float:
+        return self.seen.at_s - moment_s
+
+    def those_who_wait(self, ranks: Sequence[int]) -> str:
+        """Return "; ranks 0 and 2 wait for it in all_reduce(…) at train.py:9 in step, for 12 s"."""
+        waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
+        if not waits:
+            return ""
+        oldest = min(waits, key=lambda wait: wait.since_s)
+        who = sorted({wait.rank for wait in waits})
+        them = verb(ranks, "it", "them")
+        where = f"for {them} in {oldest.call.signature}{at(oldest.call.site)}"
+        if not {each.rank for each in self.live} & set(who):
+            return f"; {names(who)}, which waited {where}, ended too"
+        age_s = self.age_s(oldest.since_s)
+        return f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
+
+
+_Found = tuple[Kind, str, Sequence[int], str]
+_Rule = Callable[[_Case], "_Found | None"]
+
+
+def diagnose(job: Job) -> Diagnosis:
+    """Say why a job stands still, within a second or so, without asking its ranks.
+
+    Only ranks of this machine are looked at. Ranks that can answer write their stacks, unless the
+    job goes on.
+    """
+    case = _judge(observe(job))
+    if not _goes_on(case):
+        case = _judge(with_stacks(case.seen))
+    for rule in _RULES:
+        found = rule(case)
+        if found is not None:
+            kind, sentence, ranks, line = found
+            return Diagnosis(kind, sentence, tuple(sorted(ranks)), line, case.seen)
+    raise AssertionError("the last rule fits all")
+
+
+def _judge(seen: Observation) -> _Case:
+    waits = waits_of(seen.ranks, seen.missing)
+    outside = frozenset(each.rank for each in seen.ranks if is_outside_calls(each))
+    ends, circle = causes(waits, outside)
+    return _Case(seen, waits, ends, circle)
+
+
+# --- rules, in order of certainty ---------------------------------------------------------------
+
+
+def _other_call(case: _Case) -> _Found | None:
+    """Ranks made different calls with the same number, and the calls failed."""
+    together: dict[tuple[int, int], dict[int, Call]] = {}
+    for each in case.seen.ranks:
+        call = each.last_call
+        if call is not None and call.is_failed and not call.signature.is_pairwise:
+            together.setdefault((call.member.key, call.sequence), {})[each.rank] = call
+    for calls in together.values():
+        groups = _alike(calls)
+        if len(groups) > 1:
+            return _disagreement(calls, groups)
+    return _mismatch_in_words(case)
+
+
+def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> _Found:
+    usual, *others = groups
+    odd = others[-1]
+    theirs, ours = calls[odd[0]], calls[usual[0]]
+    sentence = (
+        f"{names(odd)} called {theirs.signature}{at(theirs.site)} where {names(usual)} called "
+        f"{ours.signature}{at(ours.site)}"
+    )
+    between = [rank for group in others[:-1] for rank in group]
+    if between:
+        sentence += f"; {names(between)} called others"
+    # Two groups of equal size: either may be wrong.
+    ranks = odd if len(odd) < len(usual) else [*odd, *usual]
+    return Kind.OTHER_CALL, sentence, ranks, theirs.site
+
+
+def _mismatch_in_words(case: _Case) -> _Found | None:
+    """The calls look alike, but their ranks ended with a mismatch, such as of lists of arrays."""
+    if case.circle:
+        return None
+    ended = [each for each in case.dead if each.ending is not None]
+    for each in ended:
+        ending = each.ending
+        if ending is not None and ending.error == "CollectiveMismatchError":
+            ranks = ending.ranks or [each.rank for each in ended]
+            return Kind.OTHER_CALL, ending.message, ranks, ending.line
+    return None
+
+
+def _alike(calls: dict[int, Call]) -> list[list[int]]:
+    """Group ranks whose calls agree, the largest group first."""
+    groups: dict[object, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        signature = call.signature
+        groups.setdefault((signature.packed, signature.count), []).append(rank)
+    return sorted(groups.values(), key=lambda group: (-len(group), group))
+
+
+def _other_order(case: _Case) -> _Found | None:
+    """Ranks wait for each other in a circle."""
+    if len(case.circle) < 2 or _was_killed_in(case, case.circle):
+        return None
+    waits = {wait.rank: wait for wait in case.waits if wait.behind & set(case.circle)}
+    parts = [_wait_in_words(case, waits[rank]) for rank in case.circle]
+    keys = {waits[rank].call.member.key for rank in case.circle}
+    what = "calls of different communicators" if len(keys) > 1 else "calls"
+    sentence = f"ranks make {what} in different orders: {', and '.join(dict.fromkeys(parts))}"
+    return Kind.OTHER_ORDER, sentence, case.circle, waits[case.circle[0]].call.site
+
+
+def _wait_in_words(case: _Case, wait: Wait) -> str:
+    call = wait.call
+    key, sequence, op = call.member.key, call.sequence, call.signature.op
+    same = {wait.rank}
+    if not call.signature.is_pairwise:
+        same |= {w.rank for w in case.waits if _is_call(w.call, key, sequence)}
+    waits = verb(same, "waits", "wait")
+    return f"{names(same)} {waits} for {names(wait.behind)} in {op}{at(call.site)}"
+
+
+def _is_call(call: Call, key: int, sequence: int) -> bool:
+    is_same = (call.member.key, call.sequence) == (key, sequence)
+    return is_same and not call.signature.is_pairwise
+
+
+def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
+    """True if ranks were killed in their calls, which may have been about to end."""
+    if any(each.ending and each.ending.error == "CollectiveMismatchError" for each in case.dead):
+        return False
+    return any(each.rank in ranks and each.running for each in case.dead)
+
+
+def _dead(case: _Case) -> _Found | None:
+    """Ranks have ended, and the others do not go on without them."""
+    gone = [rank for rank in case.seen.missing if case.seen.is_of_one_machine]
+    if not case.dead and not (gone and case.ends & set(gone)):
+        return None
+    if case.live and case.dead and _all_advance(case.live):
+        return None  # the others go on
+    late = _timed_out(case)
+    if late is not None:
+        return late
+    blamed = _blamed(case) or gone
+    first = case.seen.rank(blamed[0])
+    line = "" if first is None else _last_line(first)
+    return Kind.DEAD, _obituary(case, blamed), blamed, line
+
+
+def _blamed(case: _Case) -> list[int]:
+    """Return the dead ranks that ended first, as far as that can be told."""
+    dead = {each.rank: each for each in case.dead}
+    endings = {rank: each.ending for rank, each in dead.items() if each.ending is not None}
+    followed = {rank for rank, each in endings.items() if each.error == "PeerFailureError"}
+    named = {rank for ending in endings.values() for rank in ending.ranks}
+    raised = endings.keys() - followed
+    unfailed = {
+        rank for rank, each in dead.items() if each.last_call and not each.last_call.is_failed
+    }
+    awaited = unfailed & case.ends
+    candidates = (raised & named, named - followed, raised, awaited, unfailed, dead.keys())
+    return sorted(next((found for found in candidates if found), set()))
+
+
+def _obituary(case: _Case, ranks: Sequence[int]) -> str:
+    first = case.seen.rank(ranks[0])
+    sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} dead"
+    if first is None:
+        return (
+            sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
+            "an end without an exception" + case.those_who_wait(ranks)
+        )
+    if first.ending is not None:
+        error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
+        return f"{sentence}: {error}{at(first.ending.line)}"
+    sentence += _cause_of_death(first)
+    call = first.last_call
+    if call is not None and len(ranks) == 1:
+        when = "inside of" if call.is_running else "after"
+        sentence += f"; it ended {when} {call.signature}{at(call.site)}"
+    return sentence + case.those_who_wait(ranks)
+
+
+def _cause_of_death(rank: ObservedRank) -> str:
+    if rank.process is not None and rank.process.status is not None:
+        return f", ended {how_it_ended(rank.process.status)}"
+    return " without an exception, as after kill -9 or a crash"
+
+
+def _last_line(rank: ObservedRank) -> str:
+    if rank.ending is not None:
+        return rank.ending.line
+    return rank.last_call.site if rank.last_call else ""
+
+
+def _timed_out(case: _Case) -> _Found | None:
+    """All have ended because ranks came too late for the timeout of a call."""
+    if case.live:
+        return None
+    endings = {each.rank: each.ending for each in case.dead if each.ending is not None}
+    waited = {r: e for r, e in endings.items() if e.error == "CollectiveTimeoutError"}
+    late = {rank for ending in waited.values() for rank in ending.ranks} - endings.keys()
+    if not waited or not late:
+        return None
+    ending = next(iter(waited.values()))
+    sentence = f"{names(late)} did not arrive within the timeout: {ending.message}"
+    return Kind.USER, sentence, sorted(late), ""
+
+
+def _stopped(case: _Case) -> _Found | None:
+    """Ranks are stopped by a signal or a debugger."""
+    stopped = [each for each in case.live if each.is_stopped]
+    if not stopped:
+        return None
+    ranks = [each.rank for each in stopped]
+    process = stopped[0].process
+    by = "a debugger" if process is not None and process.state == "t" else "a signal (SIGSTOP)"
+    call = stopped[0].last_call
+    line = call.site if call is not None else ""
+    where = ""
+    if call is not None and len(ranks) == 1:
+        where = f" {'in' if call.is_running else 'after'} {call.signature}{at(call.site)}"
+    sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} stopped by {by}{where}"
+    return Kind.STOPPED, sentence + case.those_who_wait(ranks), ranks, line
+
+
+def _slow(case: _Case) -> _Found | None:
+    """Calls go on, or no call is older than usual."""
+    if not case.live or not _goes_on(case):
+        return None
+    late = last_to_come(case.seen.ranks)
+    if late is not None:
+        sentence = (
+            f"{names([late.rank])} came last to {late.share:.0%} of the last {late.calls} "
+            f"collectives, {seconds(late.late_s)} after the first"
+        )
+        return Kind.SLOW, f"slow, not stuck: {sentence}", [late.rank], ""
+    ranks = sorted(case.ends - {UNSEEN})
+    if ranks:
+        sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
+        return Kind.SLOW, f"slow, not stuck: {sentence}{case.those_who_wait(ranks)}", ranks, ""
+    return Kind.SLOW, "slow, not stuck: calls begin and end as usual", [], ""
+
+
+def _goes_on(case: _Case) -> bool:
+    if any(each.is_dead or each.is_stopped for each in case.seen.ranks):
+        return False
+    if len(case.circle) > 1:
+        return False
+    moving = [case.seen.rank(rank) for rank in case.ends] or case.live
+    if all(each is not None and each.has_advanced for each in moving):
+        return True
+    if case.waits:
+        return not any(_is_overdue(case, wait) for wait in case.waits)
+    return any(case.age_s(each.idle_since_s) < _YOUNG_S for each in case.live)
+
+
+def _is_overdue(case: _Case, wait: Wait) -> bool:
+    """True if a call is older than 5 s or than 5 times the p99 of the calls of its line."""
+    age_s = case.age_s(wait.since_s)
+    if age_s > _YOUNG_S:
+        return True
+    rank = case.seen.rank(wait.rank)
+    took_s = rank.records.durations_s.get(wait.call.site) if rank is not None else None
+    if took_s is None or len(took_s) < 20:
+        return False
+    return age_s > max(_P99_TIMES * float(np.quantile(took_s, 0.99)), 1.0)
+
+
+def _all_advance(ranks: Sequence[ObservedRank]) -> bool:
+    return all(each.has_advanced for each in ranks)
+
+
+def _busy_elsewhere(case: _Case) -> _Found | None:
+    """Ranks have not come to the call in which the others wait."""
+    late = [each for rank in sorted(case.ends) if (each := case.seen.rank(rank)) is not None]
+    if not late and not any(wait.behind for wait in case.waits):
+        late = case.live
+    occupations = {each.rank: occupation_of(each) for each in late}
+    for kind in _MOST_CERTAIN_FIRST:
+        ranks = [rank for rank, found in occupations.items() if found.kind is kind]
+        if ranks:
+            first = case.seen.rank(ranks[0])
+            assert first is not None
+            return kind, _complaint(case, ranks, occupations[ranks[0]]), ranks, first.line
+    return None
+
+
+def _complaint(case: _Case, ranks: Sequence[int], occupation: Occupation) -> str:
+    first = case.seen.rank(ranks[0])
+    assert first is not None
+    sentence = f"{names(ranks)} {verb(ranks, occupation.one, occupation.several)}"
+    sentence += at(first.line)
+    call = first.last_call
+    if call is None:
+        return sentence + case.those_who_wait(ranks)
+    if not call.is_running:
+        age_s = case.age_s(first.idle_since_s)
+        sentence += f", {seconds(age_s)} after {call.signature}{at(call.site)}"
+    elif not first.line:
+        sentence += f" in {call.signature}{at(call.site)}"
+    return sentence + (case.those_who_wait(ranks) or _nobody_waits(case, ranks))
+
+
+def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:
+    return "; no rank waits for another" if len(ranks) > 1 and not case.waits else ""
+
+
+def _unseen(case: _Case) -> _Found:
+    """The cause is not on this machine, or cannot be told."""
+    if case.ends:
+        ranks = sorted(case.ends)
+        named = [rank for rank in ranks if rank != UNSEEN]
+        sentence = f"{names(ranks)} cannot be seen from here{case.those_who_wait(ranks)}"
+        return Kind.UNKNOWN, sentence, named, ""
+    return Kind.UNKNOWN, "nothing that could be seen says why the job stands still", [], ""
+
+
+_MOST_CERTAIN_FIRST = (
+    *(Kind.MEMORY, Kind.FILES, Kind.LINK, Kind.GPU, Kind.DATA, Kind.THREADS, Kind.USER),
+)
+_RULES: tuple[_Rule, ...] = (
+    _other_call,
+    _other_order,
+    _dead,
+    _stopped,
+    _slow,
+    _busy_elsewhere,
+    _unseen,
+)

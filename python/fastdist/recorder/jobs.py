@@ -1,0 +1,133 @@
+"""Finds this user's jobs on this machine by the records of their processes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fastdist.recorder.place import RecordPath, record_paths
+from fastdist.recorder.ring import Records, UnreadableError, read_records
+from fastdist.recorder.system import owner_of, start_of
+
+
+class NoSuchJobError(LookupError):
+    """No job was found; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRank:
+    """A rank and its records."""
+
+    place: RecordPath
+    records: Records
+
+    @property
+    def is_live(self) -> bool:
+        """True if the process runs, is stopped, or cannot be seen from here."""
+        return not self.place.is_here or start_of(self.records.pid) == self.records.started
+
+    @property
+    def last_s(self) -> float:
+        """When the process last did something, on the monotonic clock."""
+        calls = self.records.calls
+        last = max((each.done_s or each.entered_s for each in calls[-16:]), default=0.0)
+        return max(self.records.began_s, self.records.phase_since_s, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job on this machine.
+
+    Attributes:
+        id: 16 hexadecimal digits.
+        ranks: by rank; a rank that was started again counts once.
+    """
+
+    id: str
+    ranks: tuple[RecordedRank, ...]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, on all machines."""
+        return max(each.records.world_size for each in self.ranks)
+
+    @property
+    def is_live(self) -> bool:
+        """True if a rank runs."""
+        return any(each.is_live for each in self.ranks)
+
+    @property
+    def began_s(self) -> float:
+        """When its youngest rank began, on the monotonic clock."""
+        return max(each.records.began_s for each in self.ranks)
+
+
+def jobs_here() -> tuple[list[Job], list[str]]:
+    """Find the jobs whose records are there, dead ones too.
+
+    Returns:
+        The jobs, live ones first and the youngest first; and what could not be read.
+    """
+    ranks: dict[str, dict[int, RecordedRank]] = {}
+    notes = []
+    for place in record_paths():
+        try:
+            records = read_records(place.path)
+        except UnreadableError as error:
+            notes.append(str(error))
+            continue
+        if records is None:
+            continue
+        own = ranks.setdefault(records.job, {})
+        known = own.get(records.rank)
+        if known is None or known.records.began_s < records.began_s:
+            own[records.rank] = RecordedRank(place, records)
+    jobs = [Job(id, tuple(own[rank] for rank in sorted(own))) for id, own in ranks.items()]
+    return sorted(jobs, key=lambda job: (not job.is_live, -job.began_s)), sorted(set(notes))
+
+
+def find_job(jobs: Iterable[Job], name: str | None) -> Job:
+    """Find a job by its id, by the beginning of its id, or by the process of a rank.
+
+    Args:
+        jobs: as `jobs_here` returns them.
+        name: the id or process; None: the first job.
+
+    Raises:
+        NoSuchJobError: no job or several jobs fit.
+    """
+    jobs = list(jobs)
+    if name is None:
+        if not jobs:
+            raise NoSuchJobError(
+                "no job of this user has records here; ranks keep them once they are connected"
+            )
+        return jobs[0]
+    if name.isdecimal():
+        for job in jobs:
+            if any(each.place.is_here and each.records.pid == int(name) for each in job.ranks):
+                return job
+    fitting = [job for job in jobs if job.id.startswith(name.lower())]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise NoSuchJobError(f"{name} begins the ids of {len(fitting)} jobs; see fastdist ps")
+    raise NoSuchJobError(_why_not(name))
+
+
+def _why_not(name: str) -> str:
+    owner = owner_of(int(name)) if name.isdecimal() and len(name) < 10 else None
+    if owner is None:
+        return f"no job or process of this user is named {name}; see fastdist ps"
+    if owner != os.getuid():
+        return f"process {name} is of user {_user(owner)}; only that user can ask about it"
+    return f"process {name} is no rank that records its calls; see fastdist ps"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,202 @@
+"""Tells what a rank does that the others wait for: by the kernel, its stack and its phase."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fastdist.recorder.kinds import Kind
+from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.phases import Phase
+from fastdist.recorder.stacks import Stack
+from fastdist.recorder.system import Thread, is_in_interpreter
+from fastdist.recorder.words import at
+
+# Functions of the kernel in which threads sleep.
+_FUTEX = re.compile(r"^futex")
+_NETWORK = re.compile(r"^(poll_|do_poll|ep_poll|do_select|sk_wait|wait_woken|inet_|tcp_|unix_)")
+_FILES = re.compile(
+    r"^(io_schedule|folio_wait|wait_on_page|wait_on_buffer|fifo_|wait_for_partner|wait_for_space"
+    r"|nfs|rpc_|fuse_|request_wait|ceph|cifs|smb|lustre|ll_|ext4|xfs|btrfs|jbd2|f2fs|overlay|v9fs"
+    r"|locks_lock|flock|rwsem_down|blk_|submit_bio|balance_dirty|do_fsync|sync_inode)"
+)
+_SWAP = re.compile(r"^(swap|do_swap|shrink_|mem_cgroup|try_to_free|throttle_direct)")
+_SLEEP = re.compile(r"nanosleep")
+_CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
+
+_BUSY_SHARE = 0.5  # of a core
+_FAULTS_PER_S = 200
+_STALLED_SHARE = 0.1
+# A thread that wants the GIL wakes every 5 ms to ask for it.
+_GIL_NAPS_PER_S = (100, 260)
+
+
+@dataclass(frozen=True, slots=True)
+class Occupation:
+    """What a rank does.
+
+    Attributes:
+        one: a predicate for one rank: "waits for data".
+        several: the same for several ranks.
+    """
+
+    kind: Kind
+    one: str
+    several: str
+
+
+def occupation_of(rank: ObservedRank) -> Occupation:
+    """Return what a running rank does, by the first rule that fits."""
+    return next(found for rule in _RULES if (found := rule(rank)) is not None)
+
+
+def is_outside_calls(rank: ObservedRank) -> bool:
+    """True if the main thread surely does something else than to wait in a call."""
+    thread = rank.main_thread
+    if thread is None or rank.is_dead or rank.is_stopped:
+        return False
+    if rank.main_cpu_share > _BUSY_SHARE:
+        return True
+    waits_in = thread.waits_in
+    return bool(waits_in) and not _FUTEX.match(waits_in) and not _NETWORK.match(waits_in)
+
+
+def _memory(rank: ObservedRank) -> Occupation | None:
+    process = rank.process
+    if process is None:
+        return None
+    reads = rank.page_faults_per_s
+    is_swapping = process.swapped_bytes > 0 and reads > _FAULTS_PER_S
+    is_stalled = process.memory.stalled > _STALLED_SHARE and reads > 0
+    if not (is_swapping or is_stalled or any(_SWAP.match(t.waits_in) for t in process.threads)):
+        return None
+    what = (
+        f"for memory: {process.swapped_bytes >> 20:,} MiB are swapped out, {reads:,.0f} pages/s "
+        f"are read back, and all tasks stood still for memory {process.memory.stalled:.0%} of the "
+        "last 10 s"
+    )
+    return Occupation(Kind.MEMORY, f"waits {what}", f"wait {what}")
+
+
+def _files(rank: ObservedRank) -> Occupation | None:
+    thread = rank.main_thread
+    if thread is None:
+        return None
+    is_path = thread.file.startswith("/") and not thread.file.startswith("/dev/")
+    if is_path and thread.waits_in:
+        where = f"for the file {thread.file}"
+    elif thread.state == "D" or _FILES.match(thread.waits_in):
+        where = f"for the file system, in the kernel's {thread.waits_in or 'uninterruptible sleep'}"
+    else:
+        return None
+    return Occupation(Kind.FILES, f"waits {where}", f"wait {where}")
+
+
+def _link(rank: ObservedRank) -> Occupation | None:
+    """A call that all have begun does not end, and connections repeat what they have sent."""
+    calls = [call for call in rank.running if call.member.engine == "net"]
+    connections = rank.process.connections if rank.process is not None else ()
+    lossy = [each for each in connections if each.retransmissions]
+    if not calls or not lossy:
+        return None
+    worst = max(lossy, key=lambda each: each.retransmissions)
+    what = (
+        f"no answers from {worst.remote}: {worst.unsent_bytes:,} bytes were sent "
+        f"{worst.retransmissions} times again"
+    )
+    return Occupation(Kind.LINK, f"gets {what}", f"get {what}")
+
+
+def _gpu(rank: ObservedRank) -> Occupation | None:
+    calls = [call for call in rank.running if call.signature.on_gpu]
+    stack = rank.main_stack
+    waits = stack is not None and stack.is_in_torch_cuda
+    is_gpus = rank.process is not None and rank.process.uses_gpu and (waits or bool(calls))
+    if not is_gpus:
+        return None
+    return Occupation(Kind.GPU, "waits for work on its GPU", "wait for work on their GPUs")
+
+
+def _data(rank: ObservedRank) -> Occupation | None:
+    stack = rank.main_stack
+    is_loading = stack is not None and stack.is_loading
+    if not is_loading and rank.records.phase is not Phase.DATA:
+        return None
+    how = _how(rank)
+    return Occupation(Kind.DATA, f"waits for data, {how}", f"wait for data, {how}")
+
+
+def _threads(rank: ObservedRank) -> Occupation | None:
+    """Nothing runs, and the main thread waits for a lock or the GIL."""
+    process = rank.process
+    if process is None or rank.cpu_share > 0.2 or rank.running:
+        return None
+    starved = [thread for thread in process.threads if _wants_gil(rank, thread)]
+    if starved:
+        who = "its main thread wants" if starved[0] is process.main else "a thread wants"
+        what = f"{who} the GIL, which another thread holds{_others(rank)}"
+        return Occupation(Kind.THREADS, f"stands still: {what}", f"stand still: {what}")
+    main = rank.main_thread
+    if main is None or not _FUTEX.match(main.waits_in):
+        return None
+    what = f"for a lock or another thread{_others(rank)}"
+    return Occupation(Kind.THREADS, f"waits {what}", f"wait {what}")
+
+
+def _wants_gil(rank: ObservedRank, thread: Thread) -> bool:
+    least, most = _GIL_NAPS_PER_S
+    if rank.process is None or not least < rank.naps_per_s(thread) < most:
+        return False
+    return thread.futex != 0 and is_in_interpreter(rank.process.pid, thread.futex)
+
+
+def _others(rank: ObservedRank) -> str:
+    """Return ": another thread is at load.py:3 in read", for the threads in user code."""
+    lines = list(dict.fromkeys(_user_lines(rank.stacks)))
+    if not lines:
+        return ""
+    return f" (another thread is{', another'.join(map(at, lines[:3]))})"
+
+
+def _user_lines(stacks: tuple[Stack, ...]) -> Iterator[str]:
+    for stack in stacks:
+        if not stack.is_main and stack.user_line:
+            yield stack.user_line
+
+
+def _user(rank: ObservedRank) -> Occupation:
+    what = f"in {_place(rank)}, {_how(rank)}"
+    return Occupation(
+        Kind.USER, f"has not arrived: it is {what}", f"have not arrived: they are {what}"
+    )
+
+
+def _place(rank: ObservedRank) -> str:
+    return str(rank.records.phase.name.lower()) if rank.records.phase else "user code"
+
+
+def _how(rank: ObservedRank) -> str:
+    thread = rank.main_thread
+    if rank.cpu_share > _BUSY_SHARE or thread is None:
+        return f"computing on {rank.cpu_share:.1f} cores"
+    if _SLEEP.search(thread.waits_in):
+        return "asleep"
+    if _CHILD.match(thread.waits_in):
+        return "waiting for another process"
+    if _NETWORK.match(thread.waits_in):
+        return "waiting for a connection or a timer"
+    if thread.waits_in:
+        return f"waiting in the kernel's {thread.waits_in}"
+    return "running"
+
+
+_RULES: tuple[Callable[[ObservedRank], Occupation | None], ...] = (
+    _memory,
+    _files,
+    _link,
+    _gpu,
+    _data,
+    _threads,
+    _user,
+)

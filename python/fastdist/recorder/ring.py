@@ -1,0 +1,307 @@
+"""Reads the records of one process, in the format of csrc/core/recorder.h."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import fastdist._core as _core
+from fastdist._version import __version__
+from fastdist.recorder.phases import Phase
+from fastdist.recorder.signatures import Signature
+
+_FORMAT = 1
+_CALLS, _COMMUNICATORS, _SITES = 4096, 256, 512
+
+_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("format", "<u4"),
+        ("pid", "<i4"),
+        ("started", "<u8"),
+        ("ticks", "<u8"),
+        ("monotonic_ns", "<u8"),
+        ("realtime_ns", "<u8"),
+        ("rank", "<i4"),
+        ("world_size", "<i4"),
+        ("clock", "<u8"),
+        ("calls", "<u8"),
+        ("phase", "<u8"),
+        ("phase_since", "<u8"),
+        ("communicators", "<u4"),
+        ("sites", "<u4"),
+        ("version", "S32"),
+        ("job", "S64"),
+        ("host", "S64"),
+        ("program", "S256"),
+    ]
+)
+_COMMUNICATOR = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("size", "<i4"),
+        ("key", "<u8"),
+        ("is_open", "<u4"),
+        ("engine", "S12"),
+    ]
+)
+_CALL = np.dtype(
+    [
+        ("number", "<u8"),
+        ("entered", "<u8"),
+        ("there", "<u8"),
+        ("done", "<u8"),
+        ("signature", "<u8"),
+        ("count", "<u8"),
+        ("sequence", "<u8"),
+        ("communicator", "<u2"),
+        ("site", "<u2"),
+        ("phase", "u1"),
+        ("outcome", "u1"),
+        ("unused", "<u2"),
+    ]
+)
+_SITE = np.dtype("S256")
+_COMMUNICATORS_AT = 4096
+_SITES_AT = _COMMUNICATORS_AT + _COMMUNICATORS * _COMMUNICATOR.itemsize
+_CALLS_AT = _SITES_AT + _SITES * _SITE.itemsize
+_BYTES = _CALLS_AT + _CALLS * _CALL.itemsize
+
+_KEPT = 512  # of the last calls, which are made into objects
+
+
+class UnreadableError(Exception):
+    """A file is no record that this version can read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A communicator of a process.
+
+    Attributes:
+        key: the same on all of its ranks, and on no others.
+        rank: the process's rank in it.
+        size: the number of its ranks.
+        engine: "host", "net", …
+        is_open: False after the process has closed it.
+    """
+
+    key: int
+    rank: int
+    size: int
+    engine: str
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call. Times are in seconds of this machine's monotonic clock.
+
+    Attributes:
+        number: of the call in its process.
+        sequence: of the call in its communicator, or of a send or receive in its lane; from 1.
+        site: the caller's line, "train.py:12 in step"; empty if unknown.
+        there_s: when all ranks had announced the call; None: not yet, or at once.
+        done_s: None for a call that goes on.
+    """
+
+    number: int
+    sequence: int
+    member: Member
+    signature: Signature
+    site: str
+    phase: Phase
+    entered_s: float
+    there_s: float | None
+    done_s: float | None
+    is_failed: bool
+
+    @property
+    def is_running(self) -> bool:
+        """True if the call has not ended."""
+        return self.done_s is None
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a process.
+
+    Attributes:
+        started: start of the process, in clock ticks since boot, as in /proc/PID/stat.
+        began_s: when recording began, on the monotonic clock.
+        began_at_s: the same moment, in seconds since 1970.
+        call_count: about how many calls the process has made.
+        phase_since_s: on the monotonic clock.
+        calls: the last 512 calls, and those that have not ended, by the time when they began.
+        durations_s: of all recorded calls that have ended, by site.
+    """
+
+    path: Path
+    pid: int
+    started: int
+    began_s: float
+    began_at_s: float
+    rank: int
+    world_size: int
+    job: str
+    host: str
+    program: str
+    call_count: int
+    phase: Phase
+    phase_since_s: float
+    members: tuple[Member, ...]
+    calls: tuple[Call, ...]
+    durations_s: dict[str, npt.NDArray[np.float64]]
+
+
+def read_records(path: Path) -> Records | None:
+    """Read the records of one process, which may be writing them; None if they are gone.
+
+    Raises:
+        UnreadableError: the file is damaged, of another format, or of another version of fastdist.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableError(f"{path}: {error.strerror}") from error
+    try:
+        data = os.pread(fd, _BYTES, 0)
+        # What changed its number since the first look was being written.
+        again = os.pread(fd, _BYTES - _CALLS_AT, _CALLS_AT)
+    finally:
+        os.close(fd)
+    return _records(path, data, again)
+
+
+def _records(path: Path, data: bytes, again: bytes) -> Records:
+    header = _header(path, data)
+    clock = _Clock(header)
+    members = _members(data, int(header["communicators"]))
+    sites = _sites(data, int(header["sites"]))
+    calls = _whole_calls(data, again, len(members))
+    kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
+    return Records(
+        path=path,
+        pid=int(header["pid"]),
+        started=int(header["started"]),
+        began_s=int(header["monotonic_ns"]) / 1e9,
+        began_at_s=int(header["realtime_ns"]) / 1e9,
+        rank=int(header["rank"]),
+        world_size=int(header["world_size"]),
+        job=_text(header["job"]),
+        host=_text(header["host"]),
+        program=_text(header["program"]),
+        call_count=int(header["calls"]),
+        phase=_phase(int(header["phase"])),
+        phase_since_s=clock.seconds(header["phase_since"]),
+        members=members,
+        calls=tuple(_call(each, members, sites, clock) for each in kept),
+        durations_s=_durations(calls, sites, clock),
+    )
+
+
+def _header(path: Path, data: bytes) -> Any:
+    if len(data) < _HEADER.itemsize or data[:8] != b"fastdist":
+        raise UnreadableError(f"{path.name} holds no records, or a process is just beginning it")
+    header = np.frombuffer(data, _HEADER, 1)[0]
+    version = _text(header["version"])
+    if header["format"] != _FORMAT or version != __version__:
+        raise UnreadableError(
+            f"process {header['pid']} runs fastdist {version} (records of format "
+            f"{header['format']}); this is fastdist {__version__}, which reads format {_FORMAT}"
+        )
+    if len(data) < _BYTES:
+        raise UnreadableError(f"{path.name} has {len(data):,} bytes; expected {_BYTES:,}")
+    return header
+
+
+class _Clock:
+    """Converts a recorder's ticks to seconds of the monotonic clock."""
+
+    def __init__(self, header: Any) -> None:
+        self._ticks, self._at_ns = int(header["ticks"]), int(header["monotonic_ns"])
+        self._ns_per_tick = 1.0
+        if not header["clock"]:  # a counter, of unknown speed
+            passed = _core.ticks() - self._ticks
+            self._ns_per_tick = (time.monotonic_ns() - self._at_ns) / max(passed, 1)
+
+    def seconds(self, ticks: Any) -> float:
+        return (self._at_ns + (int(ticks) - self._ticks) * self._ns_per_tick) / 1e9
+
+    def difference_s(self, ticks: Any) -> Any:
+        return ticks * (self._ns_per_tick / 1e9)
+
+
+def _members(data: bytes, count: int) -> tuple[Member, ...]:
+    table = np.frombuffer(data, _COMMUNICATOR, min(count, _COMMUNICATORS), _COMMUNICATORS_AT)
+    return tuple(
+        Member(
+            int(each["key"]),
+            int(each["rank"]),
+            int(each["size"]),
+            _text(each["engine"]),
+            bool(each["is_open"]),
+        )
+        for each in table
+    )
+
+
+def _sites(data: bytes, count: int) -> list[str]:
+    table = np.frombuffer(data, _SITE, min(count, _SITES), _SITES_AT)
+    return ["", *(_text(each) for each in table)]
+
+
+def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void]:
+    """Return the calls that were not being written, by the time when they began."""
+    calls = np.frombuffer(data, _CALL, _CALLS, _CALLS_AT)
+    later = np.frombuffer(again, _CALL, _CALLS)
+    number = calls["number"]
+    whole = (number > 0) & (number == later["number"]) & (number % _CALLS == np.arange(_CALLS))
+    whole &= calls["communicator"] < members
+    order = np.argsort(calls["entered"][whole], kind="stable")
+    kept: npt.NDArray[np.void] = calls[whole][order]
+    return kept
+
+
+def _call(each: Any, members: tuple[Member, ...], sites: list[str], clock: _Clock) -> Call:
+    site = int(each["site"])
+    return Call(
+        number=int(each["number"]),
+        sequence=int(each["sequence"]),
+        member=members[int(each["communicator"])],
+        signature=Signature(int(each["signature"]), int(each["count"])),
+        site=sites[site] if site < len(sites) else "",
+        phase=_phase(int(each["phase"])),
+        entered_s=clock.seconds(each["entered"]),
+        there_s=clock.seconds(each["there"]) if each["there"] else None,
+        done_s=clock.seconds(each["done"]) if each["done"] else None,
+        is_failed=int(each["outcome"]) == 2,
+    )
+
+
+def _durations(
+    calls: npt.NDArray[np.void], sites: list[str], clock: _Clock
+) -> dict[str, npt.NDArray[np.float64]]:
+    ended = calls[calls["done"] > 0]
+    took_s = clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
+    return {
+        sites[site]: took_s[ended["site"] == site]
+        for site in np.unique(ended["site"]).tolist()
+        if site < len(sites)
+    }
+
+
+def _phase(number: int) -> Phase:
+    return Phase(number) if number in Phase._value2member_map_ else Phase.USER
+
+
+def _text(value: Any) -> str:
+    return bytes(value).decode("utf-8", "backslashreplace")

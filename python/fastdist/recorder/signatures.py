@@ -1,0 +1,69 @@
+"""Decodes the signatures of recorded calls, as csrc/core/signature.h packs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_OPS = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
+    *("all_to_all", "send", "recv", "barrier", "empty", "group"),
+)
+_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64"),
+    *("complex64", "complex128"),
+)
+_REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+_ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
+_PEERS = {"send": "dst", "recv": "src"}
+_WITHOUT_ARRAY = ("barrier", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The kind of a call.
+
+    Attributes:
+        packed: all fields but the count, in one word; equal on ranks whose calls agree.
+        count: elements of this rank's argument.
+    """
+
+    packed: int
+    count: int
+
+    @property
+    def op(self) -> str:
+        """The collective's name."""
+        return _name(_OPS, self.packed & 0x7F)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """True for sends and receives, which concern two ranks."""
+        return self.op in _PEERS
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the arrays are on GPUs."""
+        return bool(self.packed >> 7 & 1)
+
+    @property
+    def root(self) -> int:
+        """The root, or the other rank of a send or receive; negative: any rank."""
+        root = self.packed >> 24 & 0xFFFF
+        return root - 0x10000 if root >= 0x8000 else root
+
+    def __str__(self) -> str:
+        words = []
+        if self.op not in _WITHOUT_ARRAY:
+            words.append(f"{_name(_DTYPES, self.packed >> 8 & 0xFF)} × {self.count:,}")
+        if self.op in _REDUCTIONS:
+            words.append(f'op="{_name(_REDUCE_OPS, self.packed >> 16 & 0xFF)}"')
+        word = (_ROOTED | _PEERS).get(self.op)
+        if word is not None:
+            words.append(f"{word}={self.root}")
+        return f"{self.op}({', '.join(words)})"
+
+
+def _name(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else f"number {number}"

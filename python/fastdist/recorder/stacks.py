@@ -1,0 +1,233 @@
+"""Python's stacks of other processes: by py-spy where it is installed, else by a signal.
+
+A process that records its calls lets Python's faulthandler write the stacks of all threads into a
+file whenever `SIGNAL` comes. The handler is C and takes no lock, so that it works while the GIL is
+held and inside C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdist.recorder.system import catches
+
+SIGNAL = signal.SIGRTMAX - 7
+"""The signal that asks for stacks."""
+
+_LARGE_BYTES = 1 << 20
+_NOT_USERS = re.compile(
+    r"/(site|dist)-packages/(torch|fastdist)/"
+    r"|/python3(\.\d+)?t?/(?!(site|dist)-packages/)"
+    r"|^<"
+    f"|^{re.escape(str(Path(__file__).parents[1]))}/"
+)
+_DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
+_GPU = re.compile(r"/torch/cuda/")
+_LOCKS = re.compile(r"/(threading|queue|concurrent/futures/_base)\.py$")
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of a thread, the innermost frame first.
+
+    Attributes:
+        holds_gil: True if the thread has the GIL; None if that is unknown.
+    """
+
+    frames: tuple[Frame, ...]
+    is_main: bool
+    holds_gil: bool | None = None
+
+    @property
+    def user_line(self) -> str:
+        """The innermost frame of the user's own code, "train.py:42 in step"; "" if none."""
+        users = (frame for frame in self.frames if not _NOT_USERS.search(frame.file))
+        return str(next(users, ""))
+
+    @property
+    def is_loading(self) -> bool:
+        """True inside of a loader of data."""
+        return self._has(_DATA)
+
+    @property
+    def is_in_torch_cuda(self) -> bool:
+        """True inside of torch.cuda, whose calls wait for GPUs."""
+        return self._has(_GPU)
+
+    @property
+    def is_locking(self) -> bool:
+        """True inside of Python's locks, threads and queues."""
+        return bool(self.frames) and _LOCKS.search(self.frames[0].file) is not None
+
+    def _has(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(frame.file) for frame in self.frames)
+
+
+def write_on_signal(path: Path) -> None:
+    """Let this process write its stacks to a file when `SIGNAL` comes.
+
+    Does nothing if the program handles the signal itself.
+    """
+    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        return
+    file = path.open("ab", buffering=0)
+    _Kept.files.append(file)
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+
+
+class _Kept:
+    """Files that faulthandler writes to."""
+
+    files: list[Any] = []  # noqa: RUF012
+
+
+def stacks_of(
+    files: Mapping[int, Path], timeout_s: float = 0.5
+) -> tuple[dict[int, list[Stack]], dict[int, str]]:
+    """Return the stacks of running processes of this user.
+
+    Args:
+        files: the processes, which must neither be stopped nor dead, and the files of their stacks.
+        timeout_s: seconds to wait for all of them.
+
+    Returns:
+        The stacks of each process, and for the others why there are none.
+    """
+    end_s = time.monotonic() + timeout_s
+    found = _by_py_spy(files, end_s)
+    rest = {pid: path for pid, path in files.items() if pid not in found}
+    signalled, missing = _by_signal(rest, max(end_s, time.monotonic() + timeout_s / 2))
+    return found | signalled, missing
+
+
+def _by_py_spy(pids: Iterable[int], end_s: float) -> dict[int, list[Stack]]:
+    program = _py_spy()
+    if program is None:
+        return {}
+    started = {
+        pid: subprocess.Popen(
+            [program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+        )
+        for pid in pids
+    }
+    found = {}
+    for pid, process in started.items():
+        try:
+            output, _ = process.communicate(timeout=max(end_s - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found[pid] = _parse_py_spy(pid, json.loads(output))
+    return {pid: stacks for pid, stacks in found.items() if stacks}
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).parent / "py-spy"
+    return shutil.which("py-spy") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
+    return [
+        Stack(
+            tuple(
+                Frame(each["filename"], int(each["line"]), each["name"])
+                for each in thread["frames"]
+            ),
+            is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
+            holds_gil=bool(thread.get("owns_gil")),
+        )
+        for thread in dumped
+    ]
+
+
+def _by_signal(
+    files: Mapping[int, Path], end_s: float
+) -> tuple[dict[int, list[Stack]], dict[int, str]]:
+    asked: dict[int, tuple[Path, int]] = {}
+    missing: dict[int, str] = {}
+    for pid, path in files.items():
+        try:
+            asked[pid] = path, _ask(pid, path)
+        except OSError as error:
+            missing[pid] = error.strerror or str(error)
+    found: dict[int, list[Stack]] = {}
+    sizes: dict[int, int] = {}
+    while asked.keys() - found.keys() and time.monotonic() < end_s:
+        time.sleep(0.02)
+        for pid, (path, before) in asked.items():
+            text = _read_from(path, before)
+            if text and sizes.get(pid) == len(text):  # it has written all
+                found[pid] = list(parse_faulthandler(text))
+            sizes[pid] = len(text)
+    late = dict.fromkeys(asked.keys() - found.keys(), "it does not answer")
+    return found, missing | late
+
+
+def _ask(pid: int, path: Path) -> int:
+    """Send the signal; return the size of the file before.
+
+    Raises:
+        OSError: the process does not take the signal, or there is no file.
+    """
+    size = path.stat().st_size
+    if size > _LARGE_BYTES:
+        os.truncate(path, 0)
+        size = 0
+    if not catches(pid, SIGNAL):
+        raise OSError(0, "the program takes no signals for it")
+    os.kill(pid, SIGNAL)
+    return size
+
+
+def _read_from(path: Path, offset: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def parse_faulthandler(text: str) -> Iterator[Stack]:
+    """Yield the stacks that faulthandler has written. It writes the main thread's last."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (frame := _FRAME.match(line)):
+            number = int(frame[2]) if frame[2].isdecimal() else 0
+            threads[-1].append(Frame(frame[1], number, frame[3]))
+    for number, frames in enumerate(threads, 1):
+        yield Stack(tuple(frames), is_main=number == len(threads))

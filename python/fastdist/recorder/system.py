@@ -1,0 +1,330 @@
+"""Tells what the kernel knows of a process, without asking the process."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MOST_THREADS = 64
+_STOPPED = "Tt"
+_ENDED = "ZX"
+_FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
+# System calls whose first argument is a file, by their numbers on x86-64 and on others.
+_FILE_CALLS = frozenset(
+    (0, 1, 17, 18, 19, 20, 72, 73, 74, 75, 76, 77)
+    if os.uname().machine == "x86_64"
+    else (25, 32, 46, 47, 63, 64, 65, 66, 67, 68, 82, 83)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread, as the kernel sees it.
+
+    Attributes:
+        state: a letter of /proc/PID/stat: R runs, S sleeps, D waits for a device, T is stopped.
+        waits_in: the function of the kernel in which the thread sleeps; empty if it runs or if
+            that could not be seen.
+        file: the file that it reads or writes at this moment; empty if none.
+        futex: the address on which it waits for another thread; 0 if none.
+        cpu_s: processor time that it has used.
+        switches: how often it has gone to sleep.
+    """
+
+    tid: int
+    state: str
+    waits_in: str
+    file: str
+    futex: int
+    cpu_s: float
+    switches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A TCP connection of a process; queues in bytes."""
+
+    local: str
+    remote: str
+    unsent_bytes: int
+    unread_bytes: int
+    retransmissions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the process's cgroup and of the machine.
+
+    Attributes:
+        kills: processes that the kernel has ended in the cgroup for want of memory; None: unknown.
+        stalled: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
+    """
+
+    kills: int | None
+    stalled: float
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, as the kernel sees it.
+
+    Attributes:
+        state: of its main thread; "" if the process is gone.
+        status: how a zombie ended, as `os.waitpid` gives it; None if it runs or is gone.
+        page_faults: pages that were read from the disk.
+        disk_bytes: bytes that were read from and written to devices.
+        at_s: when this was seen, on the monotonic clock.
+        notes: what could not be seen, and why.
+    """
+
+    pid: int
+    state: str
+    at_s: float
+    status: int | None = None
+    cpu_s: float = 0.0
+    page_faults: int = 0
+    disk_bytes: int = 0
+    swapped_bytes: int = 0
+    uses_gpu: bool = False
+    threads: tuple[Thread, ...] = ()
+    memory: Memory = Memory(None, 0.0)
+    connections: tuple[Connection, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_dead(self) -> bool:
+        """True if the process is gone, or a zombie."""
+        return not self.state or self.state in _ENDED
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a signal or a debugger has stopped the process."""
+        return self.state != "" and self.state in _STOPPED
+
+    @property
+    def main(self) -> Thread | None:
+        """The main thread; None if it could not be seen."""
+        return self.threads[0] if self.threads else None
+
+
+def look_at(pid: int, started: int) -> Process:
+    """Look at a process.
+
+    Args:
+        pid: the process.
+        started: its start in clock ticks since boot; a later process with this id is another.
+    """
+    now_s = time.monotonic()
+    try:
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+    except (OSError, IndexError):
+        return Process(pid, "", now_s)
+    if int(fields[19]) != started:
+        return Process(pid, "", now_s)
+    state = fields[0]
+    if state in _ENDED:
+        return Process(pid, state, now_s, status=int(fields[49]) or None)
+    look = _Look(Path(f"/proc/{pid}"))
+    return Process(
+        pid,
+        state,
+        now_s,
+        cpu_s=_cpu_s(fields),
+        page_faults=int(fields[9]),
+        disk_bytes=look.number("io", "read_bytes") + look.number("io", "write_bytes"),
+        swapped_bytes=look.number("status", "VmSwap") * 1024,
+        uses_gpu=any(file.startswith("/dev/nvidia") for file in look.files().values()),
+        threads=tuple(look.threads()),
+        memory=Memory(look.out_of_memory_kills(), look.memory_stall()),
+        connections=tuple(look.connections()),
+        notes=tuple(look.notes),
+    )
+
+
+def start_of(pid: int) -> int | None:
+    """Return the start of a running process, in clock ticks since boot; None if it has ended."""
+    try:
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+        return None if fields[0] in _ENDED else int(fields[19])
+    except (OSError, IndexError):
+        return None
+
+
+def owner_of(pid: int) -> int | None:
+    """Return the user id of a process; None if there is no such process."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def is_in_interpreter(pid: int, address: int) -> bool:
+    """Return True if an address is one of Python's own variables, such as the GIL."""
+    name, end = "", 0
+    for line in _read(Path(f"/proc/{pid}/maps")).splitlines():
+        words = line.split(maxsplit=5)
+        first, last = (int(part, 16) for part in words[0].split("-"))
+        path = words[5] if len(words) > 5 else ""
+        # Variables that are zero at first follow those in the file, without a name.
+        name = path or (name if first == end else "")
+        end = last
+        if first <= address < last:
+            return "python" in name.rpartition("/")[2]
+    return False
+
+
+def catches(pid: int, signal: int) -> bool:
+    """Return True if a process has a handler for a signal."""
+    mask = _Look(Path(f"/proc/{pid}")).value("status", "SigCgt")
+    return bool(mask) and bool(int(mask, 16) >> (signal - 1) & 1)
+
+
+@dataclass(slots=True)
+class _Look:
+    """Reads what is in a folder of /proc, and notes what it may not read."""
+
+    folder: Path
+    notes: list[str] = field(default_factory=list)
+    _seen: dict[str, str] = field(default_factory=dict)
+    _files: dict[int, str] | None = None
+
+    def text(self, name: str) -> str:
+        if name not in self._seen:
+            self._seen[name] = ""
+            try:
+                self._seen[name] = (self.folder / name).read_text("utf-8", "replace")
+            except ProcessLookupError:
+                pass  # it has just ended
+            except OSError as error:
+                self._note(name, error)
+        return self._seen[name]
+
+    def value(self, name: str, key: str) -> str:
+        found = re.search(rf"^{key}:\s*(\S+)", self.text(name), re.MULTILINE)
+        return found[1] if found else ""
+
+    def number(self, name: str, key: str) -> int:
+        return int(self.value(name, key) or 0)
+
+    def files(self) -> dict[int, str]:
+        """Return the open files by their descriptors."""
+        if self._files is None:
+            self._files = {}
+            try:
+                for entry in os.scandir(self.folder / "fd"):
+                    self._files[int(entry.name)] = os.readlink(entry.path)
+            except OSError as error:
+                self._note("fd", error)
+        return self._files
+
+    def threads(self) -> Iterator[Thread]:
+        """Yield the threads, the main thread first."""
+        try:
+            tids = sorted(int(name) for name in os.listdir(self.folder / "task"))
+        except OSError as error:
+            self._note("task", error)
+            return
+        if len(tids) > _MOST_THREADS:
+            self.notes.append(f"{len(tids) - _MOST_THREADS} of {len(tids)} threads")
+        for tid in tids[:_MOST_THREADS]:
+            thread = self._thread(tid)
+            if thread is not None:
+                yield thread
+
+    def _thread(self, tid: int) -> Thread | None:
+        task = f"task/{tid}"
+        try:
+            fields = _stat(self.folder / task / "stat")
+        except (OSError, IndexError):
+            return None  # it has ended
+        waits_in = self.text(f"{task}/wchan").strip()
+        return Thread(
+            tid,
+            fields[0],
+            "" if waits_in == "0" else waits_in,
+            *self._argument(self.text(f"{task}/syscall")),
+            _cpu_s(fields),
+            self.number(f"{task}/status", "voluntary_ctxt_switches"),
+        )
+
+    def _argument(self, system_call: str) -> tuple[str, int]:
+        """Return the file and the futex that a system call concerns."""
+        words = system_call.split()
+        if len(words) < 2 or not words[0].isdecimal():
+            return "", 0
+        number, argument = int(words[0]), int(words[1], 16)
+        if number in _FILE_CALLS:
+            return self.files().get(argument, ""), 0
+        return "", argument if number == _FUTEX_CALL else 0
+
+    def out_of_memory_kills(self) -> int | None:
+        for folder in self._cgroups():
+            for file in (folder / "memory.events", folder / "memory.oom_control"):
+                found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
+                if found:
+                    return int(found[1])
+        return None
+
+    def memory_stall(self) -> float:
+        files = [folder / "memory.pressure" for folder in self._cgroups()]
+        for file in [*files, Path("/proc/pressure/memory")]:
+            found = re.search(r"^full avg10=([\d.]+)", _read(file), re.MULTILINE)
+            if found:
+                return float(found[1]) / 100
+        return 0.0
+
+    def _cgroups(self) -> Iterator[Path]:
+        """Yield the folders of the process's cgroups that may count memory."""
+        for line in self.text("cgroup").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers in ("", "memory"):
+                yield Path("/sys/fs/cgroup", controllers, name.lstrip("/"))
+
+    def connections(self) -> Iterator[Connection]:
+        """Yield the TCP connections with unsent or unread bytes or retransmissions."""
+        own = {name[8:-1] for name in self.files().values() if name.startswith("socket:[")}
+        if not own:
+            return
+        for name in ("net/tcp", "net/tcp6"):
+            for line in self.text(name).splitlines()[1:]:
+                words = line.split()
+                if words[9] not in own or words[3] == "0A":  # 0A: it listens
+                    continue
+                unsent, unread = (int(part, 16) for part in words[4].split(":"))
+                if unsent or unread or int(words[6], 16):
+                    yield Connection(
+                        _address(words[1]), _address(words[2]), unsent, unread, int(words[6], 16)
+                    )
+
+    def _note(self, name: str, error: OSError) -> None:
+        self.notes.append(f"{self.folder}/{name}: {error.strerror}")
+
+
+def _stat(path: Path) -> list[str]:
+    """Return the fields of a stat file after the program's name: state, parent, …"""
+    return path.read_text("utf-8", "replace").rpartition(")")[2].split()
+
+
+def _cpu_s(fields: list[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _address(text: str) -> str:
+    """Decode an address of /proc/net/tcp, such as 0100007F:1F90."""
+    host, port = text.split(":")
+    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    if len(words) == 1:
+        return ".".join(map(str, words[0])) + f":{int(port, 16)}"
+    return f"[{b''.join(words).hex(':', 2)}]:{int(port, 16)}"

@@ -1,0 +1,147 @@
+"""Who waits for whom: by the numbers of calls, which are the same on all ranks of a communicator.
+
+A rank waits for the ranks of its communicator that have not begun the call that it is in. They may
+wait themselves, in a call of another communicator; the ranks at the ends of such chains are the
+cause. Without an end, the ranks wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.ring import Call
+
+UNSEEN = -1
+"""Stands for a rank whose records are not here, and whose number is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank in a call that has not ended, or in which the rank ended.
+
+    Attributes:
+        rank: who waits.
+        behind: ranks that have not begun the call; empty if all have.
+    """
+
+    rank: int
+    call: Call
+    behind: frozenset[int]
+
+    @property
+    def since_s(self) -> float:
+        """When the call began, on the monotonic clock."""
+        return self.call.entered_s
+
+
+def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait]:
+    """Find out who waits for whom.
+
+    Args:
+        ranks: the ranks whose records are here.
+        missing: the others.
+    """
+    table = _Progress(ranks, missing)
+    return [
+        Wait(each.rank, call, table.behind(each, call)) for each in ranks for call in _waiting(each)
+    ]
+
+
+def _waiting(rank: ObservedRank) -> Iterator[Call]:
+    """Yield the calls in which a rank has waited at both moments, or waited when it ended."""
+    if not rank.is_dead:
+        before = {call.number for call in rank.before.calls if call.is_running}
+        yield from (call for call in rank.running if call.number in before)
+    elif rank.last_call is not None and (rank.last_call.is_failed or rank.last_call.is_running):
+        yield rank.last_call
+
+
+class _Progress:
+    """How far each rank is in each communicator."""
+
+    def __init__(self, ranks: Sequence[ObservedRank], missing: Sequence[int]) -> None:
+        self._missing = missing
+        self._world_size = max((each.records.world_size for each in ranks), default=0)
+        self._ranks: dict[int, dict[int, int]] = {}  # by key, the job's ranks by the communicator's
+        self._last: dict[
+            tuple[int, int], int
+        ] = {}  # the last collective, by key and the job's rank
+        self._in_lane: dict[tuple[int, int, int], list[Call]] = {}
+        for each in ranks:
+            for member in each.records.members:
+                self._ranks.setdefault(member.key, {})[member.rank] = each.rank
+            for call in (*each.before.calls, *each.records.calls):
+                self._add(each.rank, call)
+
+    def _add(self, rank: int, call: Call) -> None:
+        key = call.member.key
+        if not call.signature.is_pairwise:
+            self._last[key, rank] = max(self._last.get((key, rank), 0), call.sequence)
+        elif call.is_running:
+            self._in_lane.setdefault((key, rank, call.signature.root), []).append(call)
+
+    def behind(self, rank: ObservedRank, call: Call) -> frozenset[int]:
+        """Return the ranks that have not begun a call."""
+        if call.signature.is_pairwise:
+            return self._behind_in_lane(call)
+        key = call.member.key
+        members = (self._job_rank(call, each) for each in range(call.member.size))
+        return frozenset(
+            each
+            for each in members
+            if each != rank.rank
+            and (each == UNSEEN or self._last.get((key, each), 0) < call.sequence)
+        )
+
+    def _behind_in_lane(self, call: Call) -> frozenset[int]:
+        """Return the other rank of a send or receive, unless it is in the opposite call."""
+        if call.signature.root < 0:
+            return frozenset()  # from any rank
+        key, other = call.member.key, self._job_rank(call, call.signature.root)
+        opposite = {"send": "recv", "recv": "send"}[call.signature.op]
+        theirs = self._in_lane.get((key, other, call.member.rank), [])
+        if any(each.signature.op == opposite for each in theirs):
+            return frozenset()
+        return frozenset([other])
+
+    def _job_rank(self, call: Call, rank: int) -> int:
+        known = self._ranks[call.member.key].get(rank)
+        if known is not None:
+            return known
+        has_same_ranks = all(a == b for a, b in self._ranks[call.member.key].items())
+        if rank in self._missing and call.member.size == self._world_size and has_same_ranks:
+            return rank
+        return self._missing[0] if len(self._missing) == 1 else UNSEEN
+
+
+def causes(waits: Sequence[Wait], present: frozenset[int]) -> tuple[frozenset[int], list[int]]:
+    """Follow the waiting ranks to those that they wait for in the end.
+
+    Args:
+        waits: who waits for whom.
+        present: ranks that run code outside of calls; they are ends of chains even if one of their
+            asynchronous calls has not ended.
+
+    Returns:
+        The ranks at the ends of the chains; and if there are none, a circle of ranks that wait for
+        each other, empty if there is none.
+    """
+    edges: dict[int, set[int]] = {}
+    for wait in waits:
+        edges.setdefault(wait.rank, set()).update(wait.behind)
+    targets = {each for behind in edges.values() for each in behind}
+    ends = frozenset(each for each in targets if each in present or not edges.get(each))
+    return ends, [] if ends else _circle(edges)
+
+
+def _circle(edges: dict[int, set[int]]) -> list[int]:
+    for start in sorted(edges):
+        path = [start]
+        while edges.get(path[-1]):
+            following = min(edges[path[-1]])
+            if following in path:
+                return path[path.index(following) :]
+            path.append(following)
+    return []

@@ -1,0 +1,71 @@
+"""Ranks, lines and times in words."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Iterable
+
+from fastdist.recorder.waits import UNSEEN
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Name ranks: "rank 3", "ranks 0, 2 and 5"."""
+    known = sorted({rank for rank in ranks if rank != UNSEEN})
+    if not known:
+        return "a rank that cannot be seen from here"
+    if len(known) == 1:
+        return f"rank {known[0]}"
+    runs = list(_runs(known))
+    if len(runs) == 1 and len(known) > 3:
+        return f"ranks {known[0]} to {known[-1]}"
+    if len(known) > 8:
+        return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"ranks {', '.join(map(str, known[:-1]))} and {known[-1]}"
+
+
+def _runs(ranks: list[int]) -> Iterable[tuple[int, int]]:
+    start = previous = ranks[0]
+    for rank in ranks[1:]:
+        if rank != previous + 1:
+            yield start, previous
+            start = rank
+        previous = rank
+    yield start, previous
+
+
+def verb(ranks: Collection[int], one: str, several: str) -> str:
+    """Choose the form of a verb."""
+    return one if len(ranks) == 1 else several
+
+
+def short(line: str) -> str:
+    """Shorten "/home/me/train.py:12 in step" to "train.py:12 in step"; "" stays."""
+    return re.sub(r"^.*/(?=[^/]*:\d+ in )", "", line)
+
+
+def at(line: str) -> str:
+    """Return " at train.py:12 in step"; "" for an unknown line."""
+    return f" at {short(line)}" if line else ""
+
+
+def seconds(value_s: float) -> str:
+    """Write a time: "4 ms", "0.5 s", "12 s", "3 min", "2.5 h"."""
+    if value_s < 0.0995:
+        return f"{max(value_s, 0) * 1e3:.0f} ms"
+    if value_s < 9.95:
+        return f"{value_s:.1f} s"
+    if value_s < 120:
+        return f"{value_s:.0f} s"
+    return f"{value_s / 60:.0f} min" if value_s < 7200 else f"{value_s / 3600:.1f} h"
+
+
+def how_it_ended(status: int) -> str:
+    """Describe the status of a zombie, as `os.waitpid` gives it."""
+    number = status & 0x7F
+    if not number:
+        return f"with exit code {status >> 8}"
+    try:
+        return f"by signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"by signal {number}"

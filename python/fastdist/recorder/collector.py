@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fastdist.recorder import ring
+from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import record_paths
+from fastdist.recorder.ring import Call, Snapshot, UnreadableError
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 
 _PERIOD_S = 0.2
@@ -73,7 +74,7 @@ def ancestors(pid: int) -> list[int]:
 def _open(path: Path) -> _Follower | None:
     try:
         return _Follower(path)
-    except (OSError, ring.UnreadableError):
+    except (OSError, UnreadableError):
         return None
 
 
@@ -81,41 +82,37 @@ class _Follower:
     """Reads what one process records."""
 
     def __init__(self, path: Path) -> None:
-        self._data = np.memmap(path, np.uint8, mode="r")
-        header = ring.header_of(path, self._data.tobytes())
-        self._clock = ring.Clock(header)
-        self._began_s = int(header["realtime_ns"]) / 1e9 - int(header["monotonic_ns"]) / 1e9
-        label = f"rank {header['rank']} ({ring.text_of(header['host'])}, {header['pid']})"
-        self.timeline = RankTimeline(int(header["rank"]), label)
+        self._path = path
+        self._mapping = np.memmap(path, np.uint8, mode="r")
+        header = Snapshot.of_mapping(path, self._mapping).header
+        self._epoch_s = (int(header["realtime_ns"]) - int(header["monotonic_ns"])) / 1e9
+        self.timeline = RankTimeline(int(header["rank"]), "")
         # Numbers of the calls in the file that were read. A queue of calls takes several numbers at
         # once, so greater ones may come before smaller ones.
         self._known = np.empty(0, np.uint64)
         self._running: list[TracedCall] = []
         self._phases = 0
-        self._phase = (0, 0)  # the one that goes on: ticks and number
+        self._phase: tuple[float, Phase] | None = None  # the one that goes on
 
     def read(self) -> None:
         """Add what is new since the last time."""
-        data = self._data.tobytes()
-        again = self._data[ring.CALLS_AT :].tobytes()
-        header = ring.header_of(Path(), data)
-        members = ring.members_in(data, int(header["communicators"]))
-        sites = ring.sites_in(data, int(header["sites"]))
-        calls = ring.whole_calls(data, again, len(members))
-        ended = calls[calls["done"] > 0]
-        self._running = [
-            self._traced(ring.call_of(each, members, sites, self._clock))
-            for each in calls[calls["done"] == 0]
-        ]
-        for each in ended[~np.isin(ended["number"], self._known)]:
-            call = ring.call_of(each, members, sites, self._clock)
-            self.timeline.calls.append(self._traced(call))
+        file = Snapshot.of_mapping(self._path, self._mapping)
+        header = file.header
+        self.timeline.label = f"rank {header['rank']} ({file.text('host')}, {header['pid']})"
+        has_ended = file.calls["done"] > 0
+        ended = file.calls[has_ended]
+        new = ended[~np.isin(ended["number"], self._known)]
         self._known = ended["number"]
-        self._read_phases(data, int(header["phases"]))
+        self.timeline.calls += [self._traced(file.call(each)) for each in new]
+        self._running = [self._traced(file.call(each)) for each in file.calls[~has_ended]]
+        for begin in file.phases(self._phases):
+            self._end_phase(begin[0])
+            self._phase = begin
+        self._phases = int(header["phases"])
 
-    def _traced(self, call: ring.Call) -> TracedCall:
-        there_s = call.entered_s if call.there_s is None else call.there_s
+    def _traced(self, call: Call) -> TracedCall:
         done_s = time.monotonic() if call.done_s is None else call.done_s
+        there_s = call.entered_s if call.there_s is None else call.there_s
         return TracedCall(
             communicator=f"{call.member.key:016x}",
             size=call.member.size,
@@ -123,25 +120,17 @@ class _Follower:
             text=str(call.signature),
             op=call.signature.op,
             site=call.site,
-            entered_s=call.entered_s + self._began_s,
-            there_s=there_s + self._began_s,
-            done_s=done_s + self._began_s,
+            entered_s=call.entered_s + self._epoch_s,
+            there_s=(done_s if call.is_running else there_s) + self._epoch_s,
+            done_s=done_s + self._epoch_s,
             is_failed=call.is_failed or call.is_running,
         )
 
-    def _read_phases(self, data: bytes, count: int) -> None:
-        phases = np.frombuffer(data, np.uint64, ring.PHASES, ring.PHASES_AT)
-        for place in range(max(self._phases, count - ring.PHASES + 1), count):
-            word = int(phases[place % ring.PHASES])
-            self._end_phase(word >> 3)
-            self._phase = (word >> 3, word & 7)
-        self._phases = count
-
-    def _end_phase(self, ticks: int) -> None:
-        begun, number = self._phase
-        if begun:
-            begin_s, end_s = (self._clock.seconds(each) + self._began_s for each in (begun, ticks))
-            self.timeline.spans.append(Span(ring.phase_of(number).name.lower(), begin_s, end_s))
+    def _end_phase(self, end_s: float) -> None:
+        if self._phase is not None:
+            begin_s, phase = self._phase
+            span = Span(phase.name.lower(), begin_s + self._epoch_s, end_s + self._epoch_s)
+            self.timeline.spans.append(span)
 
     def finish(self) -> RankTimeline:
         """Return all that was read, once."""

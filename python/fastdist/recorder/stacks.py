@@ -162,7 +162,7 @@ def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
     return [
         Stack(
             tuple(
-                Frame(each["filename"], int(each["line"]), each["name"])
+                Frame(each["filename"], int(each["line"]), _bare(each["name"]))
                 for each in thread["frames"]
             ),
             is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
@@ -170,6 +170,11 @@ def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
         )
         for thread in dumped
     ]
+
+
+def _bare(name: str) -> str:
+    """Return "hold" for "step.<locals>.hold", as faulthandler and records name it."""
+    return name.rpartition("<locals>.")[2]
 
 
 def _by_signal(

@@ -23,6 +23,8 @@ from fastdist.recorder import place
 KIND, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 30
 LONG_S = 100.0
+if KIND == "loading":
+    import torch.utils.data  # takes long
 place._folders = lambda: [FOLDER]
 comm = fd.init()
 
@@ -103,9 +105,7 @@ def other_size() -> None:
 
 
 def loading() -> None:
-    from torch.utils.data import DataLoader, Dataset
-
-    class Slow(Dataset[int]):
+    class Slow(torch.utils.data.Dataset[int]):
         def __len__(self) -> int:
             return 1
 
@@ -113,7 +113,7 @@ def loading() -> None:
             time.sleep(LONG_S)
             return index
 
-    next(iter(DataLoader(Slow())))
+    next(iter(torch.utils.data.DataLoader(Slow())))
 
 
 def for_all(kind: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from fastdist.recorder import stacks
+from fastdist.cli.main import main
+from fastdist.recorder import place, stacks
 from fastdist.recorder.diagnosis import diagnose
+from fastdist.recorder.jobs import jobs_here
 from fastdist.recorder.kinds import Kind
 from stalled import Stalled
 
@@ -18,13 +22,13 @@ QUICK: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "raising": (2, Kind.DEAD, (1,), ("ValueError: a bad batch at stalled_rank.py:", "in raising")),
     "stopped": (2, Kind.STOPPED, (1,), ("rank 1 is stopped", "rank 0 waits for it in all_reduce")),
     "asleep": (3, Kind.USER, (1,), ("asleep at stalled_rank.py:", "ranks 0 and 2 wait for it")),
-    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", "in hold", "in waiting_for_a_lock")),
     "without_the_gil": (2, Kind.THREADS, (1,), ("GIL", "in hold", "in without_the_gil")),
-    "reading_a_pipe": (2, Kind.FILES, (1,), ("waits for the file /", "in reading_a_pipe")),
     "crossed": (2, Kind.OTHER_ORDER, (0, 1), ("rank 0 waits for rank 1 in barrier",)),
     "other_size": (3, Kind.OTHER_CALL, (1,), ("float64 × 9", "in other_size", "float64 × 8")),
 }
 SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
+    "reading_a_pipe": (2, Kind.FILES, (1,), ("waits for the file /", "in reading_a_pipe")),
+    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", "in hold", "in waiting_for_a_lock")),
     "all_killed": (3, Kind.DEAD, (0, 1, 2), ("ranks 0, 1 and 2 are dead",)),
     "leaving": (3, Kind.DEAD, (1,), ("its records are gone", "ranks 0 and 2")),
     "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead",)),
@@ -73,7 +77,7 @@ def test_further_causes_are_named(one: Stalled, kind: str) -> None:
     check(one, kind, expected, ranks, words)
 
 
-@pytest.mark.parametrize("kind", ["asleep", "waiting_for_a_lock", "without_the_gil"])
+@pytest.mark.parametrize("kind", ["asleep", "without_the_gil"])
 def test_stacks_come_without_py_spy(
     stalled: Stalled, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +100,48 @@ def test_the_answer_comes_within_two_seconds(stalled: Stalled) -> None:
     began_s = time.monotonic()
     diagnose(job)
     assert time.monotonic() - began_s < 2.0
+
+
+def test_the_command_answers(
+    stalled: Stalled,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(place, "_folders", lambda: [stalled.folder("asleep")])
+    stalled.diagnosis("asleep")
+    job = jobs_here()[0][0]
+    pid = job.ranks[0].records.pid
+    assert main(["why", str(pid), "--plot", "-"]) == 0
+    sentence, _, titles, first, second, _, *rest = capsys.readouterr().out.splitlines()
+    assert sentence.startswith("Rank 1 has not arrived: it is in user code, asleep at stalled_")
+    assert titles.split() == ["rank", "pid", "state", "phase", "last", "call", "since", "stack"]
+    assert f"0     {pid}" in first
+    assert "in it for" in first
+    assert second.endswith(" in asleep")
+    assert "has not come" in "\n".join(rest)
+    page = tmp_path / "arrivals.html"
+    assert main(["why", job.id[:6], "--json", "--plot", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["job"], found["class"]) == (job.id, "never arrived, still in user code")
+    assert (found["ranks"], found["line"].endswith(" in asleep")) == ([1], True)
+    assert [row["is_in_call"] for row in found["table"]] == [True, False, True]
+    assert found["not_seen"] == []
+    assert "rank 1" in page.read_text()
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{job.id[:8]}  running  3 ")
+    assert main(["ps", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["pids"][0] == pid
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn(
+    stalled: Stalled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(place, "_folders", lambda: [stalled.folder("asleep")])
+    assert main(["why", "--plot", str(tmp_path / "arrivals.png")]) == 0
+    assert (tmp_path / "arrivals.png").read_bytes()[1:4] == b"PNG"
 
 
 ANYWHERE = {

@@ -13,8 +13,9 @@ import pytest
 from fastdist.cli.main import main
 from fastdist.recorder import jobs as jobs_module
 from fastdist.recorder import observation, place, stacks
+from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
-from fastdist.recorder.stacks import Stack, parse_faulthandler
+from fastdist.recorder.stacks import parse_faulthandler
 from fastdist.recorder.words import names, seconds, short
 from synthetic_records import write_records
 
@@ -128,10 +129,11 @@ def test_stacks_of_faulthandler_are_read() -> None:
 
 def test_programs_keep_their_signal(tmp_path: Path) -> None:
     code = (
-        "import signal, sys; from pathlib import Path; from fastdist.recorder import stacks\n"
-        "signal.signal(stacks.SIGNAL, lambda *_: print('mine'))\n"
-        "stacks.write_on_signal(Path(sys.argv[1]))\n"
-        "signal.raise_signal(stacks.SIGNAL)\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from fastdist.recorder.stack_signal import SIGNAL, write_on_signal\n"
+        "signal.signal(SIGNAL, lambda *_: print('mine'))\n"
+        "write_on_signal(Path(sys.argv[1]))\n"
+        "signal.raise_signal(SIGNAL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "stacks"], capture_output=True, text=True

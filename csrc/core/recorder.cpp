@@ -82,13 +82,12 @@ File& map(const std::string& path) {
 
 }  // namespace
 
-void choose_clock() noexcept { has_steady_counter = counter_is_steady(); }
+const bool has_steady_counter = counter_is_steady();
 
 void start(const std::string& path, const Identity& identity) {
   const std::lock_guard lock(changing);
   if (file.load() != nullptr) return;
   File& made = map(path);
-  choose_clock();
   FileHeader& header = made.header;
   header.pid = ::getpid();
   header.started = start_of_process();

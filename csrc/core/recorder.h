@@ -25,12 +25,12 @@ namespace fastdist::recorder {
 
 // Returns the time in units of `FileHeader::clock`: a counter of the processor where that runs
 // evenly, which takes a third of the time that clock_gettime takes.
-inline std::atomic<bool> has_steady_counter{false};
+extern const bool has_steady_counter;
 [[nodiscard]] inline std::uint64_t ticks() noexcept {
 #if defined(__x86_64__)
-  if (has_steady_counter.load(std::memory_order_relaxed)) return __rdtsc();
+  if (has_steady_counter) return __rdtsc();
 #elif defined(__aarch64__)
-  if (has_steady_counter.load(std::memory_order_relaxed)) {
+  if (has_steady_counter) {
     std::uint64_t now = 0;
     asm volatile("mrs %0, cntvct_el0" : "=r"(now));
     return now;
@@ -46,6 +46,7 @@ constexpr std::uint32_t kFormat = 1;
 constexpr std::size_t kCalls = 4096;
 constexpr std::size_t kCommunicators = 256;
 constexpr std::size_t kSites = 512;
+constexpr std::size_t kPhases = 8192;
 constexpr std::uint16_t kNoSite = 0;
 
 enum class Outcome : std::uint8_t { kRunning, kDone, kFailed };
@@ -75,8 +76,9 @@ struct FileHeader {
   std::array<char, 64> job;
   std::array<char, 64> host;
   std::array<char, 256> program;
+  Word phases;  // how many have begun
 };
-static_assert(sizeof(FileHeader) == 512);
+static_assert(sizeof(FileHeader) == 520);
 
 struct RecordedCommunicator {
   std::int32_t rank;  // this process's
@@ -109,6 +111,8 @@ struct File {
   alignas(4096) std::array<RecordedCommunicator, kCommunicators> communicators;
   alignas(4096) std::array<Site, kSites> sites;
   alignas(4096) std::array<RecordedCall, kCalls> calls;
+  // The ring of phases that have begun: phase n, from 0, is `ticks << 3 | phase` at n % kPhases.
+  alignas(4096) std::array<Word, kPhases> phases;
 };
 
 // This process's file; null where nothing is recorded, and in forked children.
@@ -121,8 +125,6 @@ struct Identity {
   std::string version, job, host, program;
 };
 
-// Makes `ticks` the clock of all recorders of this machine. For processes that only read.
-void choose_clock() noexcept;
 // Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
 // the first file and its records where they are.
 void start(const std::string& path, const Identity& identity);
@@ -137,8 +139,13 @@ void close_communicator(std::uint16_t number) noexcept;
 inline Phase set_phase(Phase phase) noexcept {
   File* const f = file.load(std::memory_order_acquire);
   if (f == nullptr) return Phase::kUser;
-  const auto before = f->header.phase.exchange(static_cast<std::uint64_t>(phase));
-  f->header.phase_since.store(ticks(), std::memory_order_relaxed);
+  const auto now = ticks();
+  const auto number = static_cast<std::uint64_t>(phase);
+  const auto before = f->header.phase.exchange(number);
+  f->header.phase_since.store(now, std::memory_order_relaxed);
+  const auto place = f->header.phases.load(std::memory_order_relaxed);
+  f->phases[place % kPhases].store(now << 3 | number, std::memory_order_relaxed);
+  f->header.phases.store(place + 1, std::memory_order_release);
   return static_cast<Phase>(before);
 }
 

@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
@@ -131,6 +132,14 @@ def add_parser(subparsers: "_Subparsers") -> None:
         help="do not begin each line of output with the name of its rank or task",
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write a trace of the ranks: collectives, and phases of a strategy's steps; fastdist "
+        "trace and https://ui.perfetto.dev show it. On several machines each writes its own: "
+        "FILE's name gets the machine's number",
+    )
+    parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )
     command = parser.add_argument(
@@ -242,7 +251,36 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             colour=_has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
-        return supervise(job)
+        with _traced(_trace_of_machine(arguments)):
+            return supervise(job)
+
+
+def _trace_of_machine(arguments: argparse.Namespace) -> Path | None:
+    """Name the file of this machine's trace: trace.1.json for the second machine."""
+    path: Path | None = arguments.trace
+    if path is None or arguments.nnodes == 1:
+        return path
+    return path.with_name(f"{path.stem}.{arguments.node_rank}{path.suffix}")
+
+
+@contextmanager
+def _traced(path: Path | None) -> Iterator[None]:
+    """Write a trace of the job that runs inside."""
+    if path is None:
+        yield
+        return
+    if not path.absolute().parent.is_dir():
+        raise _OptionError(f"--trace {path}: there is no folder {path.absolute().parent}")
+    # numpy takes longer to import than the launcher to start.
+    from fastdist.recorder.collector import Collector
+    from fastdist.recorder.trace_file import write_trace
+
+    collector = Collector()
+    try:
+        yield
+    finally:
+        write_trace(path, collector.stop())
+        sys.stderr.write(f"fastdist run: wrote {path}; see it by: fastdist trace {path}\n")
 
 
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
@@ -250,6 +288,8 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     there = ["-n", str(arguments.ranks)]
     there += ["--grace-s", str(arguments.grace_s)]
     there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
+    if arguments.trace is not None:
+        there += ["--trace", str(arguments.trace)]
     if not arguments.command:
         raise _OptionError(f"expected {_TARGET}")
     host = hosts[0].rpartition("@")[2]

@@ -40,6 +40,7 @@ _HEADER = np.dtype(
         ("job", "S64"),
         ("host", "S64"),
         ("program", "S256"),
+        ("phases", "<u8"),
     ]
 )
 _COMMUNICATOR = np.dtype(
@@ -71,7 +72,9 @@ _SITE = np.dtype("S256")
 _COMMUNICATORS_AT = 4096
 _SITES_AT = _COMMUNICATORS_AT + _COMMUNICATORS * _COMMUNICATOR.itemsize
 _CALLS_AT = _SITES_AT + _SITES * _SITE.itemsize
-_BYTES = _CALLS_AT + _CALLS * _CALL.itemsize
+_CALLS_END = _CALLS_AT + _CALLS * _CALL.itemsize
+_PHASES = 8192
+_BYTES = _CALLS_END + _PHASES * 8
 
 _KEPT = 512  # of the last calls, which are made into objects
 
@@ -175,36 +178,101 @@ def read_records(path: Path) -> Records | None:
     try:
         data = os.pread(fd, _BYTES, 0)
         # What changed its number since the first look was being written.
-        again = os.pread(fd, _BYTES - _CALLS_AT, _CALLS_AT)
+        again = os.pread(fd, _CALLS_END - _CALLS_AT, _CALLS_AT)
     finally:
         os.close(fd)
-    return _records(path, data, again)
+    return _records(Snapshot(path, data, again))
 
 
-def _records(path: Path, data: bytes, again: bytes) -> Records:
-    header = _header(path, data)
-    clock = _Clock(header)
-    members = _members(data, int(header["communicators"]))
-    sites = _sites(data, int(header["sites"]))
-    calls = _whole_calls(data, again, len(members))
+class Snapshot:
+    """The contents of a file of records at one moment.
+
+    Args:
+        path: the file, for errors.
+        data: its bytes.
+        again: the bytes of its calls, read later.
+
+    Attributes:
+        calls: those that were not being written, in the file's format, by the time when they began.
+        clock: converts their times.
+
+    Raises:
+        UnreadableError: the file is damaged, of another format, or of another version of fastdist.
+    """
+
+    def __init__(self, path: Path, data: bytes, again: bytes) -> None:
+        self.path = path
+        self.header = _header(path, data)
+        self.clock = _Clock(self.header)
+        self.members = _members(data, int(self.header["communicators"]))
+        self.calls = _whole_calls(data, again, len(self.members))
+        self._sites = _sites(data, int(self.header["sites"]))
+        self._data = data
+
+    @classmethod
+    def of_mapping(cls, path: Path, mapping: npt.NDArray[np.uint8]) -> Snapshot:
+        """Copy a file that is mapped into memory."""
+        return cls(path, mapping.tobytes(), mapping[_CALLS_AT:_CALLS_END].tobytes())
+
+    def text(self, name: str) -> str:
+        """Return a text of the header."""
+        return _text(self.header[name])
+
+    def site(self, number: int) -> str:
+        """Return a line that has made calls; empty if unknown."""
+        return self._sites[number] if number < len(self._sites) else ""
+
+    def call(self, each: Any) -> Call:
+        """Decode one of `calls`."""
+        return Call(
+            number=int(each["number"]),
+            sequence=int(each["sequence"]),
+            member=self.members[int(each["communicator"])],
+            signature=Signature(int(each["signature"]), int(each["count"])),
+            site=self.site(int(each["site"])),
+            phase=_phase(int(each["phase"])),
+            entered_s=self.clock.seconds(each["entered"]),
+            there_s=self.clock.seconds(each["there"]) if each["there"] else None,
+            done_s=self.clock.seconds(each["done"]) if each["done"] else None,
+            is_failed=int(each["outcome"]) == 2,
+        )
+
+    def durations_s(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Return how long the calls took that have ended, by site."""
+        ended = self.calls[self.calls["done"] > 0]
+        took_s = self.clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
+        numbers = np.unique(ended["site"]).tolist()
+        return {self.site(number): took_s[ended["site"] == number] for number in numbers}
+
+    def phases(self, first: int) -> list[tuple[float, Phase]]:
+        """Return when phases began, from the phase with the number `first` on, if it is kept."""
+        begun = int(self.header["phases"])
+        ring = np.frombuffer(self._data, np.uint64, _PHASES, _CALLS_END)
+        words = (int(ring[i % _PHASES]) for i in range(max(first, begun - _PHASES + 1), begun))
+        return [(self.clock.seconds(word >> 3), _phase(word & 7)) for word in words]
+
+
+def _records(file: Snapshot) -> Records:
+    header = file.header
+    calls = file.calls
     kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
     return Records(
-        path=path,
+        path=file.path,
         pid=int(header["pid"]),
         started=int(header["started"]),
         began_s=int(header["monotonic_ns"]) / 1e9,
         began_at_s=int(header["realtime_ns"]) / 1e9,
         rank=int(header["rank"]),
         world_size=int(header["world_size"]),
-        job=_text(header["job"]),
-        host=_text(header["host"]),
-        program=_text(header["program"]),
+        job=file.text("job"),
+        host=file.text("host"),
+        program=file.text("program"),
         call_count=int(header["calls"]),
         phase=_phase(int(header["phase"])),
-        phase_since_s=clock.seconds(header["phase_since"]),
-        members=members,
-        calls=tuple(_call(each, members, sites, clock) for each in kept),
-        durations_s=_durations(calls, sites, clock),
+        phase_since_s=file.clock.seconds(header["phase_since"]),
+        members=file.members,
+        calls=tuple(map(file.call, kept)),
+        durations_s=file.durations_s(),
     )
 
 
@@ -269,34 +337,6 @@ def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void
     order = np.argsort(calls["entered"][whole], kind="stable")
     kept: npt.NDArray[np.void] = calls[whole][order]
     return kept
-
-
-def _call(each: Any, members: tuple[Member, ...], sites: list[str], clock: _Clock) -> Call:
-    site = int(each["site"])
-    return Call(
-        number=int(each["number"]),
-        sequence=int(each["sequence"]),
-        member=members[int(each["communicator"])],
-        signature=Signature(int(each["signature"]), int(each["count"])),
-        site=sites[site] if site < len(sites) else "",
-        phase=_phase(int(each["phase"])),
-        entered_s=clock.seconds(each["entered"]),
-        there_s=clock.seconds(each["there"]) if each["there"] else None,
-        done_s=clock.seconds(each["done"]) if each["done"] else None,
-        is_failed=int(each["outcome"]) == 2,
-    )
-
-
-def _durations(
-    calls: npt.NDArray[np.void], sites: list[str], clock: _Clock
-) -> dict[str, npt.NDArray[np.float64]]:
-    ended = calls[calls["done"] > 0]
-    took_s = clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
-    return {
-        sites[site]: took_s[ended["site"] == site]
-        for site in np.unique(ended["site"]).tolist()
-        if site < len(sites)
-    }
 
 
 def _phase(number: int) -> Phase:

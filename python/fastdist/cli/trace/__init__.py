@@ -1,0 +1,52 @@
+"""`fastdist trace`: says where the time of a traced job went, and who waited for whom."""
+
+import argparse
+import sys
+from pathlib import Path
+
+_DESCRIPTION = """\
+Reads traces that `fastdist run --trace` wrote: prints how long steps took, what ranks did
+meanwhile, and which ranks the others waited for, and why. The seconds of a phase include those
+spent waiting in it. Perfetto (https://ui.perfetto.dev) and chrome://tracing show the same files.
+Traces of a job's machines are joined on the clock of the first: all ranks of a collective see at
+the same moment that the last of them has come.
+"""
+_EPILOG = """\
+examples:
+  fastdist run -n 4 --trace out.json train.py
+  fastdist trace out.json
+  fastdist trace out.json --plot steps.png             # the time of each step, by rank
+  fastdist trace node0.json node1.json -o all.json     # join the traces of two machines
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `trace` command."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="say where the time of a traced job went",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a machine's trace")
+    parser.add_argument("--json", action="store_true", help="write JSON instead")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the time of each step, by rank, into a file"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write one trace of all machines"
+    )
+    parser.set_defaults(handler=_trace)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from fastdist.cli.trace.report import run  # numpy: only when it runs
+
+    try:
+        run(options.files, as_json=options.json, plot=options.plot, output=options.output)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"fastdist trace: {error}", file=sys.stderr)
+        return 2
+    return 0

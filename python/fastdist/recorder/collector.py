@@ -1,0 +1,143 @@
+"""Follows the records of running processes, which keep the last calls only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from fastdist.recorder.phases import Phase
+from fastdist.recorder.place import record_paths
+from fastdist.recorder.ring import Call, Snapshot, UnreadableError
+from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
+
+_PERIOD_S = 0.2
+_MOST_WORK = 0.05  # of a core
+
+
+class Collector:
+    """Reads the records of the processes that descend from this one, until it is stopped.
+
+    It maps their files, so that it can read those of a process that has ended.
+    """
+
+    def __init__(self) -> None:
+        self._followers: dict[Path, _Follower | None] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[RankTimeline]:
+        """Stop, and return what the processes did, by rank. Times are in seconds since 1970."""
+        self._stop.set()
+        self._thread.join()
+        followers = [each for each in self._followers.values() if each is not None]
+        return sorted((each.finish() for each in followers), key=lambda each: each.rank)
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            before_s = time.thread_time()
+            self._look()
+            self._stop.wait(max(_PERIOD_S, (time.thread_time() - before_s) / _MOST_WORK))
+        self._look()
+
+    def _look(self) -> None:
+        for found in record_paths():
+            if found.path in self._followers or not found.is_here:
+                continue
+            is_own = os.getpid() in ancestors(found.pid)
+            follower = _open(found.path) if is_own else None
+            if follower is not None or not is_own:
+                self._followers[found.path] = follower
+        for follower in self._followers.values():
+            if follower is not None:
+                follower.read()
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the processes from which a process descends, beginning with its parent."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
+        found.append(pid)
+    return found
+
+
+def _open(path: Path) -> _Follower | None:
+    try:
+        return _Follower(path)
+    except (OSError, UnreadableError):
+        return None
+
+
+class _Follower:
+    """Reads what one process records."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._mapping = np.memmap(path, np.uint8, mode="r")
+        header = Snapshot.of_mapping(path, self._mapping).header
+        self._epoch_s = (int(header["realtime_ns"]) - int(header["monotonic_ns"])) / 1e9
+        self.timeline = RankTimeline(int(header["rank"]), "")
+        # Numbers of the calls in the file that were read. A queue of calls takes several numbers at
+        # once, so greater ones may come before smaller ones.
+        self._known = np.empty(0, np.uint64)
+        self._running: list[TracedCall] = []
+        self._phases = 0
+        self._phase: tuple[float, Phase] | None = None  # the one that goes on
+
+    def read(self) -> None:
+        """Add what is new since the last time."""
+        file = Snapshot.of_mapping(self._path, self._mapping)
+        header = file.header
+        self.timeline.label = f"rank {header['rank']} ({file.text('host')}, {header['pid']})"
+        has_ended = file.calls["done"] > 0
+        ended = file.calls[has_ended]
+        new = ended[~np.isin(ended["number"], self._known)]
+        self._known = ended["number"]
+        self.timeline.calls += [self._traced(file.call(each)) for each in new]
+        self._running = [self._traced(file.call(each)) for each in file.calls[~has_ended]]
+        for begin in file.phases(self._phases):
+            self._end_phase(begin[0])
+            self._phase = begin
+        self._phases = int(header["phases"])
+
+    def _traced(self, call: Call) -> TracedCall:
+        done_s = time.monotonic() if call.done_s is None else call.done_s
+        there_s = call.entered_s if call.there_s is None else call.there_s
+        return TracedCall(
+            communicator=f"{call.member.key:016x}",
+            size=call.member.size,
+            sequence=call.sequence,
+            text=str(call.signature),
+            op=call.signature.op,
+            site=call.site,
+            entered_s=call.entered_s + self._epoch_s,
+            there_s=(done_s if call.is_running else there_s) + self._epoch_s,
+            done_s=done_s + self._epoch_s,
+            is_failed=call.is_failed or call.is_running,
+        )
+
+    def _end_phase(self, end_s: float) -> None:
+        if self._phase is not None:
+            begin_s, phase = self._phase
+            span = Span(phase.name.lower(), begin_s + self._epoch_s, end_s + self._epoch_s)
+            self.timeline.spans.append(span)
+
+    def finish(self) -> RankTimeline:
+        """Return all that was read, once."""
+        calls = self.timeline.calls
+        calls += self._running  # when the process died
+        calls.sort(key=lambda each: each.entered_s)
+        made = Counter(call.communicator for call in calls if call.is_collective)
+        last = {call.communicator: call.sequence for call in calls if call.is_collective}
+        self.timeline.lost_calls = sum(last[each] - made[each] for each in made)
+        return self.timeline

@@ -1,0 +1,227 @@
+"""What the ranks of a job did when: phases and calls on one clock, and who waited for whom."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase of a rank. Times are in seconds of the timeline's clock."""
+
+    phase: str
+    begin_s: float
+    end_s: float
+
+    def overlap_s(self, begin_s: float, end_s: float) -> float:
+        """Return how long the span lasts between two times."""
+        return max(0.0, min(self.end_s, end_s) - max(self.begin_s, begin_s))
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call of a rank. Times are in seconds of the timeline's clock.
+
+    Attributes:
+        communicator: the same on all of its ranks, and on no others.
+        size: the number of ranks of the communicator.
+        sequence: of the call in its communicator, or of a send or receive in its lane.
+        text: the call, as in messages of errors.
+        op: its name.
+        site: the caller's line; empty if unknown.
+        there_s: when all ranks had announced the call.
+        is_failed: True if it has raised.
+    """
+
+    communicator: str
+    size: int
+    sequence: int
+    text: str
+    op: str
+    site: str
+    entered_s: float
+    there_s: float
+    done_s: float
+    is_failed: bool
+
+    @property
+    def is_collective(self) -> bool:
+        """True if all ranks of the communicator make the call."""
+        return self.op not in ("send", "recv")
+
+
+@dataclass(slots=True)
+class RankTimeline:
+    """What one rank did.
+
+    Attributes:
+        label: the rank's host and process.
+        lost_calls: calls that were overwritten before they were read.
+    """
+
+    rank: int
+    label: str
+    spans: list[Span] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
+    lost_calls: int = 0
+
+    def steps_s(self) -> list[float]:
+        """Return how long each step took: from the beginning of one forward pass to the next."""
+        begins = []
+        before = ""
+        for span in self.spans:
+            # Backward and the optimizer's step interrupt the forward phase of the same run.
+            if span.phase == "forward" and before in ("", "user", "data", "saving"):
+                begins.append(span.begin_s)
+            before = span.phase
+        return [end - begin for begin, end in itertools.pairwise(begins)]
+
+    def phases_s(self) -> dict[str, float]:
+        """Return the seconds of each phase, without the time that calls waited for other ranks."""
+        sums: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            sums[span.phase] += span.end_s - span.begin_s
+        return dict(sums)
+
+    def waiting_s(self) -> float:
+        """Return the seconds for which collectives waited until all ranks had announced them."""
+        return sum(call.there_s - call.entered_s for call in self.calls if call.is_collective)
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How often a rank was the last of a communicator's ranks to arrive.
+
+    Attributes:
+        rank: the rank.
+        count: how many collectives waited for it for more than 0.1 ms.
+        share: of the collectives in which any rank was waited for.
+        cost_s: seconds that the other ranks waited for it, in the mean, per such collective.
+        reason: what it did meanwhile, most of the time: a phase, or "user".
+        site: the line that made most of those calls.
+    """
+
+    rank: int
+    count: int
+    share: float
+    cost_s: float
+    reason: str
+    site: str
+
+    def __str__(self) -> str:
+        doing = _DOING.get(self.reason, f"in {self.reason}")
+        return (
+            f"rank {self.rank} was last in {self.share:.0%} of {round(self.count / self.share)} "
+            f"collectives that waited, by {1e3 * self.cost_s:.3g} ms each, {doing}"
+            + (f" ({self.site})" if self.site else "")
+        )
+
+
+_DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving a checkpoint"}
+_LEAST_S = 1e-4
+
+
+def find_late(ranks: Sequence[RankTimeline]) -> list[Lateness]:
+    """Return which ranks the others waited for, beginning with the most expensive one."""
+    waits: dict[int, list[float]] = defaultdict(list)
+    reasons: dict[int, Counter[str]] = defaultdict(Counter)
+    sites: dict[int, Counter[str]] = defaultdict(Counter)
+    before = {timeline.rank: _CallsBefore(timeline) for timeline in ranks}
+    by_rank = {timeline.rank: timeline for timeline in ranks}
+    for calls in _collectives(ranks):
+        last, call = max(calls, key=lambda each: each[1].entered_s)
+        others = [call.entered_s - each.entered_s for rank, each in calls if rank != last]
+        cost_s = statistics.fmean(others)
+        if cost_s < _LEAST_S:
+            continue
+        waits[last].append(cost_s)
+        sites[last][call.site] += 1
+        since = max(before[last].end_s(call), call.entered_s - max(others))
+        reasons[last].update(_phases_between(by_rank[last].spans, since, call.entered_s))
+    total = sum(map(len, waits.values()))
+    late = [
+        Lateness(
+            rank,
+            len(costs),
+            len(costs) / total,
+            statistics.fmean(costs),
+            reasons[rank].most_common(1)[0][0] if reasons[rank] else "user",
+            sites[rank].most_common(1)[0][0],
+        )
+        for rank, costs in waits.items()
+    ]
+    return sorted(late, key=lambda each: -each.cost_s * each.count)
+
+
+class _CallsBefore:
+    """When the calls before each call of a rank had ended."""
+
+    def __init__(self, timeline: RankTimeline) -> None:
+        self._ends: dict[int, float] = {}
+        latest = 0.0
+        for call in sorted(timeline.calls, key=lambda each: each.entered_s):
+            self._ends[id(call)] = latest
+            latest = max(latest, call.done_s)
+
+    def end_s(self, call: TracedCall) -> float:
+        return self._ends[id(call)]
+
+
+def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, TracedCall]]]:
+    """Yield the calls of each collective that all of its ranks have recorded."""
+    found: dict[tuple[str, int], list[tuple[int, TracedCall]]] = defaultdict(list)
+    for timeline in ranks:
+        for call in timeline.calls:
+            if call.is_collective and not call.is_failed:
+                found[call.communicator, call.sequence].append((timeline.rank, call))
+    for calls in found.values():
+        if len(calls) == calls[0][1].size and len(calls) > 1:
+            yield calls
+
+
+def _phases_between(spans: Iterable[Span], begin_s: float, end_s: float) -> dict[str, int]:
+    """Return the microseconds of each phase between two times."""
+    found: dict[str, int] = {}
+    for span in spans:
+        overlap = int(1e6 * span.overlap_s(begin_s, end_s))
+        if overlap:
+            found[span.phase] = found.get(span.phase, 0) + overlap
+    return found
+
+
+def align(ranks: Sequence[RankTimeline], reference: RankTimeline) -> None:
+    """Move the ranks of another machine onto the clock of `reference`.
+
+    All ranks of a collective see at the same moment, but for the network's latency, that the last
+    of them has arrived.
+    """
+    theirs = {
+        (call.communicator, call.sequence): call.there_s
+        for call in reference.calls
+        if call.is_collective
+    }
+    for timeline in ranks:
+        differences = [
+            theirs[key] - call.there_s
+            for call in timeline.calls
+            if call.is_collective and (key := (call.communicator, call.sequence)) in theirs
+        ]
+        if differences:
+            _shift(timeline, statistics.median(differences))
+
+
+def _shift(timeline: RankTimeline, by_s: float) -> None:
+    timeline.spans = [
+        Span(span.phase, span.begin_s + by_s, span.end_s + by_s) for span in timeline.spans
+    ]
+    timeline.calls = [
+        TracedCall(
+            *(call.communicator, call.size, call.sequence, call.text, call.op, call.site),
+            *(call.entered_s + by_s, call.there_s + by_s, call.done_s + by_s, call.is_failed),
+        )
+        for call in timeline.calls
+    ]

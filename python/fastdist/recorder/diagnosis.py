@@ -79,7 +79,11 @@ class _Case:
         if not {each.rank for each in self.live} & set(who):
             return f"; {names(who)}, which waited {where}, ended too"
         age_s = self.age_s(oldest.since_s)
-        return f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
+        text = f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
+        others = {w.rank for w in self.waits if w.behind} - {*who, *ranks}
+        if others:
+            text += f", and {names(others)} in turn {verb(others, 'waits', 'wait')} for others"
+        return text
 
 
 _Found = tuple[Kind, str, Sequence[int], str]
@@ -271,7 +275,8 @@ def _timed_out(case: _Case) -> _Found | None:
     if not waited or not late:
         return None
     ending = next(iter(waited.values()))
-    sentence = f"{names(late)} did not arrive within the timeout: {ending.message}"
+    sentence = f"{names(late)} did not arrive within the timeout: "
+    sentence += ending.message.partition("; last collective")[0]
     return Kind.USER, sentence, sorted(late), ""
 
 
@@ -307,7 +312,13 @@ def _slow(case: _Case) -> _Found | None:
     if ranks:
         sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
         return Kind.SLOW, f"slow, not stuck: {sentence}{case.those_who_wait(ranks)}", ranks, ""
-    return Kind.SLOW, "slow, not stuck: calls begin and end as usual", [], ""
+    if any(each.has_advanced for each in case.live):
+        return Kind.SLOW, "slow, not stuck: calls begin and end as usual", [], ""
+    idle_s = case.age_s(max(each.idle_since_s for each in case.live))
+    sentence = (
+        f"slow, not stuck: no rank waits for another; the last call ended {seconds(idle_s)} ago"
+    )
+    return Kind.SLOW, sentence, [], ""
 
 
 def _goes_on(case: _Case) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdist.errors import FastdistError
-from fastdist.recorder.stacks import Frame, Stack
+from fastdist.recorder.frames import Frame, Stack
 
 
 @dataclass(frozen=True, slots=True)

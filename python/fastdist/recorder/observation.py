@@ -6,10 +6,11 @@ import time
 from dataclasses import dataclass, replace
 
 from fastdist.recorder.endings import Ending, read_ending
+from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, RecordedRank
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import Call, Records, UnreadableError, read_records
-from fastdist.recorder.stacks import Stack, stacks_of
+from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Process, Thread, look_at
 
 INTERVAL_S = 0.5

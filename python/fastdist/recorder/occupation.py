@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fastdist.recorder.frames import Stack
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.phases import Phase
-from fastdist.recorder.stacks import Stack
 from fastdist.recorder.system import Thread, is_in_interpreter
 from fastdist.recorder.words import at
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +90,7 @@ def record_paths() -> Iterator[RecordPath]:
 def _folders() -> list[Path]:
     name = f"fastdist-{os.getuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    parents = ["/dev/shm", *([runtime] if runtime else []), tempfile.gettempdir()]
+    parents = ["/dev/shm", *([runtime] if runtime else []), os.environ.get("TMPDIR") or "/tmp"]
     return [Path(parent, name) for parent in parents]
 
 

@@ -12,9 +12,8 @@ import sys
 
 import fastdist._core as _core
 from fastdist._version import __version__
-from fastdist.recorder.endings import write_ending
 from fastdist.recorder.place import RecordPath, new_path, record_paths
-from fastdist.recorder.stacks import write_on_signal
+from fastdist.recorder.stack_signal import write_on_signal
 
 _log = logging.getLogger("fastdist")
 
@@ -85,6 +84,8 @@ def _end(own: RecordPath) -> None:
     if error is None:
         own.remove()
     else:
+        from fastdist.recorder.endings import write_ending  # only where it is used
+
         write_ending(own.ending, error)
 
 

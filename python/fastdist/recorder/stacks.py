@@ -1,111 +1,26 @@
-"""Python's stacks of other processes: by py-spy where it is installed, else by a signal.
-
-A process that records its calls lets Python's faulthandler write the stacks of all threads into a
-file whenever `SIGNAL` comes. The handler is C and takes no lock, so that it works while the GIL is
-held and inside C.
-"""
+"""Python's stacks of other processes: by py-spy where it is installed, else by a signal."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastdist.recorder.frames import Frame, Stack
+from fastdist.recorder.stack_signal import SIGNAL
 from fastdist.recorder.system import catches
 
-SIGNAL = signal.SIGRTMAX - 7
-"""The signal that asks for stacks."""
-
 _LARGE_BYTES = 1 << 20
-_NOT_USERS = re.compile(
-    r"/(site|dist)-packages/(torch|fastdist)/"
-    r"|/python3(\.\d+)?t?/(?!(site|dist)-packages/)"
-    r"|^<"
-    f"|^{re.escape(str(Path(__file__).parents[1]))}/"
-)
-_DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
-_GPU = re.compile(r"/torch/cuda/")
-_LOCKS = re.compile(r"/(threading|queue|concurrent/futures/_base)\.py$")
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A frame of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}"
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The stack of a thread, the innermost frame first.
-
-    Attributes:
-        holds_gil: True if the thread has the GIL; None if that is unknown.
-    """
-
-    frames: tuple[Frame, ...]
-    is_main: bool
-    holds_gil: bool | None = None
-
-    @property
-    def user_line(self) -> str:
-        """The innermost frame of the user's own code, "train.py:42 in step"; "" if none."""
-        users = (frame for frame in self.frames if not _NOT_USERS.search(frame.file))
-        return str(next(users, ""))
-
-    @property
-    def is_loading(self) -> bool:
-        """True inside of a loader of data."""
-        return self._has(_DATA)
-
-    @property
-    def is_in_torch_cuda(self) -> bool:
-        """True inside of torch.cuda, whose calls wait for GPUs."""
-        return self._has(_GPU)
-
-    @property
-    def is_locking(self) -> bool:
-        """True inside of Python's locks, threads and queues."""
-        return bool(self.frames) and _LOCKS.search(self.frames[0].file) is not None
-
-    def _has(self, pattern: re.Pattern[str]) -> bool:
-        return any(pattern.search(frame.file) for frame in self.frames)
-
-
-def write_on_signal(path: Path) -> None:
-    """Let this process write its stacks to a file when `SIGNAL` comes.
-
-    Does nothing if the program handles the signal itself.
-    """
-    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
-        return
-    file = path.open("ab", buffering=0)
-    _Kept.files.append(file)
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
-
-
-class _Kept:
-    """Files that faulthandler writes to."""
-
-    files: list[Any] = []  # noqa: RUF012
 
 
 def stacks_of(
@@ -162,7 +77,7 @@ def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
     return [
         Stack(
             tuple(
-                Frame(each["filename"], int(each["line"]), each["name"])
+                Frame(each["filename"], int(each["line"]), _bare(each["name"]))
                 for each in thread["frames"]
             ),
             is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
@@ -170,6 +85,11 @@ def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
         )
         for thread in dumped
     ]
+
+
+def _bare(name: str) -> str:
+    """Return "hold" for "step.<locals>.hold", as faulthandler and records name it."""
+    return name.rpartition("<locals>.")[2]
 
 
 def _by_signal(

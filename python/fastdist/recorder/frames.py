@@ -1,0 +1,66 @@
+"""Frames of Python's stacks, and which of them are the user's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_NOT_USERS = re.compile(
+    r"/(site|dist)-packages/(torch|fastdist)/"
+    r"|/python3(\.\d+)?t?/(?!(site|dist)-packages/)"
+    r"|^<"
+    f"|^{re.escape(str(Path(__file__).parents[1]))}/"
+)
+_DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
+_GPU = re.compile(r"/torch/cuda/")
+_LOCKS = re.compile(r"/(threading|queue|concurrent/futures/_base)\.py$")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of a thread, the innermost frame first.
+
+    Attributes:
+        holds_gil: True if the thread has the GIL; None if that is unknown.
+    """
+
+    frames: tuple[Frame, ...]
+    is_main: bool
+    holds_gil: bool | None = None
+
+    @property
+    def user_line(self) -> str:
+        """The innermost frame of the user's own code, "train.py:42 in step"; "" if none."""
+        users = (frame for frame in self.frames if not _NOT_USERS.search(frame.file))
+        return str(next(users, ""))
+
+    @property
+    def is_loading(self) -> bool:
+        """True inside of a loader of data."""
+        return self._has(_DATA)
+
+    @property
+    def is_in_torch_cuda(self) -> bool:
+        """True inside of torch.cuda, whose calls wait for GPUs."""
+        return self._has(_GPU)
+
+    @property
+    def is_locking(self) -> bool:
+        """True inside of Python's locks, threads and queues."""
+        return bool(self.frames) and _LOCKS.search(self.frames[0].file) is not None
+
+    def _has(self, pattern: re.Pattern[str]) -> bool:
+        return any(pattern.search(frame.file) for frame in self.frames)

@@ -1,0 +1,33 @@
+"""Lets this process write its stacks when another process asks by a signal.
+
+The handler is Python's faulthandler: C that takes no lock, so that it works while the GIL is held
+and inside of C.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+from pathlib import Path
+from typing import Any
+
+SIGNAL = signal.SIGRTMAX - 7
+"""The signal that asks for stacks."""
+
+
+def write_on_signal(path: Path) -> None:
+    """Let this process write its stacks to a file when `SIGNAL` comes.
+
+    Does nothing if the program handles the signal itself.
+    """
+    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        return
+    file = path.open("ab", buffering=0)
+    _Kept.files.append(file)
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+
+
+class _Kept:
+    """Files that faulthandler writes to."""
+
+    files: list[Any] = []  # noqa: RUF012

@@ -1,0 +1,69 @@
+"""Jobs that stand still, and what `fastdist why` says of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fastdist.recorder import place
+from fastdist.recorder.diagnosis import Diagnosis, diagnose
+from fastdist.recorder.jobs import Job, jobs_here
+from fastdist.recorder.kinds import Kind
+from launched import Launcher
+
+PROGRAM = Path(__file__).parent / "stalled_rank.py"
+
+
+class Stalled:
+    """Starts jobs, each with a folder of its own for its records."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._launcher = Launcher()
+        self._jobs: dict[str, int] = {}
+        self._processes: list[object] = []
+
+    def start(self, kind: str, ranks: int = 2, rank: int = 1, steps: int = 30) -> None:
+        """Start a job of `ranks` ranks, in which `rank` does what `kind` says."""
+        folder = self.folder(kind)
+        folder.mkdir(mode=0o700)
+        self._jobs[kind] = ranks
+        words = ("-n", ranks, PROGRAM, kind, rank, folder, steps)
+        with (folder / "out").open("wb") as out:
+            self._processes.append(self._launcher.start(*words, stdout=out, stderr=out))
+
+    def folder(self, kind: str) -> Path:
+        return self._folder / kind
+
+    def job(self, kind: str, timeout_s: float = 30.0) -> Job:
+        """Wait until all ranks of a job have begun, and return the job."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, "_folders", lambda: [self.folder(kind)])
+            end_s = time.monotonic() + timeout_s
+            while time.monotonic() < end_s:
+                jobs, _ = jobs_here()
+                if jobs and jobs[0].ranks and self._is_ready(kind, jobs[0]):
+                    return jobs[0]
+                time.sleep(0.05)
+        raise AssertionError((self.folder(kind) / "out").read_text())
+
+    def _is_ready(self, kind: str, job: Job) -> bool:
+        return len(job.ranks) == self._jobs[kind] or not job.is_live
+
+    def diagnosis(self, kind: str, timeout_s: float = 30.0) -> Diagnosis:
+        """Diagnose a job as soon as it is no longer taken for slow."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            found = diagnose(self.job(kind))
+            if found.kind is not Kind.SLOW or kind == "slow" or time.monotonic() > end_s:
+                return found
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        for pid in self._launcher.left():
+            os.kill(pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()  # type: ignore[attr-defined]

@@ -1,0 +1,163 @@
+"""`fastdist why` and `fastdist ps`: jobs that are found, refusals, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastdist.cli.main import main
+from fastdist.recorder import jobs as jobs_module
+from fastdist.recorder import observation, place, stacks
+from fastdist.recorder.frames import Stack
+from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
+from fastdist.recorder.stacks import parse_faulthandler
+from fastdist.recorder.words import names, seconds, short
+from synthetic_records import write_records
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for records, of no other job."""
+    made = tmp_path / "records"
+    made.mkdir(mode=0o700)
+    monkeypatch.setattr(place, "_folders", lambda: [made])
+    monkeypatch.setattr(observation, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(observation, "stacks_of", lambda files: ({}, {}))
+    return made
+
+
+def test_without_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["why"]) == 2
+    assert "no job of this user" in capsys.readouterr().err
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out == "no jobs\n"
+
+
+@pytest.mark.parametrize("name", ["arrivals.pdf", "arrivals"])
+def test_other_pictures_are_refused(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_records(folder)
+    assert main(["why", "--plot", name]) == 2
+    assert "expected a file.png or a file.html" in capsys.readouterr().err
+
+
+def test_processes_that_are_no_ranks_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(folder)
+    jobs, _ = jobs_here()
+    with pytest.raises(NoSuchJobError, match=f"process {os.getppid()} is no rank"):
+        find_job(jobs, str(os.getppid()))
+    monkeypatch.setattr(jobs_module, "owner_of", lambda pid: os.getuid() + 4321)
+    with pytest.raises(NoSuchJobError, match=f"process 1 is of user {os.getuid() + 4321}"):
+        find_job(jobs, "1")
+    with pytest.raises(NoSuchJobError, match="no job or process of this user is named ffff"):
+        find_job(jobs, "ffff")
+    assert find_job(jobs, "0123") is jobs[0]
+    assert find_job(jobs, str(os.getpid())) is jobs[0]
+
+
+def test_ambiguous_ids_are_refused(folder: Path) -> None:
+    write_records(folder, rank=0, job=b"abc1")
+    write_records(folder, rank=1, job=b"abc2")
+    jobs, _ = jobs_here()
+    with pytest.raises(NoSuchJobError, match="begins the ids of 2 jobs"):
+        find_job(jobs, "abc")
+
+
+def test_records_of_another_version_are_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_records(folder, version=b"0.0.1")
+    assert main(["why"]) == 2
+    assert "runs fastdist 0.0.1" in capsys.readouterr().err
+
+
+def test_a_partial_answer_says_what_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks 1 and 3 are elsewhere; a file is damaged."""
+    for rank in (0, 2):
+        write_records(folder, rank, 4, running=True, started=1)
+    (folder / "1-2-3.calls").write_bytes(b"fastdist")
+    assert main(["why", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any("1-2-3.calls" in note for note in found["not_seen"])
+    assert any(note.startswith("2 of 4 ranks") for note in found["not_seen"])
+
+
+def test_the_table_holds_64_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(64):
+        write_records(folder, rank, 64, sequences=range(1, 40), running=rank != 7)
+    assert main(["why"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 67
+    assert max(map(len, lines[2:])) < 120
+
+
+def test_words() -> None:
+    assert names([3]) == "rank 3"
+    assert names([2, 0, 1]) == "ranks 0, 1 and 2"
+    assert names(range(1, 64)) == "ranks 1 to 63"
+    assert names([*range(8), 10, *range(12, 20)]) == "ranks 0-7, 10, 12-19"
+    assert names([-1]) == "a rank that cannot be seen from here"
+    assert short("/home/me/train.py:12 in step") == "train.py:12 in step"
+    assert [seconds(s) for s in (0.0042, 0.5, 12.3, 300, 9000)] == [
+        *("4 ms", "0.5 s", "12 s", "5 min", "2.5 h"),
+    ]
+
+
+def test_stacks_of_faulthandler_are_read() -> None:
+    text = (
+        'Thread 0x00007f01 (most recent call first):\n  File "/a/load.py", line 3 in hold\n\n'
+        "Current thread 0x00007f02 [main] (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 327 in wait\n'
+        '  File "/a/site-packages/torch/nn/modules/module.py", line 9 in forward\n'
+        '  File "/a/train.py", line 12 in step\n'
+    )
+    other, main_stack = parse_faulthandler(text)
+    assert (other.user_line, other.is_main) == ("/a/load.py:3 in hold", False)
+    assert (main_stack.user_line, main_stack.is_main) == ("/a/train.py:12 in step", True)
+    assert main_stack.is_locking
+
+
+def test_programs_keep_their_signal(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys; from pathlib import Path\n"
+        "from fastdist.recorder.stack_signal import SIGNAL, write_on_signal\n"
+        "signal.signal(SIGNAL, lambda *_: print('mine'))\n"
+        "write_on_signal(Path(sys.argv[1]))\n"
+        "signal.raise_signal(SIGNAL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "stacks"], capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("mine\n", "")
+    assert not (tmp_path / "stacks").exists()
+
+
+def test_ranks_that_take_no_signals_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_py_spy", lambda: None)
+    path = tmp_path / "stacks"
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    with subprocess.Popen([sleep, "60"]) as process:
+        try:
+            assert stacks.stacks_of({process.pid: path})[1] == {
+                process.pid: "No such file or directory"
+            }
+            path.touch()
+            found: dict[int, list[Stack]]
+            found, missing = stacks.stacks_of({process.pid: path})
+            assert (found, process.poll()) == ({}, None)
+            assert missing == {process.pid: "the program takes no signals for it"}
+        finally:
+            process.kill()

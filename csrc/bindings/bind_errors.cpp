@@ -36,8 +36,9 @@ py::object to_tuple(const std::vector<int>& ranks) noexcept {
 void raise(const Error& error) noexcept {
   // Messages may be cut in the middle of a UTF-8 character.
   std::string message = error.what();
-  if (error.code() == ErrorCode::kPeerFailure || error.code() == ErrorCode::kTimeout) {
-    const std::string why = explain_failure();
+  const bool is_late = error.code() == ErrorCode::kTimeout;
+  if (is_late || error.code() == ErrorCode::kPeerFailure) {
+    const std::string why = explain_failure(is_late);
     if (!why.empty()) message += "\nwhy: " + why;
   }
   const py::object text =

@@ -45,10 +45,10 @@ void set_speaker(const py::object& stalled, const py::object& explain) {
   explain_function = explain.inc_ref();
 }
 
-std::string explain_failure() noexcept {
+std::string explain_failure(bool is_late) noexcept {
   if (is_finalizing() || explain_function.is_none()) return "";
   try {
-    return explain_function().cast<std::string>();
+    return explain_function(is_late).cast<std::string>();
   } catch (...) {
     return "";  // the failure itself must be told
   }

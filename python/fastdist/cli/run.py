@@ -252,7 +252,20 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             ends_with_stdin=arguments.ends_with_stdin,
         )
         with _traced(_trace_of_machine(arguments)):
-            return supervise(job)
+            outcome = supervise(job)
+        _say_why(outcome)
+        return outcome
+
+
+def _say_why(outcome: Outcome) -> None:
+    """Say what the ranks did when one was killed, which could not write a traceback."""
+    if outcome.killed is None:
+        return
+    from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
+
+    why = obituary(outcome.killed)
+    if why:
+        sys.stderr.write(f"{_NAME}: {why}\n")
 
 
 def _trace_of_machine(arguments: argparse.Namespace) -> Path | None:

@@ -134,10 +134,10 @@ def init(
     else:
         engine = _from_launch(waits_s)
     seconds = config.timeout_s if timeout is None else timeout
+    atexit.unregister(_close)
+    atexit.register(_close)  # first, hence last to run: others read before why this rank leaves
     _World.communicator = Communicator(engine, seconds, _replace)
     _World.process = os.getpid()
-    atexit.unregister(_close)
-    atexit.register(_close)
     return _World.communicator
 
 

@@ -14,7 +14,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from fastdist.collectives.autograd import all_gather, all_reduce, as_tensor, scale_gradient
-from fastdist.collectives.communicator import Communicator, ReduceOp
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import ReduceOp
 from fastdist.replicas.per_replica import map_structure
 
 MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastdist.collectives.communicator import Communicator, Work
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Work
 from fastdist.replicas.variables import Variable
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized

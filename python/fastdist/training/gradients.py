@@ -27,7 +27,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 
-from fastdist.collectives.communicator import Communicator, Compression, Work
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Compression, Work
 from fastdist.errors import FastdistError
 from fastdist.training.buffers import BufferSync
 from fastdist.training.contributions import (

@@ -20,7 +20,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
-from fastdist.collectives.arguments import to_rank
+from fastdist.collectives.arguments import to_integer, to_rank
 from fastdist.collectives.engines import nccl_library
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import (
@@ -125,8 +125,13 @@ class NcclEngine:
         """Limit the thread blocks of NCCL's kernels: before the ranks connect, equal on all ranks.
 
         Raises:
+            ValueError: not 1 <= least <= most <= 64.
             FastdistError: the ranks are connected.
         """
+        least = None if least is None else to_integer(least, "least")
+        most = None if most is None else to_integer(most, "most")
+        if not 1 <= (least or 1) <= (most or 64) <= 64 or 0 in (least, most):
+            raise ValueError(f"expected 1 <= least <= most <= 64, got least={least}, most={most}")
         if self._gpu is not None:
             raise FastdistError(
                 "the ranks are connected: call limit_blocks before the first call on GPU arrays, "

@@ -17,7 +17,8 @@ from torch.autograd import graph
 from torch.distributed import DistBackendError, distributed_c10d
 
 import fastdist._core as _core
-from fastdist.collectives.communicator import Communicator, Compression
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, normalize_arguments

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import DistBackendError
 from torch.distributed import Work as TorchWork
 
-from fastdist.collectives.communicator import Work
+from fastdist.collectives.types import Work
 from fastdist.errors import FastdistError
 
 _FOREVER = timedelta(0)

@@ -42,7 +42,7 @@ class Ranks:
         self._strategy = replicas_of(modules)
 
     def communicator(self) -> AbstractContextManager[Communicator | None]:
-        """A context manager that gives the communicator; None if this process is alone."""
+        """Return a context manager that gives the communicator; None if this process is alone."""
         if self._strategy is not None:
             return self._strategy.communicator()
         world = existing_communicator()

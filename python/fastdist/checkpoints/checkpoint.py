@@ -142,7 +142,7 @@ class Checkpoint:
         return list(self._parts)
 
     def ranks(self) -> Ranks:
-        """The ranks that save and restore this checkpoint together."""
+        """Return the ranks that save and restore this checkpoint together."""
         return Ranks(part for part in self._parts.values() if isinstance(part, nn.Module))
 
     def collect(
@@ -299,7 +299,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _may_refuse(module: nn.Module) -> bool:
-    """True if code other than torch's own takes part when the module loads its state."""
+    """Return True if code other than torch's own takes part when the module loads its state."""
     return any(
         part._load_state_dict_pre_hooks
         or part._load_state_dict_post_hooks
@@ -344,7 +344,7 @@ def _put(part: Any, value: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of torch's generators; the CPU's gives the streams of all replicas in `run`."""
+    """Return torch's generators' states; the CPU's gives the streams of all replicas in `run`."""
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()

@@ -66,7 +66,7 @@ class Checksums:
         threading.Thread(target=self._compute, args=[parts], name="fastdist-checksums").start()
 
     def __getitem__(self, part: str) -> dict[str, int]:
-        """The checksums of a part's tensors, by name; waits for them."""
+        """Return the checksums of a part's tensors, by name; wait for them."""
         return self._sums[part].result()
 
     def _compute(self, parts: Mapping[str, PartFiles]) -> None:

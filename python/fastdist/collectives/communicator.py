@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import fastdist._core as _core
@@ -98,12 +97,7 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -639,7 +633,7 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A context manager: the calls inside are made together, when it ends.
+        """Return a context manager: the calls inside are made together, when it ends.
 
         Sends and receives in a group do not wait for each other, so that a ring is
 

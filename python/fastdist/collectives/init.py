@@ -183,7 +183,7 @@ def communicator_of(
 
 
 def has_communicator() -> bool:
-    """True after `init`, until the communicator is closed."""
+    """Return True after `init`, until the communicator is closed."""
     return _World.communicator is not None
 
 

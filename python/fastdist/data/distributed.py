@@ -103,7 +103,7 @@ class DistributedDataset(Generic[B]):
         return self._iterate(position, skip_empty=last.left and not last.is_over)
 
     def __len__(self) -> int:
-        """Steps per epoch.
+        """Return the steps per epoch.
 
         Raises:
             TypeError: the number is unknown before the data is read.

@@ -38,7 +38,7 @@ def epoch_seed(seed: tuple[int, ...], epoch: int) -> int:
 
 @contextmanager
 def streams_by_position(seed: int) -> Iterator[Callable[[int], None]]:
-    """A context manager that gives a function: call it with an example's position to begin it.
+    """Return a context manager whose function begins the example at the position it is given.
 
     What is drawn from then on depends on the seed and the position: in a loader process from the
     default generators of torch, numpy and Python's `random`, otherwise from torch's.
@@ -51,7 +51,7 @@ def streams_by_position(seed: int) -> Iterator[Callable[[int], None]]:
 
 
 def with_own_draws(start: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
-    """Iterate over `start()`, which and whose items draw from a stream of their own in torch."""
+    """Iterate over `start()`; it and its items draw from a random stream of their own in torch."""
     own = _OwnGenerator(seed)
     with own:
         items = start()
@@ -149,7 +149,7 @@ def _seed_process(seed: int) -> None:
 
 
 def _leave() -> None:
-    """In a forked child, such as a loader process, which has generators of its own."""
+    """Stop redirecting draws in a forked child, such as a loader process."""
     while isinstance(_get_current_dispatch_mode(), _OwnGenerator):
         _pop_mode()
 

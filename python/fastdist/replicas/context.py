@@ -169,7 +169,7 @@ state = _ThreadState()
 
 
 def in_cross_replica_context() -> bool:
-    """True inside a scope and outside `run`.
+    """Return True inside a scope and outside `run`.
 
     Examples:
         >>> import fastdist as fd

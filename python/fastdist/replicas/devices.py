@@ -20,7 +20,7 @@ def every_device() -> list[torch.device]:
 
 @contextlib.contextmanager
 def working_on_gpu(device: torch.device) -> Iterator[None]:
-    """A context manager: code inside computes on the GPU, on its current stream.
+    """Return a context manager: code inside computes on the GPU, on its current stream.
 
     Backward runs in the thread that calls it, so that hooks and recomputed functions know their
     replica.

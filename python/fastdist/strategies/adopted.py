@@ -184,7 +184,7 @@ class AdoptedModules:
         )
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True for a parameter or buffer of these modules."""
+        """Return True for a parameter or buffer of these modules."""
         found = (model.tensors.get(id(tensor)) for model in self._models)
         return any(ref is not None and ref() is tensor for ref in found)
 
@@ -316,7 +316,7 @@ class AdoptedModules:
     def run(
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None
     ) -> Iterator[None]:
-        """A context manager around the user's function.
+        """Return a context manager around the user's function.
 
         Args:
             fn: the function.

@@ -291,7 +291,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
-        """A context manager that puts the calling thread into cross-replica context."""
+        """Return a context manager that puts the calling thread into cross-replica context."""
         replica, state.replica = state.replica, None
         state.scopes.append(self)
         try:

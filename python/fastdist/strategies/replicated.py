@@ -204,7 +204,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[Communicator | None]:
-        """A context manager around communication outside `run`; None if there is one replica.
+        """Return a context manager around communication outside `run`; None with one replica.
 
         After a failed collective the next call makes new communicators, so that the failure of a
         replica is reported once.
@@ -218,7 +218,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context manager around calls that all replicas make outside `run`.
+        """Return a context manager around calls that all replicas make outside `run`.
 
         If a replica raises an exception, replicas that wait for it raise PeerFailureError.
         """
@@ -244,7 +244,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context manager: gradients of backward inside are not reduced yet.
+        """Return a context manager: gradients of backward inside are not reduced yet.
 
         They accumulate in `.grad`, and are reduced together with the gradients of the next
         backward outside.

@@ -195,7 +195,7 @@ class BufferSync:
         return written
 
     def floating(self) -> list[torch.Tensor]:
-        """All buffers that may be averaged."""
+        """Return all buffers that may be averaged."""
         modules = (buffered.module() for buffered in self._modules)
         alive = [module for module in modules if module is not None]
         return list({id(b): b for module in alive for b in _floating(module)}.values())

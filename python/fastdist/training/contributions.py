@@ -125,18 +125,18 @@ class Contributions:
             self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def is_there(self, i: int) -> bool:
-        """True if this replica has a gradient to send."""
+        """Return True if this replica has a gradient to send."""
         return self.arrived[i] or self._is_held(i)
 
     def weight(self) -> float | None:
-        """This replica's share of the examples; None if all replicas have the same share."""
+        """Return this replica's share of the examples; None if all have the same share."""
         examples = self.examples
         if examples is None or examples.count(examples[0]) == len(examples):
             return None
         return examples[self._replica] / sum(examples)
 
     def share(self, i: int) -> float:
-        """The factor of this replica's gradient in the sum over replicas."""
+        """Return the factor of this replica's gradient in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
         weight = None if self._is_held(i) else self.weight()
@@ -216,7 +216,7 @@ class Contributions:
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:
-    """True for a new gradient in memory that something else uses, such as another gradient.
+    """Return True if something else, such as another gradient, uses a new gradient's memory.
 
     Autograd gives several parameters views of one result if no summation lies between, so that
     each must not be reduced in place.

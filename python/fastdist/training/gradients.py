@@ -137,7 +137,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A context manager: gradients of backward inside are sent by the next backward outside."""
+        """Return a context manager: the next backward outside sends gradients of backward inside."""
         accumulation = self._accumulation  # another sync may take over while this is open
         self._contributions.hold()
         accumulation.is_held = True
@@ -148,7 +148,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
-        """A context manager around the computation on a replica's part of a batch.
+        """Return a context manager around the computation on a replica's part of a batch.
 
         Every replica must call.
 

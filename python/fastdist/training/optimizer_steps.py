@@ -55,7 +55,7 @@ class OptimizerSteps:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """A context manager: steps inside are steps of replicas in `run`."""
+        """Return a context manager: steps inside are steps of replicas in `run`."""
         self._runs += 1
         self._is_running = True
         try:

@@ -60,5 +60,5 @@ class DeepSpeedDriver(TorchHostDriver):
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return DeepSpeedDriver(folder)

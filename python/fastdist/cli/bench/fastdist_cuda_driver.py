@@ -39,7 +39,7 @@ class FastdistCudaDriver:
         return self.gpu.arrays
 
     def _registered(self, shape: Sequence[int], dtype: str) -> Array:
-        """Returns a tensor from `comm.empty`. Every rank must call."""
+        """Return a tensor from `comm.empty`. Every rank must call."""
         torch: Any = importlib.import_module("torch")
         device = f"cuda:{self.gpu.device}"
         return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
@@ -63,5 +63,5 @@ class FastdistCudaDriver:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return FastdistCudaDriver()

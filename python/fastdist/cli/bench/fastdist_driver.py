@@ -92,5 +92,5 @@ class FastdistDriver:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return FastdistDriver()

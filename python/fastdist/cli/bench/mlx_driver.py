@@ -139,7 +139,7 @@ class MlxDriver:
 
 
 def _addresses(folder: Path) -> list[list[str]]:
-    """Returns the address of every rank, once each has written its port."""
+    """Return the address of every rank, once each has written its port."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     holder, port = reserve_port()
     new = folder / f"mlx.port.{rank}.new"
@@ -156,5 +156,5 @@ def _addresses(folder: Path) -> list[list[str]]:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return MlxDriver(folder)

@@ -101,5 +101,5 @@ class MpiDriver:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return MpiDriver()

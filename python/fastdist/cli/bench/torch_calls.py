@@ -29,7 +29,7 @@ class TorchCalls:
         return getattr(self._dist.ReduceOp, names.get(case.redop, case.redop.upper()))
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """Binds tensors to a collective other than `send_recv`."""
+        """Bind tensors to a collective other than `send_recv`."""
         dist = self._dist
         if case.collective in ("gather", "scatter"):
             return self._rooted(case, passes, gets)
@@ -54,7 +54,7 @@ class TorchCalls:
         return partial(self._dist.scatter, gets, blocks, ROOT)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array], overlap: bool) -> Call:
-        """Binds a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
+        """Bind a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
         all_reduce, redop = self._dist.all_reduce, self._redop(case)
         if variant == "coalesced":
             return partial(self._dist.all_reduce_coalesced, list(arrays), redop)

@@ -58,7 +58,7 @@ class TorchNcclDriver:
         return self._calls.bind(case, passes, gets)
 
     def _ring(self, passes: Array | None, gets: Array | None) -> Call:
-        """Sends and receives in one batch, as torch recommends."""
+        """Send and receive in one batch, as torch recommends."""
         dist = self._dist
         to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]
@@ -80,5 +80,5 @@ class TorchNcclDriver:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return TorchNcclDriver(folder / "torch.store")

@@ -27,7 +27,7 @@ class Cgroups:
     mount: Path = Path("/sys/fs/cgroup")
 
     def cpu_limit(self) -> float | None:
-        """Returns the processor time limit in cores; None without a limit."""
+        """Return the processor time limit in cores; None without a limit."""
         limits = []
         for folder in self._folders("cpu"):
             quota, period = _words(folder / "cpu.max"), ["100000"]
@@ -41,7 +41,7 @@ class Cgroups:
         return min(limits, default=None)
 
     def memory_limit_bytes(self) -> int | None:
-        """Returns the memory limit of this process's group; None without a limit."""
+        """Return the memory limit of this process's group; None without a limit."""
         limits = []
         for folder in self._folders("memory"):
             words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -62,7 +62,7 @@ class Cgroups:
 
 
 def machine_section(cgroups: Cgroups | None = None) -> Section:
-    """The processor, and this process's share of it."""
+    """Return the processor, and this process's share of it."""
     quota = (cgroups or Cgroups()).cpu_limit()
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
@@ -131,7 +131,7 @@ def _memfd() -> Fact:
 
 
 def _huge_pages() -> str | None:
-    """Returns the kernel's policy for huge pages of shared memory, which is in brackets."""
+    """Return the kernel's policy for huge pages of shared memory, which is in brackets."""
     chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
     return chosen[0].strip("[]") if chosen else None
 
@@ -156,7 +156,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Reads a file of the kernel; returns an empty string if there is no such file."""
+    """Read a file of the kernel; return an empty string if there is no such file."""
     try:
         return path.read_text()
     except OSError:

@@ -102,7 +102,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a value that a checkpoint returns as the same type."""
+    """Return True for a value that a checkpoint returns as the same type."""
     kind = type(value)
     if kind in (list, tuple, set):
         return all(map(_is_plain, value))

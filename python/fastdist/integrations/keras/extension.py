@@ -28,7 +28,7 @@ class KerasExtension:
 
     @contextlib.contextmanager
     def watch(self, scope: Scope) -> Iterator[None]:
-        """A context manager: layers made inside belong to the scope, models get trainers.
+        """Return a context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
         BatchNormalization takes `synchronized=True`. Models made outside are not trained inside.
@@ -95,7 +95,7 @@ class KerasExtension:
 
 @contextlib.contextmanager
 def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
-    """A context manager: models that were made outside are neither compiled nor trained inside.
+    """Return a context manager that refuses to compile or train models made outside it.
 
     Each replica would train a model of its own. Two methods of keras.Model are replaced while this
     is open, in the base class that has them: Keras asks whether a model overrides them.

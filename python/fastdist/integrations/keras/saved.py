@@ -24,7 +24,7 @@ class KerasCheckpoint(Checkpoint):
         self.__dict__["_keras_model"] = model
 
     def ranks(self) -> Ranks:
-        """The replicas of the model."""
+        """Return the replicas of the model."""
         return Ranks([self._keras_model])
 
 

@@ -235,7 +235,7 @@ class ReplicatedTrainer:
 
     @contextlib.contextmanager
     def _all_replicas(self) -> Iterator[None]:
-        """A context manager around a call that all replicas make."""
+        """Return a context manager around a call that all replicas make."""
         if state.replica is not None:
             raise RuntimeError("a Keras model's fit, evaluate or predict was called inside run")
         if keras.distribution.distribution() is not None:

@@ -327,7 +327,7 @@ class _Builder:
         return Cutter(self.layout.num_replicas, self.layout.local_replicas)
 
     def _seed(self) -> tuple[int, ...]:
-        """Seed of all that is drawn; it differs by worker where workers read their own data."""
+        """Return the seed of all draws; it differs by worker if workers read their own data."""
         own = (self.layout.worker,) if self._own_batches else ()
         return (self.request.seed, *own)
 

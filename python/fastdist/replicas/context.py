@@ -146,7 +146,7 @@ class ReplicaContext:
     ) -> Any:
         """Run `fn(strategy, *args, **kwargs)` in cross-replica context.
 
-        Every replica must call. Where each replica is a process, each process calls `fn` with its
+        Every replica must call. If each replica is a process, each process calls `fn` with its
         own arguments. Under TPUStrategy `fn` is called once per process: arguments that differ
         between replicas reach it as per-replica values, and each replica gets its own part of the
         result.

@@ -288,7 +288,7 @@ class AdoptedModules:
         yield from places.values()
 
     def connect(self) -> Communicator | None:
-        """Return what connects all replicas, made again after a failure; None if there is one.
+        """Return the replicas' communicator, made again after a failure; None with one replica.
 
         Every replica must call.
         """
@@ -327,7 +327,7 @@ class AdoptedModules:
         self._batches.note(given, examples)
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
-            workers.barrier()  # what replicas have written between runs is there
+            workers.barrier()  # after what replicas have written between runs
             self._central.note_versions()
         with self._steps.run():
             yield

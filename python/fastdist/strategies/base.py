@@ -346,7 +346,7 @@ class Strategy(ABC):
                 differ.
 
         Raises:
-            TypeError: a value is no tensor or number.
+            TypeError: a value is neither a tensor nor a number.
             ValueError: op is none of these, or an axis is out of range.
             RuntimeError: called inside `run`; use `get_replica_context().all_reduce` there.
         """
@@ -438,7 +438,7 @@ class Strategy(ABC):
 
 
 def _takes_one(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a function cannot be called with these arguments, but with one."""
+    """Return True if a function can be called with one argument, but not with these."""
     try:
         signature = inspect.signature(fn)
         signature.bind(args, **kwargs)

@@ -46,8 +46,7 @@ class ReplicatedStrategy(Strategy):
         world: connects all replicas, one per rank; None if this is the only replica.
         central: holds the only copy of all parameters; None if every replica has its own copy.
         options: communication options.
-        serve: a method that is called with what was made in a scope, after this replica has adopted
-            it.
+        serve: a method that gets what was made in a scope, after this replica has adopted it.
         refuses_run: the message of `run` in a process that has no replica.
 
     Attributes:
@@ -97,7 +96,7 @@ class ReplicatedStrategy(Strategy):
             self._members.use(self._communicators)
 
     def _connected(self) -> Communicator | None:
-        """Return what connects all replicas, for calls outside `run`; None if there is one replica.
+        """Return the communicator of all replicas for calls outside `run`; None with one replica.
 
         Every replica must call.
         """
@@ -229,7 +228,7 @@ class ReplicatedStrategy(Strategy):
             raise
 
     def refresh(self) -> None:
-        """Adopt what modules have got since; `run` does so too. Every replica must call."""
+        """Adopt what was added to modules since; `run` does so too. Every replica must call."""
         with self.communicator():
             self._members.refresh()
 
@@ -324,7 +323,7 @@ _connected: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
 
 
 def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
-    """At exit, other replicas that still wait for this one must not wait until it is gone."""
+    """Leave at exit, so that waiting replicas fail before this process is gone."""
     if not _connected:
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
@@ -332,7 +331,7 @@ def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
 
 
 def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
-    """Return the strategy of several replicas to which the first module belongs that has one."""
+    """Return the strategy of several replicas that the first adopted module belongs to."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for tensor in tensors:
         for strategy in _connected:

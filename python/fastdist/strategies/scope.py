@@ -32,7 +32,7 @@ class ScopeExtension(Protocol):
         """Adapt modules that the strategy is about to adopt, perhaps not for the first time.
 
         Returns:
-            Those that the strategy adopts now.
+            The objects that the strategy adopts now.
         """
 
 

@@ -81,9 +81,9 @@ class BufferSync:
     """The buffers of one replica's modules.
 
     Args:
-        modules: the same on all replicas, some of which may have released some of them.
+        modules: the same list on all replicas; a replica may have released some modules.
         places: the number of places of modules.
-        before: knows what was written to the same modules and is not averaged yet.
+        before: the sync that this one replaces, with its buffers that are not averaged yet.
 
     Attributes:
         examples: number of examples of each replica in the runs since buffers were averaged; None
@@ -215,7 +215,7 @@ class BufferSync:
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that have buffers themselves, each once; no `Variable`."""
+    """Return the modules with buffers of their own, each once, without `Variable`s."""
     modules = {id(m): m for root in roots for m in inner_modules(root) if state_of(m)}
     return [module for module in modules.values() if not isinstance(module, Variable)]
 
@@ -225,7 +225,7 @@ def _share_counts(
 ) -> None:
     """Replace integer buffers by their weighted mean over replicas, rounded.
 
-    So a replica that has not written the module gets the counts of the replicas that have. Every
+    A replica that has not written the module gets the counts of the replicas that have. Every
     replica must call, each with its share in the mean.
     """
     for buffer in buffers:

@@ -47,7 +47,7 @@ class ReducedParameter:
 
 @dataclass(slots=True)
 class Accumulation:
-    """The state that one backward leaves to the next; outlives a `GradientSync`. Keys are places.
+    """The state that one backward leaves to the next, by place; outlives a `GradientSync`.
 
     Attributes:
         is_held: True inside `no_sync`.
@@ -174,7 +174,7 @@ class Contributions:
     def weigh(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], weight: float
     ) -> None:
-        """Multiply gradients by this replica's weight; held ones have theirs already."""
+        """Multiply gradients by this replica's weight; held gradients are weighted already."""
         fresh: list[torch.Tensor] = []
         held: list[torch.Tensor] = []
         for i, gradient in zip(indices, gradients, strict=True):
@@ -218,8 +218,8 @@ class Contributions:
 def _is_shared(gradient: torch.Tensor) -> bool:
     """Return True if something else, such as another gradient, uses a new gradient's memory.
 
-    Autograd gives several parameters views of one result if no summation lies between, so that
-    each must not be reduced in place.
+    Without a summation in between, autograd gives several parameters views of one result, which
+    must not be reduced in place once per parameter.
     """
     if gradient._version or gradient.requires_grad:
         return False

@@ -137,7 +137,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context manager: the next backward outside sends gradients of backward inside."""
+        """Return a context manager whose gradients are sent by the next backward outside."""
         accumulation = self._accumulation  # another sync may take over while this is open
         self._contributions.hold()
         accumulation.is_held = True
@@ -175,8 +175,8 @@ class GradientSync:
     def average_buffers(self) -> None:
         """Average the buffers that forward has written since the last backward.
 
-        Every replica must call, outside a run. The question differs in dtype from that of a
-        backward, so that a replica that skipped its backward is told.
+        Every replica must call, outside a run. The exchange has another dtype than a backward's, so
+        that a replica that skipped its backward gets a mismatch error.
         """
         if not self._buffer_sync.places:
             return

@@ -83,7 +83,7 @@ def with_metric_states(root: nn.Module) -> Iterator[None]:
 
 
 def note_updates(root: nn.Module) -> None:
-    """Let metrics whose states were loaded know that they have been updated."""
+    """Mark metrics whose states were loaded as updated."""
     kinds = _kinds()
     for module in root.modules():
         if isinstance(module, kinds[:1]):
@@ -94,7 +94,7 @@ def note_updates(root: nn.Module) -> None:
 
 
 def _keep_lists(metric: Any) -> None:
-    """Make list states lists again, whose items were joined when they were saved."""
+    """Turn list states back into lists: saving has joined their items."""
     for name, default in metric._defaults.items():
         value = getattr(metric, name)
         if isinstance(default, list) and isinstance(value, torch.Tensor):

@@ -114,7 +114,7 @@ def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
 
 
 def is_materialized(tensor: torch.Tensor) -> bool:
-    """False for a parameter or buffer of a lazy module whose shape is still unknown."""
+    """Return False for a parameter or buffer of a lazy module whose shape is still unknown."""
     return not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 

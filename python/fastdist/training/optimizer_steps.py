@@ -44,7 +44,7 @@ class OptimizerSteps:
         self._sync: GradientSync | None = None
 
     def begin(self, *, has_one_copy: bool) -> None:
-        """Register the hook, in a job of several replicas; removed with this object.
+        """Register the hook of a job with several replicas; it is removed with this object.
 
         Args:
             has_one_copy: True if all replicas have one copy of the parameters.

@@ -1,8 +1,8 @@
 """Warns if all replicas compute on the same batches, and so do the same work.
 
 That happens where a program gives the batches of a plain DataLoader to `run`. A hash of the tensors
-that `run` got travels with the first gradients, one number per bit, so that it takes no call of its
-own.
+that `run` got travels with the first gradients, one number per bit, so that it needs no call of
+its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SameBatches:
                 self._hash = zlib.crc32(b"".join(map(_digest, tensors)))
 
     def take(self) -> torch.Tensor:
-        """Return a one and the bits of the run's hash; zeros if there is none, or none is left.
+        """Return a one and the bits of the run's hash; zeros without a hash.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.

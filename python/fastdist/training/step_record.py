@@ -45,7 +45,7 @@ class StepRecord:
         taken.count += 1
 
     def take(self) -> torch.Tensor:
-        """Return the bits of the hash after a one, and start a new record.
+        """Return a one and the bits of the hash, and start a new record.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.
@@ -93,7 +93,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose repr is equal on all replicas; None if it has none on the host."""
+    """Return a value whose repr is equal on all replicas; None for a value on a device."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, str, tuple, list)) else None

@@ -34,7 +34,7 @@ def _resnet50() -> Iterator[Shape]:
 
 
 def _gpt2() -> Iterator[Shape]:
-    """Yield the shapes of GPT-2 small (Radford et al. 2019); the output layer shares the token embedding."""
+    """Yield the shapes of GPT-2 small (Radford et al. 2019), whose output is the embedding."""
     width = 768
     yield from ((50257, width), (1024, width))
     for _ in range(12):

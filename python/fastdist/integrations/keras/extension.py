@@ -97,8 +97,8 @@ class KerasExtension:
 def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
     """Return a context manager that refuses to compile or train models made outside it.
 
-    Each replica would train a model of its own. Two methods of keras.Model are replaced while this
-    is open, in the base class that has them: Keras asks whether a model overrides them.
+    Each replica would train a separate model otherwise. Two methods of keras.Model are replaced
+    while this is open, in their base class: Keras checks whether a model overrides them.
     """
     if strategy.num_replicas_in_sync == 1 and not strategy.has_servers:
         yield

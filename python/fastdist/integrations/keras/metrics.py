@@ -33,7 +33,7 @@ def unchanged(metrics: Sequence[Any]) -> Iterator[None]:
 def combined(
     metrics: Sequence[Any], workers: Communicator, others: Sequence[torch.Tensor] = ()
 ) -> Iterator[None]:
-    """Return a context manager: the metrics' variables have the values of all replicas.
+    """Return a context manager in which the metrics' variables have the values of all replicas.
 
     Every replica must call. Variables are reduced by their `aggregation`: "sum", "mean", or the
     first replica's value; all in one fused call.

@@ -100,7 +100,7 @@ class ServedTrainer:
         model: Any = self._ref()
         optimizer = model.optimizer
         if optimizer is not None:
-            optimizer.built = True  # it never gets variables: the servers have their own
+            optimizer.built = True  # the servers have its variables
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Train on the workers.

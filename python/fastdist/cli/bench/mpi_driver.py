@@ -83,17 +83,7 @@ class MpiDriver:
         if variant != "25 MB buckets":
             raise UnsupportedCaseError(f"MPI has no {variant!r}")
         buckets = Buckets(numpy_arrays(), arrays, case.dtype, BUCKET_BYTES)
-        copy = np.copyto
-
-        def bucketed() -> None:
-            for bucket in buckets:
-                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
-                    copy(part, array)
-                all_reduce(in_place, bucket.flat, redop)
-                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
-                    copy(array, part)
-
-        return bucketed
+        return buckets.reduced(lambda flat: all_reduce(in_place, flat, redop))
 
     def close(self) -> None:
         """See `Driver`."""

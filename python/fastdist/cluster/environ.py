@@ -48,8 +48,11 @@ def first_set(environ: Environ, *variables: str) -> str:
 def master_address(environ: Environ) -> str | None:
     """Return the address of rank 0 from MASTER_ADDR and MASTER_PORT; None if one is not set."""
     host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
-    if not host or not port:
-        return None
+    return join_master(host, port) if host and port else None
+
+
+def join_master(host: str, port: str) -> str:
+    """Return the address of rank 0; raise ClusterConfigError if it is invalid."""
     try:
         return join_address(host, port)
     except ValueError as error:

@@ -124,16 +124,20 @@ class GradientSync:
 
     def watch(self) -> None:
         """Register hooks on trainable parameters without a hook, such as newly unfrozen ones."""
-        if len(self._hooked) == len(self._parameters):
-            return
-        for i, reduced in enumerate(self._parameters):
-            parameter = reduced.ref()
-            if i in self._hooked or parameter is None or not _is_trainable(parameter):
-                continue
+        for i, parameter in self._unhooked():
             self._hooked.add(i)
             after = GradientHook(call_weakly, weakref.WeakMethod(self._on_gradient), i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             self._contributions.watch(i)
+
+    def _unhooked(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """Yield the trainable parameters without a hook, with their indices."""
+        if len(self._hooked) == len(self._parameters):
+            return
+        for i, reduced in enumerate(self._parameters):
+            parameter = None if i in self._hooked else reduced.ref()
+            if parameter is not None and _is_trainable(parameter):
+                yield i, parameter
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -203,15 +207,11 @@ class GradientSync:
         Raises:
             FastdistError: a parameter was unfrozen during the run and has an unreduced gradient.
         """
-        if len(self._hooked) == len(self._parameters):
-            return
-        for i, reduced in enumerate(self._parameters):
-            parameter = reduced.ref()
-            if i in self._hooked or parameter is None or not _is_trainable(parameter):
-                continue
+        for i, parameter in self._unhooked():
             if parameter.grad is not None:
+                name = self._parameters[i].name
                 raise FastdistError(
-                    f"{reduced.name} was unfrozen in the middle of run, so its gradient was not "
+                    f"{name} was unfrozen in the middle of run, so its gradient was not "
                     "reduced over replicas; call requires_grad_() before run"
                 )
 

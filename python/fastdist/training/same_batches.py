@@ -17,10 +17,10 @@ import torch
 
 from fastdist.replicas.per_replica import leaves, select
 from fastdist.training.modules import tensor_digest
+from fastdist.training.step_record import hash_bits
 
 _RUNS = 3  # runs that are compared
 _SAMPLE = 4096  # elements of a tensor that are hashed
-_WIDTH = 1 + 32  # numbers
 
 
 class SameBatches:
@@ -53,8 +53,7 @@ class SameBatches:
             A tensor of shape [33], which the caller adds up over replicas.
         """
         self._sent, self._hash = self._hash, None
-        code = np.array([self._sent is not None, self._sent or 0], ">u4").view(np.uint8)
-        return torch.from_numpy(np.unpackbits(code)[-_WIDTH:].astype(np.float32))
+        return hash_bits(self._sent)
 
     def compare(self, total: torch.Tensor, one_of_all: float) -> None:
         """Compare with the other replicas. Every replica must call.

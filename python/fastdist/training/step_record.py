@@ -52,8 +52,7 @@ class StepRecord:
         """
         self._sent = self._taken
         self.clear()
-        code = np.array([1, self._sent.code], ">u4").view(np.uint8)
-        return torch.from_numpy(np.unpackbits(code)[-_WIDTH:].astype(np.float32))
+        return hash_bits(self._sent.code)
 
     def require_equal(self, total: torch.Tensor, workers: Communicator) -> None:
         """Check that all replicas had the same record. Every replica must call.
@@ -81,6 +80,12 @@ class StepRecord:
     def clear(self) -> None:
         """Forget the steps so far. Every replica must call."""
         self._taken = _Steps()
+
+
+def hash_bits(code: int | None) -> torch.Tensor:
+    """Return a one and the 32 bits of a hash; 33 zeros for None."""
+    bits = np.unpackbits(np.array([code is not None, code or 0], ">u4").view(np.uint8))
+    return torch.from_numpy(bits[-_WIDTH:].astype(np.float32))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

@@ -22,7 +22,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the model of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
@@ -59,7 +60,7 @@ def machine_facts() -> dict[str, str]:
     """Return processor, memory, kernel and versions, by name."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(usable_cores()),
         "cache": format_size(largest_cache_bytes()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 
 _V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
@@ -69,7 +70,7 @@ def machine_section(cgroups: Cgroups | None = None) -> Section:
     return Section(
         "machine",
         (
-            Fact("processor", _processor(), _processor()),
+            Fact("processor", processor(), processor()),
             Fact("cores", usable, f"{usable} usable of {present}"),
             Fact("cpu_quota", quota, quota_text),
             Fact("kernel", platform.release(), platform.release()),
@@ -134,14 +135,6 @@ def _huge_pages() -> str | None:
     """Return the kernel's policy for huge pages of shared memory, which is in brackets."""
     chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
     return chosen[0].strip("[]") if chosen else None
-
-
-def _processor() -> str:
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.machine()
 
 
 def _memory_bytes(name: str) -> int:

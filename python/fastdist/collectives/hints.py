@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NoReturn
 
-from fastdist.collectives.arguments import REDUCE_OPS
+from fastdist.collectives.types import REDUCE_OPS
 
 _OTHER_NAMES = {
     "add": "sum",

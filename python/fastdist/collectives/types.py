@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 if TYPE_CHECKING:
     from typing_extensions import Required
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]
 ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
+REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 Compression = Literal["fp16", "bf16", "fp8"]
 
 

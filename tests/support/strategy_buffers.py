@@ -14,6 +14,7 @@ import torch
 from digits_training import replica_id, require_close
 from fastdist import Strategy
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
+from replica_tests import on_replicas
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -37,30 +38,27 @@ class Averaged(nn.Module):
 class BuffersContract:
     """Buffers that forward writes. Subclasses choose the strategy."""
 
-    def test_buffers_that_some_replicas_write(self, strategies: Any) -> None:
+    @on_replicas
+    def test_buffers_that_some_replicas_write(self, strategy: Strategy) -> None:
         """Experts: each is normalized by the replicas that used it, and all hold the same."""
+        n = strategy.num_replicas_in_sync
+        for width in (2, 3):
+            with strategy.scope():
+                model = nn.ModuleList(
+                    nn.BatchNorm1d(2 if i == 0 else width, momentum=1.0) for i in range(n)
+                )
 
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            for width in (2, 3):
-                with strategy.scope():
-                    model = nn.ModuleList(
-                        nn.BatchNorm1d(2 if i == 0 else width, momentum=1.0) for i in range(n)
-                    )
+            def step(model: Any = model) -> None:
+                expert = model[replica_id()]
+                x = torch.full((8, expert.num_features), 100.0 * replica_id())
+                expert(x).square().sum().backward()
 
-                def step(model: Any = model) -> None:
-                    expert = model[replica_id()]
-                    x = torch.full((8, expert.num_features), 100.0 * replica_id())
-                    expert(x).square().sum().backward()
-
-                strategy.run(step)
-                strategy.check_in_sync()
-                for i, expert in enumerate(model):
-                    assert expert.running_mean.tolist() == pytest.approx(
-                        [100.0 * i] * expert.num_features
-                    )
-
-        strategies.run(case)
+            strategy.run(step)
+            strategy.check_in_sync()
+            for i, expert in enumerate(model):
+                assert expert.running_mean.tolist() == pytest.approx(
+                    [100.0 * i] * expert.num_features
+                )
 
     def test_buffers_that_are_written_without_backward(self, strategies: Any) -> None:
         def forward(strategy: Strategy, norm: nn.Module, values: torch.Tensor) -> list[Any]:

@@ -189,8 +189,9 @@ class CheckpointContract:
         assert set(strategies.run(restore)) == {3}
 
     @pytest.mark.parametrize(("aggregation", "value"), [("SUM", 1.0), ("MEAN", 0.5)])
+    @on_replicas
     def test_variables_with_a_value_per_replica(
-        self, strategies: Any, tmp_path: Path, aggregation: str, value: float
+        self, strategy: Strategy, tmp_path: Path, aggregation: str, value: float
     ) -> None:
         def make(strategy: Strategy) -> Any:
             with strategy.scope():
@@ -200,25 +201,22 @@ class CheckpointContract:
                     aggregation=fd.VariableAggregation[aggregation],
                 )
 
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            variable = make(strategy)
+        n = strategy.num_replicas_in_sync
+        variable = make(strategy)
 
-            def assign() -> None:
-                context = fd.get_replica_context()
-                assert context is not None
-                variable.assign(float(context.replica_id_in_sync_group) + 1)
+        def assign() -> None:
+            context = fd.get_replica_context()
+            assert context is not None
+            variable.assign(float(context.replica_id_in_sync_group) + 1)
 
-            strategy.run(assign)
-            total = {"SUM": n * (n + 1) / 2, "MEAN": (n + 1) / 2}[aggregation]
-            fd.Checkpoint(count=variable).save(tmp_path / "saved")
-            again = make(strategy)
-            fd.Checkpoint(count=again).restore(tmp_path / "saved")
-            assert float(again.value) == total
-            own = strategy.local_results(again)[0]
-            assert float(own) == (total / n if aggregation == "SUM" else total)
-
-        strategies.run(case)
+        strategy.run(assign)
+        total = {"SUM": n * (n + 1) / 2, "MEAN": (n + 1) / 2}[aggregation]
+        fd.Checkpoint(count=variable).save(tmp_path / "saved")
+        again = make(strategy)
+        fd.Checkpoint(count=again).restore(tmp_path / "saved")
+        assert float(again.value) == total
+        own = strategy.local_results(again)[0]
+        assert float(own) == (total / n if aggregation == "SUM" else total)
 
     def test_metrics_that_count_amid_an_epoch(self, strategies: Any, tmp_path: Path) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")

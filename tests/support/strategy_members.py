@@ -48,7 +48,8 @@ class MembersContract:
         assert model[0].running_mean.item() == pytest.approx(expected, rel=1e-6)
         assert model.state_dict()["0.running_mean"].item() == pytest.approx(expected, rel=1e-6)
 
-    def test_sync_batch_norm_sees_the_global_batch(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sync_batch_norm_sees_the_global_batch(self, strategy: Strategy) -> None:
         def losses(strategy: Strategy, layer: Any) -> list[torch.Tensor]:
             torch.manual_seed(4)
             with strategy.scope():
@@ -67,13 +68,10 @@ class MembersContract:
             strategy.check_in_sync()
             return [value.detach().clone().float() for value in model.state_dict().values()]
 
-        def case(strategy: Strategy) -> None:
-            wanted = losses(fd.OneDeviceStrategy("cpu"), nn.BatchNorm2d)
-            require_close(losses(strategy, fd.nn.SyncBatchNorm), wanted, 1e-5)
-            converted = fd.nn.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
-            assert isinstance(converted[0], fd.nn.SyncBatchNorm)
-
-        strategies.run(case)
+        wanted = losses(fd.OneDeviceStrategy("cpu"), nn.BatchNorm2d)
+        require_close(losses(strategy, fd.nn.SyncBatchNorm), wanted, 1e-5)
+        converted = fd.nn.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
+        assert isinstance(converted[0], fd.nn.SyncBatchNorm)
 
     @on_replicas
     def test_the_model_stays_the_users_own(self, strategy: Strategy) -> None:

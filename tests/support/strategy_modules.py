@@ -142,7 +142,8 @@ class CompiledModules:
             require_close(train_compiled(strategy, compiled), wanted, 4e-5)
 
     @pytest.mark.timeout(120)
-    def test_compiled_functions_draw_as_others_do(self, strategies: Any) -> None:
+    @on_replicas
+    def test_compiled_functions_draw_as_others_do(self, strategy: Strategy) -> None:
         def drawn(strategy: Strategy, compiled: bool) -> list[torch.Tensor]:
             torch.compiler.reset()
             torch.manual_seed(3)
@@ -152,12 +153,9 @@ class CompiledModules:
             rows = [strategy.gather(strategy.run(forward, (torch.ones(1, 2),))) for _ in range(2)]
             return [*rows, torch.rand(1)]
 
-        def case(strategy: Strategy) -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                require_close(drawn(strategy, True), drawn(strategy, False), 1e-6)
-
-        strategies.run(case)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            require_close(drawn(strategy, True), drawn(strategy, False), 1e-6)
 
 
 def train_compiled(strategy: Strategy, compiled: str) -> list[torch.Tensor]:

@@ -258,7 +258,8 @@ class ProgramsContract:
 
     # --- around run -----------------------------------------------------------------------------
 
-    def test_gradients_through_gathers_of_uneven_batches(self, strategies: Any) -> None:
+    @on_replicas
+    def test_gradients_through_gathers_of_uneven_batches(self, strategy: Strategy) -> None:
         """A contrastive loss compares all examples of the global batch with each other."""
 
         def trained(strategy: Strategy, size: int) -> list[torch.Tensor]:
@@ -282,14 +283,12 @@ class ProgramsContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            for size in (8, 5, 3):  # of 16 examples: even, uneven, and one replica without any
-                one = trained(fd.OneDeviceStrategy("cpu"), size)
-                require_close(trained(strategy, size), one, 1e-12)
+        for size in (8, 5, 3):  # of 16 examples: even, uneven, and one replica without any
+            one = trained(fd.OneDeviceStrategy("cpu"), size)
+            require_close(trained(strategy, size), one, 1e-12)
 
-        strategies.run(case)
-
-    def test_changes_between_runs(self, strategies: Any) -> None:
+    @on_replicas
+    def test_changes_between_runs(self, strategy: Strategy) -> None:
         def clamp(model: nn.Module, optimizer: Any) -> None:
             for parameter in model.parameters():
                 parameter.data.clamp_(-0.05, 0.05)
@@ -297,16 +296,13 @@ class ProgramsContract:
         def forget(model: nn.Module, optimizer: Any) -> None:
             optimizer.state.clear()
 
-        def case(strategy: Strategy) -> None:
-            one = fd.OneDeviceStrategy("cpu")
-            for between, optimizer in ((clamp, torch.optim.SGD), (forget, torch.optim.Adam)):
-                made = [
-                    trained(each, lambda: nn.Linear(4, 1), between, optimizer)
-                    for each in (strategy, one)
-                ]
-                require_close(*made, 1e-6)
-
-        strategies.run(case)
+        one = fd.OneDeviceStrategy("cpu")
+        for between, optimizer in ((clamp, torch.optim.SGD), (forget, torch.optim.Adam)):
+            made = [
+                trained(each, lambda: nn.Linear(4, 1), between, optimizer)
+                for each in (strategy, one)
+            ]
+            require_close(*made, 1e-6)
 
     @on_replicas
     def test_modes_around_run(self, strategy: Strategy) -> None:
@@ -351,26 +347,24 @@ class ProgramsContract:
         strategy.run(lambda: (model(torch.ones(2, 4)).mean() + weight.square().sum()).backward())
         assert torch.allclose(weight.grad, 1 + 2 * weight)
 
-    def test_sync_batch_norm_converts_in_the_scope(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sync_batch_norm_converts_in_the_scope(self, strategy: Strategy) -> None:
         def plain() -> nn.Module:
             return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
-        def case(strategy: Strategy) -> None:
-            convert = fd.nn.SyncBatchNorm.convert
-            with strategy.scope():
-                first = convert(plain())
-            made = plain()
-            with strategy.scope():
-                second = convert(made)
-            third = strategy.mirror(convert(plain()))
-            with strategy.scope():
-                fourth = plain()
-            fourth = convert(fourth)
-            for model in (first, second, third, fourth):
-                strategy.run(lambda model=model: model(torch.randn(4, 3)).square().sum().backward())
-            strategy.check_in_sync()
-
-        strategies.run(case)
+        convert = fd.nn.SyncBatchNorm.convert
+        with strategy.scope():
+            first = convert(plain())
+        made = plain()
+        with strategy.scope():
+            second = convert(made)
+        third = strategy.mirror(convert(plain()))
+        with strategy.scope():
+            fourth = plain()
+        fourth = convert(fourth)
+        for model in (first, second, third, fourth):
+            strategy.run(lambda model=model: model(torch.randn(4, 3)).square().sum().backward())
+        strategy.check_in_sync()
 
     @on_replicas
     def test_a_schedulers_state_is_plain(self, strategy: Strategy) -> None:

@@ -137,7 +137,8 @@ class TrainingContract:
         shares = strategy.run(fd.nn.scale_regularization_loss, args=(torch.tensor(2.0),))
         assert strategy.reduce("sum", shares) == pytest.approx(2.0)
 
-    def test_accumulation_clipping_unused_and_frozen(self, strategies: Any) -> None:
+    @on_replicas
+    def test_accumulation_clipping_unused_and_frozen(self, strategy: Strategy) -> None:
         def make() -> Any:
             model = Net()
             model.spare = nn.Linear(2, 2)  # type: ignore[assignment]
@@ -169,14 +170,12 @@ class TrainingContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
-
-        strategies.run(case)
+        require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
 
     @pytest.mark.parametrize("sizes", [(7, 2, 1), (8, 5, 7), (1, 12, 4)])
+    @on_replicas
     def test_accumulation_over_batches_that_are_cut_unevenly(
-        self, strategies: Any, sizes: tuple[int, ...]
+        self, strategy: Strategy, sizes: tuple[int, ...]
     ) -> None:
         def gradients(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(2)
@@ -196,10 +195,7 @@ class TrainingContract:
                     strategy.run(lambda part: backward(part[0]), (part,))
             return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
 
-        def case(strategy: Strategy) -> None:
-            require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-6)
-
-        strategies.run(case)
+        require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-6)
 
     @on_replicas
     def test_gradients_kept_back_for_one_of_several_models(self, strategy: Strategy) -> None:
@@ -278,7 +274,8 @@ class TrainingContract:
         results = strategies.run(case)
         assert all(result == results[0] for result in results)
 
-    def test_gradients_outside_run(self, strategies: Any) -> None:
+    @on_replicas
+    def test_gradients_outside_run(self, strategy: Strategy) -> None:
         def train(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(4)
             with strategy.scope():
@@ -299,12 +296,10 @@ class TrainingContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-5)
+        require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-5)
 
-        strategies.run(case)
-
-    def test_sparse_gradients(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sparse_gradients(self, strategy: Strategy) -> None:
         def train(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(6)
             with strategy.scope():
@@ -322,10 +317,7 @@ class TrainingContract:
             strategy.check_in_sync()
             return [model.weight.detach().clone()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-6)
-
-        strategies.run(case)
+        require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-6)
 
     @on_replicas
     def test_batches_of_different_structure(self, strategy: Strategy) -> None:

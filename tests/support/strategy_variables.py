@@ -55,7 +55,10 @@ class Counter(nn.Module):
 
 class VariableContract:
     @pytest.mark.parametrize("aggregation", list(VariableAggregation))
-    def test_aggregated_on_write(self, strategies: Any, aggregation: VariableAggregation) -> None:
+    @on_replicas
+    def test_aggregated_on_write(
+        self, strategy: Strategy, aggregation: VariableAggregation
+    ) -> None:
         def check(strategy: Strategy, synchronization: VariableSynchronization) -> None:
             n, local = strategy.num_replicas_in_sync, len(strategy.devices)
             v = made(strategy, [1.0, 1.0], synchronization=synchronization, aggregation=aggregation)
@@ -79,11 +82,8 @@ class VariableContract:
             assert in_replicas(strategy, lambda: float(v.value[0])) == [7] * local
             strategy.check_in_sync()
 
-        def case(strategy: Strategy) -> None:
-            for synchronization in (ON_WRITE, VariableSynchronization.AUTO):
-                check(strategy, synchronization)
-
-        strategies.run(case)
+        for synchronization in (ON_WRITE, VariableSynchronization.AUTO):
+            check(strategy, synchronization)
 
     @on_replicas
     def test_rows_are_changed_by_all_replicas(self, strategy: Strategy) -> None:

@@ -33,17 +33,15 @@ class DeepSpeedDriver(TorchHostDriver):
         self.version = f"DeepSpeed {deepspeed.__version__}, its shared memory"
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         self._require_sum(case)
         return partial(self._all_reduce, passes)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         self._require_sum(case)
         return one_by_one(arrays, self._all_reduce)
 
     def close(self) -> None:
-        """See `Driver`. Also removes this job's memory, which the kernel leaves behind."""
+        """Leave, and remove this job's memory, which the kernel leaves behind."""
         super().close()
         for path in Path("/dev/shm").glob(f"deepspeed_*{self._folder.name}*"):
             path.unlink(missing_ok=True)

@@ -29,7 +29,6 @@ class FastdistCudaDriver(FastdistCalls):
         self._flag = self.gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         if kind == "empty":
             return torch_arrays(make=self._registered)
         return self.gpu.arrays
@@ -41,11 +40,9 @@ class FastdistCudaDriver(FastdistCalls):
         return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         return partial(self._comm.all_reduce, self._flag)
 
     def close(self) -> None:
-        """See `Driver`."""
         self.gpu.synchronize()
         self._comm.close()
 

@@ -29,7 +29,6 @@ class FastdistCalls:
         self.world_size: int = comm.world_size
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         comm = self._comm
         # The default reduce op is omitted, as users do.
         redop = () if case.redop in ("", "sum") else (case.redop,)
@@ -46,7 +45,6 @@ class FastdistCalls:
         return partial(call, passes, *redop, out=gets)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         if variant == "list in bf16":
             if case.dtype not in ("float32", "float64"):
                 raise UnsupportedCaseError(f"{case.dtype} is not compressed")
@@ -65,7 +63,6 @@ class FastdistDriver(FastdistCalls):
         self.version = f"fastdist {fastdist.__version__}"
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         if kind == "torch":
             return torch_arrays()
         if kind == "empty":
@@ -73,12 +70,10 @@ class FastdistDriver(FastdistCalls):
         return numpy_arrays()
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         call: Call = self._comm.barrier
         return call
 
     def close(self) -> None:
-        """See `Driver`."""
         self._comm.close()
 
 

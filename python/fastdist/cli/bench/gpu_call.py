@@ -131,7 +131,6 @@ class GpuCall:
         self._gpu.synchronize()
 
     def time(self, iterations: int, graph: bool) -> Times:
-        """See `Measured`."""
         bound = self._bound
         values = bound.fill_values(iterations)
         self._last_iteration = iterations - 1
@@ -156,7 +155,6 @@ class GpuCall:
         return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
 
     def wrong_elements(self, graph: bool) -> int:
-        """See `Measured`."""
         calls = [self._bound.call]
         if graph and self._replay is not None:
             calls.append(self._replay)

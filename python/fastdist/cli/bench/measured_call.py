@@ -59,7 +59,6 @@ class MeasuredCall:
         self.no_graph = ""
 
     def time(self, iterations: int, graph: bool = False) -> Times:
-        """See `Measured`."""
         bound = self._bound
         _spread_ranks()
         values = bound.fill_values(iterations)
@@ -70,7 +69,6 @@ class MeasuredCall:
         return Times(times_ns, perf_counter_ns() - began)
 
     def wrong_elements(self, graph: bool = False) -> int:
-        """See `Measured`."""
         return self._bound.wrong_elements(self._last_iteration, [self._bound.call])
 
 

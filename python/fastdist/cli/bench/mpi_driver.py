@@ -34,11 +34,9 @@ class MpiDriver:
         self.version = f"{vendor} {'.'.join(map(str, numbers))}"
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         return numpy_arrays()
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         call: Call = self._comm.Barrier
         return call
 
@@ -50,7 +48,6 @@ class MpiDriver:
         return getattr(self._mpi, case.redop.upper() or "SUM")
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         comm, in_place = self._comm, self._mpi.IN_PLACE
         redop = self._redop(case)
         if case.dtype == "float16":
@@ -78,7 +75,6 @@ class MpiDriver:
         return partial(getattr(comm, name), *arguments)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
         if variant != "25 MB buckets":
             raise UnsupportedCaseError(f"MPI has no {variant!r}")
@@ -86,7 +82,6 @@ class MpiDriver:
         return buckets.reduced(lambda flat: all_reduce(in_place, flat, redop))
 
     def close(self) -> None:
-        """See `Driver`."""
         self._mpi.Finalize()
 
 

@@ -44,15 +44,12 @@ class TorchNcclDriver:
         self._flag = self.gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         return self.gpu.arrays
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         return partial(self._dist.all_reduce, self._flag)
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         if case.collective == "send_recv":
             return self._ring(passes, gets)
         return self._calls.bind(case, passes, gets)
@@ -70,11 +67,9 @@ class TorchNcclDriver:
         return ring
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         return self._calls.bind_list(case, variant, arrays, overlap=True)
 
     def close(self) -> None:
-        """See `Driver`."""
         self.gpu.synchronize()
         self._dist.destroy_process_group()
 

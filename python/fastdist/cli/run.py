@@ -87,7 +87,7 @@ class _OptionError(Exception):
 
 
 def add_parser(subparsers: "_Subparsers") -> None:
-    """Adds `run` to the `fastdist` command."""
+    """Add `run` to the `fastdist` command."""
     parser = subparsers.add_parser(
         "run",
         help="start the processes of a job on this machine",
@@ -226,7 +226,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
-    """Runs a job of ranks, and again when a rank has failed, as often as was asked for."""
+    """Run a job of ranks, and again when a rank has failed, as often as was asked for."""
     most = arguments.max_restarts or 0
     for restart in range(1, most + 1):
         outcome = run()
@@ -383,7 +383,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
-    """Yields the tasks of the job; reserves their ports until the context is closed."""
+    """Yield the tasks of the job; reserve their ports until the context is closed."""
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))

@@ -38,8 +38,12 @@ void raise(const Error& error) noexcept {
   std::string message = error.what();
   const bool is_late = error.code() == ErrorCode::kTimeout;
   if (is_late || error.code() == ErrorCode::kPeerFailure) {
-    const std::string why = explain_failure(is_late);
-    if (!why.empty()) message += "\nwhy: " + why;
+    try {
+      const std::string why = explain_failure(is_late);
+      if (!why.empty()) message += "\nwhy: " + why;
+    } catch (py::error_already_set& ending) {
+      return ending.restore();
+    }
   }
   const py::object text =
       own(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));

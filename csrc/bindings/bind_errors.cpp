@@ -1,13 +1,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <exception>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/bind.h"
+#include "bindings/caller.h"
 #include "core/error.h"
 
 namespace py = pybind11;
@@ -34,9 +35,13 @@ py::object to_tuple(const std::vector<int>& ranks) noexcept {
 // are C functions.
 void raise(const Error& error) noexcept {
   // Messages may be cut in the middle of a UTF-8 character.
-  const char* message = error.what();
+  std::string message = error.what();
+  if (error.code() == ErrorCode::kPeerFailure || error.code() == ErrorCode::kTimeout) {
+    const std::string why = explain_failure();
+    if (!why.empty()) message += "\nwhy: " + why;
+  }
   const py::object text =
-      own(PyUnicode_DecodeUTF8(message, static_cast<Py_ssize_t>(std::strlen(message)), "replace"));
+      own(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
   if (!text) return;
   const auto fastdist_error = [&](const char* name) {
     const py::object module = own(PyImport_ImportModule("fastdist.errors"));

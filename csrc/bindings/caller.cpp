@@ -14,7 +14,9 @@ namespace fastdist::bindings {
 namespace {
 
 std::atomic<bool> exiting{false};
-py::handle stall_function = Py_None;  // never released: it may be used until the process ends
+// Never released: they may be used until the process ends.
+py::handle stalled_function = Py_None;
+py::handle explain_function = Py_None;
 
 bool is_finalizing() noexcept {
   if (exiting.load(std::memory_order_relaxed)) return true;
@@ -38,7 +40,19 @@ void retake_gil(PyThreadState* state) noexcept {
   PyEval_RestoreThread(state);
 }
 
-void on_stall(const py::object& function) { stall_function = function.inc_ref(); }
+void set_speaker(const py::object& stalled, const py::object& explain) {
+  stalled_function = stalled.inc_ref();
+  explain_function = explain.inc_ref();
+}
+
+std::string explain_failure() noexcept {
+  if (is_finalizing() || explain_function.is_none()) return "";
+  try {
+    return explain_function().cast<std::string>();
+  } catch (...) {
+    return "";  // the failure itself must be told
+  }
+}
 
 void Patience::wait() noexcept {
   constexpr std::chrono::seconds kLong{5};
@@ -48,9 +62,9 @@ void Patience::wait() noexcept {
   if (now - *since_ < kLong || now - told_ < kBetween || is_finalizing()) return;
   told_ = now;
   const py::gil_scoped_acquire gil;
-  if (stall_function.is_none()) return;
+  if (stalled_function.is_none()) return;
   try {
-    stall_function(std::chrono::duration<double>(now - *since_).count());
+    stalled_function(std::chrono::duration<double>(now - *since_).count());
   } catch (...) {
     return;  // what only tells of a call must not end it
   }

@@ -25,9 +25,12 @@ void begin_exit() noexcept;
 // until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
 
-// Sets the function of Python that is called with the seconds that a call has waited, every second
-// from the fifth on. It must not block.
-void on_stall(const pybind11::object& function);
+// Sets two functions of Python: `stalled`, which is called with the seconds that a call has waited,
+// every second from the fifth on, and must not block; and `explain`, which says why this process's
+// job does not go on.
+void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
+// Returns what `explain` says; "" if nothing. Needs the GIL.
+[[nodiscard]] std::string explain_failure() noexcept;
 
 // Notices calls that wait for long. Takes the GIL to tell.
 class Patience {

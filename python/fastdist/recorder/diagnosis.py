@@ -10,7 +10,13 @@ import numpy as np
 from fastdist.recorder.arrivals import last_to_come
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
-from fastdist.recorder.observation import Observation, ObservedRank, observe, with_stacks
+from fastdist.recorder.observation import (
+    INTERVAL_S,
+    Observation,
+    ObservedRank,
+    observe,
+    with_stacks,
+)
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
@@ -90,13 +96,13 @@ _Found = tuple[Kind, str, Sequence[int], str]
 _Rule = Callable[[_Case], "_Found | None"]
 
 
-def diagnose(job: Job) -> Diagnosis:
+def diagnose(job: Job, interval_s: float = INTERVAL_S) -> Diagnosis:
     """Say why a job stands still, within a second or so, without asking its ranks.
 
     Only ranks of this machine are looked at. Ranks that can answer write their stacks, unless the
     job goes on.
     """
-    case = _judge(observe(job))
+    case = _judge(observe(job, interval_s))
     if not _goes_on(case):
         case = _judge(with_stacks(case.seen))
     for rule in _RULES:

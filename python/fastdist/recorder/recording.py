@@ -57,10 +57,23 @@ def _start(rank: int, world_size: int, job: str) -> None:
             program=" ".join(sys.argv)[:255],
         )
         write_on_signal(own.stacks)
+        _core.set_speaker(_stalled, _explain)
     except OSError as error:
         _log.info("calls are not recorded: %s", error)
         return
     atexit.register(_end, own)
+
+
+def _stalled(waited_s: float) -> None:
+    from fastdist.recorder import speaking  # which most jobs never need
+
+    speaking.stalled(waited_s)
+
+
+def _explain() -> str:
+    from fastdist.recorder import speaking
+
+    return speaking.explain()
 
 
 def _end(own: RecordPath) -> None:

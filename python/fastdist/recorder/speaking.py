@@ -1,0 +1,96 @@
+"""Lets a job say by itself why it stands still: in the log, and in the errors of its calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import numpy as np
+
+from fastdist.recorder.diagnosis import diagnose
+from fastdist.recorder.jobs import Job, NoSuchJobError, find_job, jobs_here
+from fastdist.recorder.kinds import Kind
+from fastdist.recorder.ring import Call, Records
+
+_log = logging.getLogger("fastdist")
+
+_LEAST_S = 5.0
+_P99_TIMES = 5
+_INTERVAL_S = 0.1  # between two looks, while an error waits
+_AGAIN = 6  # a wait is told again after so many times as long
+
+
+class _Speaker:
+    """What this process has said of its present wait."""
+
+    thread: threading.Thread | None = None
+    wait = (0, 0)  # process and call
+    next_s = _LEAST_S
+
+
+def explain() -> str:
+    """Say why this process's job stands still; "" if that cannot be told."""
+    try:
+        sentence = diagnose(_own_job(), _INTERVAL_S).sentence
+    except Exception:
+        _log.debug("no reason was found", exc_info=True)
+        return ""
+    return sentence
+
+
+def stalled(waited_s: float) -> None:
+    """Tell of a call of this process that has waited so long. Called every second."""
+    thread = _Speaker.thread
+    if thread is None or not thread.is_alive():
+        _Speaker.thread = threading.Thread(
+            target=_look, args=(waited_s,), name="fastdist-why", daemon=True
+        )
+        _Speaker.thread.start()
+
+
+def _look(waited_s: float) -> None:
+    try:
+        job = _own_job()
+        _tell(job, waited_s)
+    except Exception:
+        _log.debug("no reason was found", exc_info=True)
+
+
+def _tell(job: Job, waited_s: float) -> None:
+    waiting = [(rank.records.rank, call) for rank in job.ranks for call in _overdue(rank.records)]
+    own = next(each.records for each in job.ranks if each.records.pid == os.getpid())
+    # One rank of a machine speaks for all.
+    if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
+        return
+    call = min((call for rank, call in waiting if rank == own.rank), key=lambda c: c.entered_s)
+    if _Speaker.wait != (os.getpid(), call.number):
+        _Speaker.wait = (os.getpid(), call.number)
+        _Speaker.next_s = _LEAST_S
+    if waited_s < _Speaker.next_s:
+        return
+    _Speaker.next_s = _AGAIN * waited_s
+    found = diagnose(job)
+    if found.kind is not Kind.SLOW:
+        _log.warning("%s", found.sentence)
+
+
+def _overdue(records: Records) -> list[Call]:
+    """Return calls that have waited 5 s, and 5 times as long as nearly all of their line's do."""
+    now_s = time.monotonic()
+    found = []
+    for call in records.calls:
+        usual_s = records.durations_s.get(call.site)
+        p99_s = 0.0 if usual_s is None else float(np.percentile(usual_s, 99))
+        if call.is_running and now_s - call.entered_s > max(_LEAST_S, _P99_TIMES * p99_s) - 0.5:
+            found.append(call)
+    return found
+
+
+def _own_job() -> Job:
+    jobs, _ = jobs_here()
+    try:
+        return find_job(jobs, str(os.getpid()))
+    except NoSuchJobError:
+        raise LookupError("this process records nothing") from None

@@ -231,12 +231,13 @@ def _blamed(case: _Case) -> list[int]:
     endings = {rank: each.ending for rank, each in dead.items() if each.ending is not None}
     followed = {rank for rank, each in endings.items() if each.error == "PeerFailureError"}
     named = {rank for ending in endings.values() for rank in ending.ranks}
+    first = {rank for rank, each in endings.items() if each.was_first}
     raised = endings.keys() - followed
     unfailed = {
         rank for rank, each in dead.items() if each.last_call and not each.last_call.is_failed
     }
     awaited = unfailed & case.ends
-    candidates = (raised & named, named - followed, raised, awaited, unfailed, dead.keys())
+    candidates = (first, raised & named, named - followed, raised, awaited, unfailed, dead.keys())
     return sorted(next((found for found in candidates if found), set()))
 
 
@@ -248,10 +249,12 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
             sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
             "an end without an exception" + case.those_who_wait(ranks)
         )
-    if first.ending is not None:
+    if first.ending is not None and first.ending.error:
         error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
         return f"{sentence}: {error}{at(first.ending.line)}"
     sentence += _cause_of_death(first)
+    if 1 < len(ranks) < len(case.dead):
+        sentence += "; which of them ended first cannot be told"
     call, told = first.last_call, ""
     if call is not None and len(ranks) == 1:
         when = "inside of" if call.is_running else "after"
@@ -261,13 +264,15 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
 
 
 def _cause_of_death(rank: ObservedRank) -> str:
+    if rank.ending is not None:
+        return f", {rank.ending.message}"
     if rank.process is not None and rank.process.status is not None:
         return f", ended {how_it_ended(rank.process.status)}"
     return " without an exception, as after kill -9 or a crash"
 
 
 def _last_line(rank: ObservedRank) -> str:
-    if rank.ending is not None:
+    if rank.ending is not None and rank.ending.line:
         return rank.ending.line
     return rank.last_call.site if rank.last_call else ""
 

@@ -144,6 +144,9 @@ def for_all(kind: str) -> None:
             if comm.rank == RANK:
                 time.sleep(0.03)
             step()
+    elif kind == "steady":
+        while True:
+            step()
     elif kind == "timed_out":
         if comm.rank == RANK:
             asleep()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def write_records(
     now_ns = time.monotonic_ns()
     data = bytearray(ring._BYTES)
     head = np.zeros(1, ring._HEADER)
-    fields: Mapping[str, Any] = {
+    fields: dict[str, Any] = {
         "magic": b"fastdist",
         "format": 1,
         "pid": os.getpid(),
@@ -55,7 +54,7 @@ def write_records(
         "host": b"here",
         "program": b"train.py",
     }
-    for name, value in {**fields, **header}.items():
+    for name, value in (fields | header).items():
         head[name] = value
     member = np.array([(rank, world_size, KEY, 1, b"host")], ring._COMMUNICATOR)
     put(data, 0, head)
@@ -67,7 +66,7 @@ def write_records(
         done_ns, outcome = (0, 0) if is_last else (began_ns + 1_000_000, 1)
         call = (i, began_ns, 0, done_ns, BARRIER, 0, sequence, 0, 1, 0, outcome, 0)
         put(data, call_at(i), np.array([call], ring._CALL))
-    path = folder / f"{own_namespace()}-{os.getpid()}-{rank:08x}.calls"
+    path = folder / f"{own_namespace()}-{head['pid'][0]}-{rank:08x}.calls"
     path.write_bytes(data)
     return path
 

@@ -20,7 +20,7 @@ from stalled import Stalled
 QUICK: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "killed": (3, Kind.DEAD, (1,), ("rank 1 is dead", "ranks 0 and 2")),
     "raising": (2, Kind.DEAD, (1,), ("ValueError: a bad batch at stalled_rank.py:", "in raising")),
-    "stopped": (2, Kind.STOPPED, (1,), ("rank 1 is stopped", "rank 0 waits for it in all_reduce")),
+    "stopped": (2, Kind.STOPPED, (1,), ("rank 1 is stopped", "rank 0 waits for it there")),
     "asleep": (3, Kind.USER, (1,), ("asleep at stalled_rank.py:", "ranks 0 and 2 wait for it")),
     "without_the_gil": (2, Kind.THREADS, (1,), ("GIL", "in hold", "in without_the_gil")),
     "crossed": (2, Kind.OTHER_ORDER, (0, 1), ("rank 0 waits for rank 1 in barrier",)),
@@ -36,7 +36,7 @@ SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "waiting_for_a_file_lock": (2, Kind.FILES, (1,), ("in waiting_for_a_file_lock",)),
     "loading": (2, Kind.DATA, (1,), ("waits for data", "in __getitem__")),
     "late": (3, Kind.USER, (1,), ("in asleep", "ranks 0 and 2 wait for it in all_reduce")),
-    "chain": (3, Kind.USER, (1,), ("rank 0 waits for it in barrier", "rank 2 in turn")),
+    "chain": (3, Kind.USER, (1,), ("rank 0 waits for it there", "rank 2 in turn")),
     "slow": (2, Kind.SLOW, (1,), ("slow, not stuck: rank 1 came last",)),
     "timed_out": (3, Kind.USER, (1,), ("rank 1 did not arrive within the timeout",)),
 }

@@ -42,11 +42,11 @@ def test_torn_entries_are_left_out(tmp_path: Path) -> None:
     data[call_at(2) : call_at(2) + 8] = bytes(8)  # it is being written
     data[call_at(4) : call_at(4) + 8] = (999).to_bytes(8, "little")  # at the wrong place
     path.write_bytes(data)
-    again = bytearray(data[ring._CALLS_AT :])
+    again = bytearray(data[ring._CALLS_AT : ring._CALLS_END])
     at = call_at(5) - ring._CALLS_AT
     again[at : at + 8] = (5 + ring._CALLS).to_bytes(8, "little")  # it was overwritten meanwhile
-    records = ring._records(path, bytes(data), bytes(again))
-    assert [call.sequence for call in records.calls] == [1, 3]
+    snapshot = ring.Snapshot(path, bytes(data), bytes(again))
+    assert snapshot.calls["sequence"].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(

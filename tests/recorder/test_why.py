@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ import pytest
 from fastdist.cli.main import main
 from fastdist.recorder import jobs as jobs_module
 from fastdist.recorder import observation, place, stacks
+from fastdist.recorder.diagnosis import diagnose
+from fastdist.recorder.endings import note_killed
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
+from fastdist.recorder.kinds import Kind
 from fastdist.recorder.stacks import parse_faulthandler
 from fastdist.recorder.words import names, seconds, short
 from synthetic_records import write_records
@@ -90,6 +94,22 @@ def test_a_partial_answer_says_what_is_missing(
     found = json.loads(capsys.readouterr().out)
     assert any("1-2-3.calls" in note for note in found["not_seen"])
     assert any(note.startswith("2 of 4 ranks") for note in found["not_seen"])
+
+
+def test_the_launcher_tells_which_rank_was_killed(folder: Path) -> None:
+    """Rank 1 waited for ranks 0 and 2: one was killed, the other was ended by the launcher."""
+    dead = 2**22 + 1  # no process has such a number
+    for rank in range(3):
+        waits = rank == 1
+        sequences = range(1, 4) if waits else range(1, 3)
+        write_records(folder, rank, 3, sequences, running=waits, pid=dead + rank)
+    found = diagnose(jobs_here()[0][0])
+    assert (found.kind, found.ranks) == (Kind.DEAD, (0, 2))
+    assert "which of them ended first cannot be told" in found.sentence
+    note_killed(dead + 2, signal.SIGSEGV)
+    found = diagnose(jobs_here()[0][0])
+    assert (found.kind, found.ranks) == (Kind.DEAD, (2,))
+    assert found.sentence.startswith("rank 2 is dead, killed by SIGSEGV; it ended after barrier()")
 
 
 def test_the_table_holds_64_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,15 +67,21 @@ class _Case:
     def age_s(self, moment_s: float) -> float:
         return self.seen.at_s - moment_s
 
-    def those_who_wait(self, ranks: Sequence[int]) -> str:
-        """Return "; ranks 0 and 2 wait for it in all_reduce(…) at train.py:9 in step, for 12 s"."""
+    def those_who_wait(self, ranks: Sequence[int], told: str = "") -> str:
+        """Return "; ranks 0 and 2 wait for it in all_reduce(…) at train.py:9 in step, for 12 s".
+
+        Args:
+            ranks: those that are waited for.
+            told: the call that the sentence has told of, with its line.
+        """
         waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
         if not waits:
             return ""
         oldest = min(waits, key=lambda wait: wait.since_s)
         who = sorted({wait.rank for wait in waits})
         them = verb(ranks, "it", "them")
-        where = f"for {them} in {oldest.call.signature}{at(oldest.call.site)}"
+        call = f"{oldest.call.signature}{at(oldest.call.site)}"
+        where = f"for {them} {'there' if call == told else 'in ' + call}"
         if not {each.rank for each in self.live} & set(who):
             return f"; {names(who)}, which waited {where}, ended too"
         age_s = self.age_s(oldest.since_s)
@@ -225,12 +231,13 @@ def _blamed(case: _Case) -> list[int]:
     endings = {rank: each.ending for rank, each in dead.items() if each.ending is not None}
     followed = {rank for rank, each in endings.items() if each.error == "PeerFailureError"}
     named = {rank for ending in endings.values() for rank in ending.ranks}
+    first = {rank for rank, each in endings.items() if each.was_first}
     raised = endings.keys() - followed
     unfailed = {
         rank for rank, each in dead.items() if each.last_call and not each.last_call.is_failed
     }
     awaited = unfailed & case.ends
-    candidates = (raised & named, named - followed, raised, awaited, unfailed, dead.keys())
+    candidates = (first, raised & named, named - followed, raised, awaited, unfailed, dead.keys())
     return sorted(next((found for found in candidates if found), set()))
 
 
@@ -242,25 +249,30 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
             sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
             "an end without an exception" + case.those_who_wait(ranks)
         )
-    if first.ending is not None:
+    if first.ending is not None and first.ending.error:
         error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
         return f"{sentence}: {error}{at(first.ending.line)}"
     sentence += _cause_of_death(first)
-    call = first.last_call
+    if 1 < len(ranks) < len(case.dead):
+        sentence += "; which of them ended first cannot be told"
+    call, told = first.last_call, ""
     if call is not None and len(ranks) == 1:
         when = "inside of" if call.is_running else "after"
-        sentence += f"; it ended {when} {call.signature}{at(call.site)}"
-    return sentence + case.those_who_wait(ranks)
+        told = f"{call.signature}{at(call.site)}"
+        sentence += f"; it ended {when} {told}"
+    return sentence + case.those_who_wait(ranks, told)
 
 
 def _cause_of_death(rank: ObservedRank) -> str:
+    if rank.ending is not None:
+        return f", {rank.ending.message}"
     if rank.process is not None and rank.process.status is not None:
         return f", ended {how_it_ended(rank.process.status)}"
     return " without an exception, as after kill -9 or a crash"
 
 
 def _last_line(rank: ObservedRank) -> str:
-    if rank.ending is not None:
+    if rank.ending is not None and rank.ending.line:
         return rank.ending.line
     return rank.last_call.site if rank.last_call else ""
 
@@ -290,11 +302,12 @@ def _stopped(case: _Case) -> _Found | None:
     by = "a debugger" if process is not None and process.state == "t" else "a signal (SIGSTOP)"
     call = stopped[0].last_call
     line = call.site if call is not None else ""
-    where = ""
+    where = told = ""
     if call is not None and len(ranks) == 1:
-        where = f" {'in' if call.is_running else 'after'} {call.signature}{at(call.site)}"
+        told = f"{call.signature}{at(call.site)}"
+        where = f" {'in' if call.is_running else 'after'} {told}"
     sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} stopped by {by}{where}"
-    return Kind.STOPPED, sentence + case.those_who_wait(ranks), ranks, line
+    return Kind.STOPPED, sentence + case.those_who_wait(ranks, told), ranks, line
 
 
 def _slow(case: _Case) -> _Found | None:
@@ -371,14 +384,12 @@ def _complaint(case: _Case, ranks: Sequence[int], occupation: Occupation) -> str
     sentence = f"{names(ranks)} {verb(ranks, occupation.one, occupation.several)}"
     sentence += at(first.line)
     call = first.last_call
-    if call is None:
-        return sentence + case.those_who_wait(ranks)
-    if not call.is_running:
-        age_s = case.age_s(first.idle_since_s)
-        sentence += f", {seconds(age_s)} after {call.signature}{at(call.site)}"
-    elif not first.line:
-        sentence += f" in {call.signature}{at(call.site)}"
-    return sentence + (case.those_who_wait(ranks) or _nobody_waits(case, ranks))
+    told = "" if call is None else f"{call.signature}{at(call.site)}"
+    if call is not None and not call.is_running:
+        sentence += f", {seconds(case.age_s(first.idle_since_s))} after {told}"
+    elif call is not None and not first.line:
+        sentence += f" in {told}"
+    return sentence + (case.those_who_wait(ranks, told) or _nobody_waits(case, ranks))
 
 
 def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:

@@ -1,32 +1,36 @@
-"""What ended a process, as far as the process could write it: an exception that nobody caught."""
+"""What ended a process: an exception that nobody caught, or a signal that the launcher noticed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdist.errors import FastdistError
 from fastdist.recorder.frames import Frame, Stack
+from fastdist.recorder.place import record_paths
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The exception that ended a process.
+    """What ended a process.
 
     Attributes:
-        error: the name of its class.
-        message: its first line, at most 300 characters.
+        error: the name of the exception's class; "" for a signal.
+        message: the exception's first line, at most 300 characters; or "killed by SIGKILL".
         ranks: the ranks that caused it, as `FastdistError.ranks` names them.
         line: the innermost line of the user's code, "train.py:42 in step"; "" if none.
+        was_first: True if the launcher saw that it ended before the others.
     """
 
     error: str
     message: str
     ranks: tuple[int, ...]
     line: str
+    was_first: bool = False
 
 
 def write_ending(path: Path, error: BaseException) -> None:
@@ -41,6 +45,28 @@ def write_ending(path: Path, error: BaseException) -> None:
         error.ranks if isinstance(error, FastdistError) else (),
         Stack(tuple(frames), is_main=True).user_line,
     )
+    _write(path, ending)
+
+
+def note_killed(pid: int, number: int) -> None:
+    """Note that a signal has killed a process, before the other ranks of its job ended.
+
+    Records alone do not tell which of the ranks ended first that waited for nobody.
+
+    Args:
+        pid: the process; nothing happens if it has no records.
+        number: the signal.
+    """
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    for found in record_paths():
+        if found.is_here and found.pid == pid:
+            _write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))
+
+
+def _write(path: Path, ending: Ending) -> None:
     with contextlib.suppress(OSError):
         path.write_text(json.dumps(asdict(ending)), "utf-8")
 

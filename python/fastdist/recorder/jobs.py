@@ -76,7 +76,8 @@ def jobs_here() -> tuple[list[Job], list[str]]:
         try:
             records = read_records(place.path)
         except UnreadableError as error:
-            notes.append(str(error))
+            if not place.is_here or start_of(place.pid) is not None:
+                notes.append(str(error))
             continue
         if records is None:
             continue

@@ -162,15 +162,17 @@ class Observation:
 
 def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
     """Look at a job twice."""
-    earlier = [_process(each) for each in job.ranks]
-    if any(process is None or not process.is_dead for process in earlier):
-        time.sleep(interval_s)
     notes: list[str] = []
+    first = [_look(each, []) for each in job.ranks]
+    if any(look is not None and not look.is_dead for look in first):
+        time.sleep(interval_s)
     ranks = []
-    for each, process in zip(job.ranks, earlier, strict=True):
-        seen = _look_again(each, process, notes)
-        if seen is not None:
-            ranks.append(seen)
+    for each, before in zip(job.ranks, first, strict=True):
+        now = _look(each, notes)
+        if before is not None and now is not None:
+            ending = read_ending(each.place.ending)
+            pair = now.records, before.records, now.process, before.process
+            ranks.append(ObservedRank(each.place, *pair, ending))
     missing = sorted(set(range(job.world_size)) - {each.rank for each in ranks})
     return Observation(job, tuple(ranks), tuple(missing), time.monotonic(), tuple(notes))
 
@@ -194,13 +196,20 @@ def with_stacks(observation: Observation) -> Observation:
     return replace(observation, ranks=ranks, notes=(*observation.notes, *notes))
 
 
-def _process(rank: RecordedRank) -> Process | None:
-    return look_at(rank.records.pid, rank.records.started) if rank.place.is_here else None
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """A rank at one moment."""
+
+    records: Records
+    process: Process | None
+
+    @property
+    def is_dead(self) -> bool:
+        return self.process is not None and self.process.is_dead
 
 
-def _look_again(
-    rank: RecordedRank, earlier: Process | None, notes: list[str]
-) -> ObservedRank | None:
+def _look(rank: RecordedRank, notes: list[str]) -> _Look | None:
+    """Look at a rank; None if its records are gone."""
     try:
         records = read_records(rank.place.path)
     except UnreadableError as error:
@@ -208,10 +217,9 @@ def _look_again(
         records = rank.records
     if records is None:
         return None
-    process = _process(rank)
-    if process is None:
+    if not rank.place.is_here:
         notes.append(f"the process of rank {records.rank}, which is in another container")
-    else:
-        notes += [f"rank {records.rank}: {note}" for note in process.notes]
-    ending = read_ending(rank.place.ending)
-    return ObservedRank(rank.place, records, rank.records, process, earlier, ending)
+        return _Look(records, None)
+    process = look_at(records.pid, records.started)
+    notes += [f"rank {records.rank}: {note}" for note in process.notes]
+    return _Look(records, process)

@@ -29,8 +29,8 @@ void retake_gil(PyThreadState* state) noexcept;
 // every second from the fifth on, and must not block; and `explain`, which says why this process's
 // job does not go on. It takes whether a rank is late.
 void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
-// Returns what `explain` says; "" if nothing. Throws what ends the program, such as Ctrl-C. Needs the
-// GIL.
+// Returns what `explain` says; "" if nothing. Throws what ends the program, such as Ctrl-C. Needs
+// the GIL.
 [[nodiscard]] std::string explain_failure(bool is_late);
 
 // Notices calls that wait for long. Takes the GIL to tell.

@@ -216,8 +216,8 @@ class _Look:
         if self._files is None:
             self._files = {}
             try:
-                for entry in os.scandir(self.folder / "fd"):
-                    self._files[int(entry.name)] = os.readlink(entry.path)
+                for name in os.listdir(self.folder / "fd"):
+                    self._files[int(name)] = os.readlink(self.folder / "fd" / name)
             except OSError as error:
                 self._note("fd", error)
         return self._files

@@ -81,7 +81,8 @@ def _end(own: RecordPath) -> None:
     if own.pid != os.getpid():
         return
     error = getattr(sys, "last_value", None)
-    if error is None:
+    # After Ctrl-C, an import that makes a dataclass would let the interpreter exit with code 1.
+    if error is None or isinstance(error, KeyboardInterrupt):
         own.remove()
     else:
         from fastdist.recorder.endings import write_ending  # only where it is used

@@ -73,7 +73,7 @@ def _stalled(waited_s: float) -> None:
 def _explain(is_late: bool) -> str:
     from fastdist.recorder import speaking
 
-    return speaking.explain(0.1 if is_late else 0.0)
+    return speaking.explain(is_late)
 
 
 def _end(own: RecordPath) -> None:

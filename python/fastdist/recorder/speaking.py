@@ -17,6 +17,7 @@ from fastdist.recorder.ring import Call, Records
 _log = logging.getLogger("fastdist")
 
 _LEAST_S = 5.0
+_SHORT_S = 2.0
 _P99_TIMES = 5
 _AGAIN = 6  # a wait is told again after so many times as long
 
@@ -29,14 +30,18 @@ class _Speaker:
     next_s = _LEAST_S
 
 
-def explain(interval_s: float) -> str:
+def explain(is_late: bool) -> str:
     """Say why the job of this process does not go on; "" if that cannot be told.
 
     Args:
-        interval_s: between two looks at its ranks.
+        is_late: True after a timeout. Timeouts shorter than 2 s are not explained: they are a way
+            to look in between.
     """
     try:
-        sentence = diagnose(_job_of(os.getpid()), interval_s).sentence
+        job = _job_of(os.getpid())
+        if is_late and not _has_waited(job):
+            return ""
+        sentence = diagnose(job, 0.1 if is_late else 0.0).sentence
     except Exception:
         _log.debug("no reason was found", exc_info=True)
         return ""
@@ -53,6 +58,15 @@ def obituary(pid: int) -> str:
         return ""
     rank = next(each.records.rank for each in job.ranks if each.records.pid == pid)
     return found.sentence if found.ranks == (rank,) else ""
+
+
+def _has_waited(job: Job) -> bool:
+    calls = next(each.records.calls for each in job.ranks if each.records.pid == os.getpid())
+    now_s = time.monotonic()
+    return any(
+        call.is_failed and now_s - (call.done_s or 0.0) < 1.0 and now_s - call.entered_s > _SHORT_S
+        for call in calls[-64:]
+    )
 
 
 def stalled(waited_s: float) -> None:
